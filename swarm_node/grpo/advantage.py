@@ -11,8 +11,8 @@ Standard deviations are unbiased. With several rewards, GDPO (arXiv 2601.05242) 
 formula, adds the weighted results up and whitens the sum over the batch: totals of 1+0 and 1+1 stay apart,
 which they do not when the rewards are added first.
 
-NaN = not scored: such a reward takes no part in any mean, and a rollout nobody scored has advantage 0. So has
-the only rollout of a group.
+NaN = not scored: such a reward takes no part in any mean, and a rollout without a score has advantage 0. The only
+rollout of a group has advantage 0 too.
 
 A group that brings its advantages (`Group.advantages`: a peer's) keeps them, whatever the formula, and takes no
 part in the statistics of the batch. A formula of the user's own has the form of those in `BASELINES`.
@@ -40,16 +40,15 @@ ROUNDING = 1e-9  # an advantage below this is rounding in a group of equal rewar
 
 
 Baseline = Callable[[Tensor], Tensor]
-"""Rewards [groups, G], float64, NaN where a group has fewer rollouts or nobody judged -> advantages, likewise."""
+"""Rewards [groups, G], float64 -> advantages of that shape. NaN stands for a missing rollout, or one without a score.
+"""
 
 
 def advantages(
     groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float], baseline: Baseline | None = None
 ) -> Tensor:
-    """Advantages [B] of all rollouts, group after group; `weights` by reward name (missing = 1) for GDPO.
-
-    `baseline` is that of `config.advantage`, if the caller has looked it up before.
-    """
+    """Advantages [B] of all rollouts, group after group. `weights` are those of rewards by name, 1 if missing; GDPO
+    uses them. `baseline` is that of `config.advantage`, if the caller has looked it up before."""
     computed = [group for group in groups if group.advantages is None]
     rows = iter(_computed(computed, config, weights, baseline or find_baseline(config.advantage)))
     given = [next(rows) if g.advantages is None else torch.tensor(g.advantages, dtype=torch.float64) for g in groups]
@@ -60,7 +59,7 @@ def advantages(
 def _computed(
     groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float], baseline: Baseline
 ) -> list[Tensor]:
-    """Advantages [G] of each group from the rewards of all."""
+    """Advantages [G] of each group, computed from the rewards of all groups."""
     if not groups:
         return []
     width = max(len(group.rollouts) for group in groups)
@@ -80,12 +79,12 @@ def _computed(
 
 
 def find_baseline(name: str) -> Baseline:
-    """The formula that `grpo.advantage` names. UserError if it is outside code that cannot be loaded."""
+    """The formula that `grpo.advantage` names. UserError if it is the user's own and cannot be loaded."""
     return BASELINES.get(name) or _checked(load_function(name, "grpo.advantage"))
 
 
 def _checked(function: Baseline) -> Baseline:
-    """`function`, the user's own; UserError if it fails or breaks its contract."""
+    """The user's function, with its result checked. UserError if it fails or breaks its contract."""
 
     def checked(r: Tensor) -> Tensor:
         try:
@@ -128,24 +127,25 @@ BASELINES: dict[str, Baseline] = {f.__name__: f for f in (group_std, batch_std, 
 
 
 def nanstd(r: Tensor, dim: int) -> Tensor:
-    """Unbiased standard deviation over `dim` (kept) of what is not NaN; NaN for fewer than two values."""
+    """Unbiased standard deviation over `dim` (kept) of the values that are not NaN; NaN for fewer than two of them."""
     n = (~r.isnan()).sum(dim, keepdim=True)
     return ((r - r.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True) / (n - 1)).sqrt()
 
 
 def nanmedian(r: Tensor) -> Tensor:
-    """Median of each row, kept; of an even number the mean of the middle two (torch.median: the lower)."""
+    """Median of each row (kept). Of an even number of values it is the mean of the middle two; torch.median takes the
+    lower."""
     return r.nanquantile(0.5, dim=1, keepdim=True)
 
 
 def scored_reward(rollout: Rollout) -> float:
-    """What training maximises; NaN if there were judges and none of them judged it."""
+    """The reward that training maximises; NaN if reward functions were asked and none gave a score."""
     unscored = bool(rollout.rewards) and all(r is None for r in rollout.rewards.values())
     return torch.nan if unscored else rollout.reward
 
 
 def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float]]) -> Tensor:
-    """`values` of each rollout [groups, width, K], NaN where a group has fewer rollouts."""
+    """Table of `values` of each rollout [groups, width, K], NaN where a group has fewer rollouts."""
     rows = [[values(r) for r in group.rollouts] for group in groups]
     absent = [torch.nan] * len(rows[0][0])
     padded = [row + [absent] * (width - len(row)) for row in rows]

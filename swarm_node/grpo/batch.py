@@ -8,9 +8,9 @@ packed  one row holds completions of one group behind one copy of their prompt,
         The last prompt position predicts the first token of each of them.
 plain   one row a rollout, [prompt, completion without its last token].
 
-Both give the same log-probabilities; packed saves computing the prompt G times and most of the padding,
-about half the time of an update with 24 + 8 x 16 tokens. But attention in a packed row costs the square of
-its length, so a group whose completions are long is cut into several rows.
+Both give the same log-probabilities. Packed rows compute the prompt once and have little padding, which halves the time
+of an update with 24 + 8 x 16 tokens. Attention in a packed row costs the square of its length, so a group with long
+completions is cut into several rows.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from torch import Tensor
 from swarm_node.policy.logprobs import TokenBatch
 
 NEARLY_CHEAPEST = 1.15
-"""Of the ways to cut a group into rows that cost at most this much more than the cheapest, take the fewest
-rows: rows of all groups then have similar lengths, which saves more padding than the rest of the
-difference."""
+"""A group is cut into the fewest rows that cost at most this much more than the cheapest cut. Rows of all groups then
+have similar lengths, which saves more padding than the rest of the difference."""
 PADDING = 256
-"""Tokens of padding that cost as much as another pass through a small model (measured: 5 ms, 30
-microseconds a token)."""
+"""Padding tokens that cost as much as another pass through a small model (measured: 5 ms, 30 microseconds a token)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Completions behind their prompt: all of a group that are to be trained on, or after `plan` some of them."""
+    """Completions behind their prompt: all of a group that are trained on, or some of them after `plan`."""
 
     prompt: list[int]
     completions: list[list[int]]
     first: int
-    """Number of the first of them among all rollouts of the step that are trained on."""
+    """Number of the first completion, counted over all rollouts of the step that are trained on."""
 
     @property
     def length(self) -> int:
@@ -98,10 +96,8 @@ def tokens(microbatch: Sequence[Row]) -> int:
 
 
 def _rows(group: Row, packing: bool, limit: int, hidden: int) -> list[Row]:
-    """The group in as many rows as cost least.
-
-    A row of T tokens costs T (12 hidden^2 + 2 T hidden) multiplications a layer, in weights and in attention.
-    """
+    """The group in the number of rows that costs least. A row of T tokens costs T (12 hidden^2 + 2 T hidden)
+    multiplications a layer, in weights and in attention."""
     n = len(group.completions)
     total = sum(len(c) - 1 for c in group.completions)
 
@@ -121,7 +117,7 @@ def _rows(group: Row, packing: bool, limit: int, hidden: int) -> list[Row]:
 
 
 def _within(row: Row, limit: int) -> list[Row]:
-    """The row, cut where it would be longer than `limit`: its completions may be longer than most of the group."""
+    """The row, cut where it would be longer than `limit`, because its completions are longer than most of the group."""
     rows: list[Row] = []
     for i, completion in enumerate(row.completions):
         if not rows or rows[-1].length + len(completion) - 1 > limit:
@@ -173,7 +169,7 @@ def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torc
 
 
 def block_mask(segment: Tensor) -> Tensor:
-    """Who sees whom [R, 1, T, T]: what came before, in the prompt (segment 0) or one's own segment [R, T]."""
+    """Mask [R, 1, T, T]: a token sees earlier tokens of the prompt (segment 0) and of its own segment [R, T]."""
     query, key = segment[:, :, None], segment[:, None, :]
     causal = torch.ones(segment.shape[1], segment.shape[1], dtype=torch.bool, device=segment.device).tril()
     return (((key == 0) | (key == query)) & causal)[:, None]

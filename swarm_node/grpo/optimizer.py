@@ -6,8 +6,8 @@ with bias-corrected m^, v^ (arXiv 1711.05101); g is first scaled down to norm `g
 Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8
 bits of mantissa, so most updates of 1e-6 would round to nothing.
 
-A policy held in stages has one of these a stage: `squares` are added up over all of them, then each does `apply` with
-the same scale and rate.
+A policy held in stages has one optimiser a stage. Their squared gradient norms are added up, then each one calls
+`apply` with the same scale and rate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm_node.errors import CheckpointError
 
 
 class AnyOptimizer(Protocol):
-    """What a trainer and its node need of an optimiser, wherever the parameters are; see `Optimizer`."""
+    """The part of an optimiser that a trainer and its node use, wherever the parameters are; see `Optimizer`."""
 
     updates: int
     updating: Callable[[], AbstractContextManager[object]]
@@ -54,18 +54,18 @@ class Optimizer:
         learning_rate: float,
         shared: Collection[str] = (),
     ) -> None:
-        """`shared`: names of matrices of which another stage has a copy, that is to make the same updates."""
+        """`shared`: names of matrices that another stage has a copy of, which must make the same updates."""
         self.named = dict(named)
         self.shared = shared
         self.learning_rate = learning_rate
         self.rate_scale = 1.0
-        """Every update's rate is multiplied by it, but for what is shared: above 1 for a stage that was rebuilt from
-        its neighbours."""
+        """Factor on every update's rate, except for shared matrices; above 1 for a stage that was rebuilt from its
+        neighbours."""
         self.updates = 0
         self.updating: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Held while weights change."""
+        """Context that is entered while weights change."""
         self._lock = threading.Lock()
-        """Likewise, whoever else watches."""
+        """A second lock on changing weights, for threads that copy them."""
         half = {name: p for name, p in self.named.items() if p.dtype in (torch.bfloat16, torch.float16)}
         self.masters = {name: p.detach().float().requires_grad_() for name, p in half.items()}
         weights = {name: self.masters.get(name, p) for name, p in self.named.items()}
@@ -85,7 +85,7 @@ class Optimizer:
             }
 
     def go_by(self, config: GrpoConfig) -> None:
-        """From the next update on; but the learning rate stays."""
+        """Take over warm-up, clipping, betas and decay from `config` for later updates; the learning rate stays."""
         self.warmup = config.warmup
         self.grad_clip = config.grad_clip
         for group, decay in zip(self.adamw.param_groups, (1.0, 0.0, 1.0), strict=True):
@@ -96,7 +96,7 @@ class Optimizer:
             p.grad = None
 
     def step(self) -> tuple[float, float]:
-        """One update, unless the gradient is not finite; its norm before clipping, and the learning rate."""
+        """Make one update, unless the gradient is not finite. Gives the norm before clipping, and the learning rate."""
         norm, rate = math.sqrt(self.squares()), self.rate()
         if math.isfinite(norm):
             self.apply(self.grad_clip / norm if norm > self.grad_clip else 1.0, rate)
@@ -109,14 +109,14 @@ class Optimizer:
         return self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
 
     def squares(self, leave_out: Collection[str] = ()) -> float:
-        """Sum of the squares of the gradient, but for the parameters named; not finite if the gradient is not."""
+        """Squared norm of the gradient without the parameters in `leave_out`; not finite if the gradient is not."""
         gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in leave_out]
         norm = torch.nn.utils.get_total_norm(gradients).item()
         return norm * norm  # exact: the norm has the 24 bits of a float32
 
     def apply(self, scale: float, rate: float) -> None:
-        """One update with the gradient times `scale` at learning rate `rate` (times `rate_scale`); the gradient is gone
-        afterwards."""
+        """Make one update with the gradient times `scale` at learning rate `rate` (times `rate_scale`), then drop the
+        gradient."""
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
@@ -137,23 +137,23 @@ class Optimizer:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Weights do not change meanwhile, but by whoever holds this; for other threads that copy them."""
+        """Context in which nobody else changes weights; other threads copy them under it."""
         with self.updating(), self._lock:
             yield
 
     def weights(self) -> dict[str, Tensor]:
-        """What is stepped, by name: the float32 master copies where there are any, else the parameters. Live."""
+        """The tensors that are updated, by name: float32 master copies or else the parameters. Live."""
         return {name: self.masters.get(name, p).detach() for name, p in self.named.items()}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Have the model use `weights()` after somebody else changed them."""
+        """Copy `weights()` into the model, after somebody else changed them."""
         for name, master in self.masters.items():
             self.named[name].copy_(master)
 
     @torch.no_grad()
     def renew(self, name: str, value: Tensor, keep: bool = False) -> None:
-        """Give a parameter another value, and forget its moments, unless they are to be kept."""
+        """Give a parameter another value, and zero its moments unless `keep`."""
         weight = self.masters.get(name, self.named[name])
         with self.still():
             weight.copy_(value)
@@ -162,8 +162,8 @@ class Optimizer:
             moment.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By parameter: moments, the updates that they are of, master copies (the live tensors); and the rate scale, if
-        it is not 1, by the first one that it is for."""
+        """Live tensors by name: moments, update counts and master copies of each parameter. If the rate scale is not 1,
+        it is there under the name of the first parameter that it applies to."""
         tensors: dict[str, Tensor] = {}
         for name, p in self.named.items():
             state = self.adamw.state[self.masters.get(name, p)]
@@ -173,8 +173,8 @@ class Optimizer:
         return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave (once without `step`: then moments are of all updates); CheckpointError, and
-        nothing changed, if names or shapes differ."""
+        """Take over tensors of `state_dict`; without `step`, moments count as those of all updates. CheckpointError,
+        and nothing changed, if names or shapes differ."""
         mine = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("rate_scale.")}
         scales = [float(tensor) for name, tensor in tensors.items() if name.startswith("rate_scale.")]
         early = {name: torch.tensor(float(updates)) for name in mine if name.startswith("step.")}

@@ -6,8 +6,8 @@
 Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed;
 they still count in the loss's denominators (see `objective`). A step in which nothing contributes updates nothing.
 
-Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the
-update starts again from a zero gradient. So it does when it is interrupted, after `Policy.again`.
+Running out of memory is no error: the microbatch is halved, then packed rows give way to plain ones, and the update
+starts again from a zero gradient. An interrupted update starts again too, after `Policy.again`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Before:
     version: int
     fingerprint: str
     values: dict[str, Tensor]
-    """Some of each tensor that is trained."""
+    """Some values of each trained tensor."""
 
 
 class Trainer:
@@ -83,8 +83,8 @@ class Trainer:
         reward_weights: Mapping[str, float] | None = None,
         optimizer: AnyOptimizer | None = None,
     ) -> None:
-        """`sampling` is how this node's rollouts are drawn; `reward_weights`, by name, serve GDPO only. `optimizer`, if
-        given, is the one of a policy that this process does not hold all parameters of."""
+        """`sampling` is the sampling of this node's rollouts, and `reward_weights` by name serve GDPO only. An
+        `optimizer` is given for a policy whose parameters are partly in other processes."""
         self.policy = policy
         self.config = config
         self.sampling = sampling
@@ -102,7 +102,7 @@ class Trainer:
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
         self._said: set[str] = set()
-        """Why `logprobs` came to nothing."""
+        """Failures of `logprobs` that were reported."""
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
@@ -124,12 +124,12 @@ class Trainer:
         return metrics | {"num_tokens": float(self.num_tokens)}
 
     def before_averaging(self, tensors: Mapping[str, Tensor]) -> Before:
-        """What `averaged` compares with. `tensors` were had from `optimizer.weights()`."""
+        """The policy's state, for `averaged` to compare with. `tensors` come from `optimizer.weights()`."""
         return Before(self.policy.version, self.policy.fingerprint, self._values(tensors))
 
     def averaged(self, tensors: Mapping[str, Tensor], before: Before) -> None:
-        """`tensors` were averaged with others': a new version of the policy. RuntimeError if the model does not compute
-        with them, or goes on under the version or fingerprint that it had, which nobody would notice otherwise."""
+        """Make a new version of the policy after `tensors` were averaged with others'. RuntimeError if the model does
+        not compute with them, or keeps its old version or fingerprint: nobody would notice otherwise."""
         self.policy.version += 1
         values, weights = self._values(tensors), self.policy.trainable_state()
         for name, expected in values.items():
@@ -142,12 +142,13 @@ class Trainer:
             raise RuntimeError(f"weights were averaged, but the policy's fingerprint is still {before.fingerprint}")
 
     def _values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some values of each, as the model should have them. Copies."""
+        """Copies of some values of each tensor, in the model's dtype."""
         weights = self.policy.trainable_state()
         return {name: some_of(tensor).to(weights[name].dtype, copy=True) for name, tensor in tensors.items()}
 
     def mean_nll(self, groups: Sequence[Group]) -> float | None:
-        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None as `logprobs`."""
+        """Mean negative log-probability (nats) of the completions' tokens under the present policy; None if it cannot
+        be computed, see `logprobs`."""
         tables = self.logprobs(groups, 1.0, "judging averaged weights: they are taken as they are")
         if tables is None:
             return None
@@ -156,8 +157,11 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group], temperature: float, purpose: str) -> list[list[list[float]]] | None:
-        """Log-probability of each token of each rollout of `groups`, as the policy is now. None, which is said once for
-        each `purpose`, if there is not enough memory, or if the stages of the policy refuse the rollouts."""
+        """Log-probability of each token of each rollout of `groups` under the present policy.
+
+        None if there is not enough memory, or if the stages of the policy refuse the rollouts. That is reported once
+        for each `purpose`.
+        """
         rows = _rows([(group, group.rollouts) for group in groups])
         if not rows:
             return [[] for _ in groups]
@@ -188,11 +192,11 @@ class Trainer:
             self.report(line)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What resuming needs besides the weights: tensors (live ones) and numbers."""
+        """Everything but the weights that resuming needs: live tensors, and numbers."""
         return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if another policy's."""
+        """Take over the result of `state_dict`; CheckpointError, and nothing changed, if it is another policy's."""
         if numbers.keys() != {"updates", "num_tokens"}:
             raise CheckpointError("its trainer state lacks a number")
         self.optimizer.load_state_dict(tensors, numbers["updates"])
@@ -201,7 +205,7 @@ class Trainer:
     # ----------------------------------------------------------------- one step
 
     def _prepare(self, groups: Sequence[Group]) -> _Step | None:
-        """What is to be computed of `groups`; `None` if nothing is."""
+        """The rollouts of `groups` that are trained on, with their tensors; None if there are none."""
         if not groups:
             return None
         config, device = self.config, self.policy.device
@@ -245,7 +249,7 @@ class Trainer:
         return np.array(rollout.logprobs, dtype=np.float32)
 
     def _learn(self, step: _Step, before_update: Callable[[], None]) -> dict[str, float]:
-        """The updates; their metrics, of which there are none if these rollouts cannot be trained on."""
+        """Make the updates; their metrics, or none if these rollouts cannot be trained on."""
         metrics: dict[str, float] = {}
         totals: dict[str, float] = defaultdict(float)
         for iteration in range(self.config.iterations):
@@ -269,7 +273,7 @@ class Trainer:
     def _update(
         self, step: _Step, iteration: int, before_update: Callable[[], None]
     ) -> tuple[dict[str, float], float, float]:
-        """One update: sums for the metrics, the gradient's norm before clipping, the learning rate."""
+        """Make one update: sums for the metrics, the gradient's norm before clipping, the learning rate."""
         asked = iteration > 0
         while True:
             try:
@@ -296,7 +300,7 @@ class Trainer:
                 torch.cuda.empty_cache()
 
     def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
-        """Microbatches of what memory is there for."""
+        """Microbatches that fit into memory."""
         limit = self.limit
         if not self.policy.split_head:
             limit = min(limit, LOGITS_BYTES // (4 * self.policy.vocabulary))
@@ -347,7 +351,7 @@ class Trainer:
         return dict(zip(totals, numbers, strict=True)) | {"tokens": float(len(step.flat.target))}
 
     def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:
-        """Ask for less memory from now on; UserError if there is no less."""
+        """Use less memory from now on; UserError if that is not possible."""
         largest = max(microbatches, key=batch.tokens)
         if len(largest) > 1:
             self.limit = batch.tokens(largest) // 2
@@ -373,7 +377,7 @@ def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:
 
 
 def default_learning_rate(lora: bool, trained: int) -> float:
-    """2e-5 for an adapter; in full training 2e-4 for small models, else 2e-6. `trained`: parameters."""
+    """2e-5 for an adapter. In full training 2e-4 for small models, else 2e-6. `trained` counts parameters."""
     if lora:
         return 2e-5
     return 2e-4 if trained < SMALL else 2e-6

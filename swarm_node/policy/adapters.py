@@ -31,7 +31,7 @@ def adapter_base(path: str) -> str | None:
 
 
 def lora_config(config: PolicyConfig) -> LoraConfig:
-    """A new adapter as `config` asks for it."""
+    """The settings of a new adapter."""
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -42,7 +42,7 @@ def lora_config(config: PolicyConfig) -> LoraConfig:
 
 
 def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
-    """The model with an adapter around it, in which only that is trained."""
+    """The model with an adapter around it; only the adapter is trained."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
         try:
@@ -60,7 +60,7 @@ ARCHITECTURE = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-"""Keys of a config that tell models apart, whatever version of transformers has read it."""
+"""Keys of a config that tell models apart in every version of transformers."""
 
 
 def start_adapter(named: Mapping[str, nn.Parameter], model_config: Any) -> None:

@@ -1,11 +1,11 @@
-"""What a round will take, before the first one: memory by arithmetic, time by a short measurement.
+"""Estimate of a round before the first one: memory by arithmetic, time by a short measurement.
 
     memory = weights + 12 bytes a trained parameter (fp32 gradient and Adam's two moments; + a master copy below fp32)
            + reference copy + keys and values of the sampled tokens + activations of one microbatch + logits chunks
     time   = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
 
-Prompts have the mean length of a few that were drawn; every completion is taken to run to its length limit, which
-most do not. Scoring and evaluation are left out.
+Prompts have the mean length of a few that were drawn. Every completion counts with its length limit, which most do not
+reach. Scoring and evaluation are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNTIME_BYTES = 450 * 2**20
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one round takes if every completion runs to its limit."""
+    """Memory and time of a round in which every completion runs to its limit."""
 
     bytes: int
     seconds: float

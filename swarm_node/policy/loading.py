@@ -38,20 +38,19 @@ LORA_ABOVE = 100_000_000
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 ONLY_THE_SWARMS = "of members only a model that their manifest names is had"
-"""What is said besides of a hub id that leads nowhere."""
+"""Added to the message about a hub id that leads nowhere."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
-"""How a model computes is transformers' own choice for this machine, whatever its config says: a config may name code
-on the hub."""
+"""Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
 MEASURED_WIDTH = 4096
-"""Widest layer that the speed of bfloat16 is measured with: a gigabyte or so."""
+"""Widest layer for which the speed of bfloat16 is measured: a gigabyte or so."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(
     config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print, samples: bool = True
 ) -> Policy:
-    """Load the policy that `config` names and say what was chosen through `report`; not `samples` = nothing of how it
-    answers and is trained, which it will not be.
+    """Load the policy that `config` names, and report the choices that were made. Without `samples`, nothing is
+    reported about sampling and training, which the policy will not do.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
@@ -107,7 +106,7 @@ def _engine_name(policy: Policy) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be loaded, and how: the same decisions for a whole policy and for a stage of one."""
+    """The model to be loaded, and how to load it: the same decisions for a whole policy and for a stage of one."""
 
     base: str
     """Directory or hub id of the model."""
@@ -132,10 +131,10 @@ class Plan:
 
 
 def prepare(config: PolicyConfig, alone: bool = True) -> Plan:
-    """Find the model that `config` names, decide how to load it, and set torch's threads accordingly. Not `alone` = by
-    nothing that is measured here: other machines must come to the same.
+    """Find the model that `config` names, decide how to load it, and set torch's threads.
 
-    UserError if it cannot be found, or its config is not that of a causal language model.
+    Without `alone`, nothing that is measured here decides, so that other machines decide alike. UserError if the model
+    cannot be found, or its config is not that of a causal language model.
     """
     transformers_logging.disable_progress_bar()
     path = _path(config)
@@ -159,7 +158,7 @@ def prepare(config: PolicyConfig, alone: bool = True) -> Plan:
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or that beside the adapter, which `config` names."""
+    """The tokenizer of the model that `config` names, or the one beside its adapter."""
     path = _path(config)
     return _load(AutoTokenizer, path, config.revision if adapter_base(path) is None else None)
 
@@ -176,12 +175,12 @@ def skeleton(model_config: Any) -> PreTrainedModel:
 
 
 def lacks(base: str, name: str) -> str:
-    """What is said of a model without a tensor that it should have."""
+    """The message about a model without a tensor that it should have."""
     return f"{base} lacks weights that its config asks for, for example {name}"
 
 
 def starter_path() -> str:
-    """Where the starter policy that ships with this package lies."""
+    """Directory of the starter policy that ships with this package."""
     return str(resources.files("swarm_node.policy") / "starter_model")
 
 
@@ -212,7 +211,7 @@ def _file(base: str, revision: str | None, name: str) -> Path | None:
 
 
 def _vetted_config(base: str, revision: str | None) -> Any:
-    """The config of a model, after nothing was found in it, or beside it, that may not be read."""
+    """The config of a model, after a check that nothing in it, or beside it, is dangerous to read."""
     path = _checked(base)
     with refusing("Config", path):
         vetting.check_no_adapter(path, find_adapter_config_file(path, **_at(revision)))
@@ -223,8 +222,8 @@ def _vetted_config(base: str, revision: str | None) -> Any:
 
 
 def weight_map(plan: Plan) -> dict[str, str]:
-    """Tensor -> safetensors file of a model, whose shards are not fetched for that. UserError if a pickle or a file
-    elsewhere is named, or if it has no weights that are read."""
+    """Tensor -> safetensors file of a model; shards are not fetched for that. UserError if the model names a pickle or
+    a file elsewhere, or has no weights in safetensors."""
     whole = model_file(plan, vetting.WEIGHTS)
     if whole is not None:
         return dict.fromkeys(vetting.check_header(whole), vetting.WEIGHTS)
@@ -239,7 +238,7 @@ def weight_map(plan: Plan) -> dict[str, str]:
 
 
 def _vetted_weights(plan: Plan) -> list[Path]:
-    """All files of weights, fetched from the hub if need be, of which each has a header that may be parsed."""
+    """All files of weights, fetched from the hub if need be. Each has a header that is safe to parse."""
     names = sorted(set(weight_map(plan).values()))
     files = [file for name in names if (file := model_file(plan, name)) is not None]
     if len(files) < len(names):
@@ -251,8 +250,10 @@ def _vetted_weights(plan: Plan) -> list[Path]:
 
 @contextmanager
 def refusing(what: str, path: str) -> Iterator[None]:
-    """Whatever a stranger's files make the libraries raise, they cannot be used: UserError, in one line. What the hub's
-    library logs meanwhile of its tries is not shown: the last one says it all."""
+    """Turn every error of the libraries into a UserError of one line: the files are a stranger's.
+
+    The hub library's own log of failed tries is not shown meanwhile.
+    """
     usual = hub_logging.get_verbosity()
     if usual == hub_logging.WARNING:  # who asked for more gets it
         hub_logging.set_verbosity_error()
@@ -278,7 +279,7 @@ def refusing(what: str, path: str) -> Iterator[None]:
 
 
 def _is_out_of_reach(error: BaseException) -> bool:
-    """Whether it was raised because the hub was not asked, or did not answer, for what its cache lacks."""
+    """Whether the hub was not asked, or did not answer, for a file that its cache lacks."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, LocalEntryNotFoundError):
@@ -292,7 +293,7 @@ def _at(revision: str | None) -> dict[str, str]:
 
 
 def _checked(path: str) -> str:
-    """`path` as transformers is to be told it; UserError if it must be a directory and holds no model."""
+    """`path` as transformers wants it. UserError if it must be a directory and holds no model."""
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) or folder.exists() or (folder.parent.is_dir() and folder.parent != Path(".")):
         path = str(folder)

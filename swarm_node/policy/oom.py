@@ -19,14 +19,14 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for the next tensor instead of giving it back and faulting it in again.
+    """Tell glibc to keep freed memory for the next tensor instead of returning it and faulting it in again.
 
-    A training step frees and asks for the same few megabytes a hundred times: 5,000 page faults a step, a tenth of the
-    time of an update at 0.44 million parameters. Elsewhere than on Linux with glibc this does nothing.
+    A training step frees and asks for the same few megabytes a hundred times. That makes 5,000 page faults a step, a
+    tenth of the time of an update at 0.44 million parameters. Without Linux and glibc this does nothing.
     """
     libc = ctypes.util.find_library("c")
     if not sys.platform.startswith("linux") or libc is None:

@@ -30,9 +30,9 @@ from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128
-"""A text whose length in tokens is uncertain is encoded in pieces of so many characters, at most 0.2 ms each."""
+"""Characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each."""
 CUT_TOKENS = 8
-"""Tokens that a cut between two pieces may add: a token that is cut in two falls into no more in practice."""
+"""Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 
 
 class Policy:
@@ -61,7 +61,7 @@ class Policy:
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
         self.microbatches = 1
-        """How many a step should have at least, more or less: more than one where they are worked on at a time."""
+        """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
         self._prompts_per_batch = 2**16
         self._eos = _eos_ids(self.base, tokenizer)
         self.eos_id: int = self._eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -94,7 +94,7 @@ class Policy:
 
     @property
     def width(self) -> int:
-        """Of a hidden state."""
+        """Length of a hidden state."""
         return self.model.get_input_embeddings().weight.shape[1]
 
     def num_parameters(self, trainable: bool = False) -> int:
@@ -107,8 +107,8 @@ class Policy:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of the policy as it is now: family, names, shapes and a few hundred exact values of every
-        tensor. Worked out anew each time (0.3 ms for the starter), so that it cannot be that of older weights."""
+        """16 hex digits of the present policy: family, names, shapes and a few hundred exact values of every tensor.
+        They are computed anew each time (0.3 ms for the starter), so they are never those of older weights."""
         return hashlib.sha256(f"{self.family} {digest(self.base, adapters=True, exact=True)}".encode()).hexdigest()[:16]
 
     @cached_property
@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def start(self) -> str:
-        """What peers must have in common whose weights can be averaged: the model, adapter included, as it was loaded,
+        """A text that is equal for peers whose weights can be averaged: the model as it was loaded, adapter included,
         and the adapter's scale."""
         return f"{self.start_digest} {self.config.lora_alpha if self.is_lora else ''}"
 
@@ -135,7 +135,7 @@ class Policy:
 
     @property
     def frame(self) -> Frame:
-        """What the chat template puts around questions. UserError if the template is refused."""
+        """The chat template's frame around questions. UserError if the template is refused."""
         try:
             template = self.tokenizer.get_chat_template()
         except ValueError as exc:  # it has several, and none is the default
@@ -148,10 +148,10 @@ class Policy:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_completion(self, text: str, finished: bool) -> list[int] | None:
-        """Ids under which this policy would have sampled `text`, end-of-sequence token included if `finished`.
+        """Ids with which this policy would have sampled `text`, with the end-of-sequence token if `finished`.
 
-        `None` if the text spells a special token, or holds what the tokenizer has no token for: no completion of this
-        policy decodes to that.
+        None if the text spells a special token, or holds text that the tokenizer has no token for: no completion of
+        this policy decodes to that.
         """
         names, special = self._special
         if any(name in text for name in names):
@@ -162,10 +162,10 @@ class Policy:
         return ids + [self.eos_id] if finished else ids
 
     def is_surely_longer(self, text: str, tokens: int) -> bool:
-        """Whether `text` has clearly more than `tokens` tokens, read no further than it takes to tell.
+        """Whether `text` has clearly more than `tokens` tokens; it is read no further than needed.
 
-        By its characters first; then, where it has more bytes than `tokens`, its pieces are encoded and counted. A text
-        that is not surely longer takes little more than the time of `tokens` tokens to encode.
+        First its characters are counted. If it has more bytes than `tokens`, its pieces are encoded and counted. A text
+        that is not surely longer takes little more time than encoding `tokens` tokens.
         """
         if len(text) > tokens * self._chars_per_token:
             return True
@@ -181,12 +181,11 @@ class Policy:
 
     @cached_property
     def _chars_per_token(self) -> int:
-        """Characters that a text may have for each token: those of the longest token, or what a swarm allows."""
+        """Characters that a text may have for each token: those of the longest token, or the swarm's limit."""
         return min(CHARS_PER_TOKEN, max(map(len, self.tokenizer.get_vocab())))
 
     def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
-        """Whether this policy could have sampled these very ids for `text`, so that they can be trained on as they
-        are."""
+        """Whether this policy could have sampled these ids for `text`, so that they can be trained on unchanged."""
         body = token_ids[:-1] if finished else token_ids
         known = range(min(len(self.tokenizer), self.vocabulary))
         return (
@@ -243,10 +242,10 @@ class Policy:
     def passes(
         self, batches: Iterable[TokenBatch], temperature: float, entropy: bool = False, reference: bool = False
     ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
-        """(batch, log-probabilities [N] of its targets, entropies [N] or `None`) of each batch, in order.
+        """(batch, log-probabilities [N] of its targets, entropies [N] or None) of each batch, in order.
 
-        With a gradient if grad mode is on now, unless they are of the `reference`. What is made of log-probabilities
-        must go `backward()` before the next are asked for: later there may be nothing to go back through.
+        They have a gradient if grad mode is on at the call, unless they are the `reference`'s. Call `backward()` on a
+        loss before asking for the next batch: later there may be nothing to go back through.
         """
         return self._passes(batches, temperature, entropy, reference, torch.is_grad_enabled() and not reference)
 
@@ -259,8 +258,8 @@ class Policy:
             yield batch, logprobs, entropies
 
     def again(self, interrupted: Interrupted) -> None:
-        """Put right what `passes` or an update was interrupted by, so that it can be done again; raises `interrupted`
-        if that cannot be. A policy in one process is not interrupted."""
+        """Repair the interruption of `passes` or of an update, so that it can be done again; raises `interrupted` if
+        that is not possible. A policy in one process is not interrupted."""
         raise interrupted
 
     # ----------------------------------------------------------------- weights
@@ -318,8 +317,8 @@ def digest(model: nn.Module, adapters: bool, exact: bool = False) -> str:
 
 
 def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = False) -> dict[str, str]:
-    """What `digest` is made of: a hash for each tensor, by its name in the model without an adapter around it. Those of
-    all the parts of a model, put together, are those of the whole."""
+    """The parts of `digest`: a hash of each tensor, by its name in the model without an adapter around it. The hashes
+    of all parts of a model are together those of the whole."""
     hashes = {}
     for name, tensor in named:
         if ".lora_" in name and not adapters:
@@ -338,7 +337,7 @@ def digest_of(hashes: Mapping[str, str]) -> str:
 
 
 def some_of(tensor: Tensor) -> Tensor:
-    """A few hundred of its values."""
+    """A few hundred values of the tensor."""
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 256)]
 
 

@@ -1,6 +1,6 @@
-"""The starter policy: a tiny Llama, taught from nothing to half-know a few arithmetic tasks.
+"""The starter policy: a tiny Llama that answers some questions of a few arithmetic tasks.
 
-It exists so that reinforcement learning has something to improve on any machine, offline, within minutes. Recipe
+With it, reinforcement learning has something to improve on any machine, offline, within minutes. Recipe
 (measured on two CPU cores): byte-level BPE with digits apart, 438,912 parameters, answer-only cross-entropy with
 AdamW, three learning-rate segments that each decay to zero; about a minute for 500 steps. It learns from training
 questions only: held-out ones (by content) stay unseen.

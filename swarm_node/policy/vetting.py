@@ -2,7 +2,7 @@
 
     config.json            nothing in it may fetch or run anything, or ask for endless work
     weights                safetensors only: no pickle is opened; headers, tensors and declared sizes are bounded
-    adapter directory      likewise
+    adapter directory      the same for its config and its weights
 
 All functions raise UserError with the file's name and what to do.
 """
@@ -43,13 +43,13 @@ MAX_BUFFER_VALUES = 2**28
 VALUES_PER_BYTE = 4
 """Most values that a byte of the files stands for: weights in 4 bits have two."""
 MAX_RANK = 4096
-"""Of an adapter; the largest in use are 256."""
+"""Largest rank of an adapter; the largest in use are 256."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 CONVERT = "have it saved as safetensors (`model.save_pretrained(DIR)` writes it), or take a copy of it that is"
 PICKLED = re.compile(r"\.(bin|pt|pth|pkl|pickle|ckpt)$")
 COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
-"""Keys of a config whose numbers are loops of the library."""
+"""Keys of a config whose numbers become loops in the library."""
 LOADED = {
     "configuration_files": "names another config",
     "transformers_weights": "names another file of weights",
@@ -60,7 +60,7 @@ LOADED = {
     "custom_generate": "names code to be run",
     "megatron_config": "names a module to be imported",
 }
-"""Keys of a config that make the libraries load something besides the model's own files, and why they are refused."""
+"""Keys of a config that make the libraries load more than the model's own files, and why they are refused."""
 QUANTISED = frozenset({"bitsandbytes"})
 """Ways to quantise whose code is a package of the user's own. All others fetch kernels, or run what they compile."""
 
@@ -155,7 +155,7 @@ def bounded_modules(source: str) -> Iterator[None]:
 
 
 def check_weight_names(source: str, weight_map: Mapping[str, str]) -> None:
-    """What the index of a model names: tensor -> file."""
+    """Tensor -> file, as the index of a model names them."""
     if len(weight_map) > MAX_TENSORS:
         raise UserError(f"{source}: its index names {len(weight_map)} tensors, allowed are {MAX_TENSORS}")
     for name in set(weight_map.values()):
@@ -228,7 +228,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def check_no_adapter(source: str, adapter_config: str | None) -> None:
-    """The directory or hub id of a model holds none, which transformers would put on by itself."""
+    """Refuse a model's directory or hub id that holds an adapter too: transformers would put it on by itself."""
     if adapter_config is not None:
         raise UserError(
             f"{source} holds a model and an adapter: name a directory with the model alone, or one with the adapter "
@@ -237,7 +237,7 @@ def check_no_adapter(source: str, adapter_config: str | None) -> None:
 
 
 def check_not_pickled(source: str, folder: Path) -> None:
-    """The directory of a model without safetensors; says so of pickles by name."""
+    """Refuse the directory of a model without safetensors, naming the pickle if there is one."""
     pickled = sorted(path.name for path in folder.iterdir() if PICKLED.search(path.name))
     if pickled:
         raise UserError(f"{source} has its weights in {pickled[0]}, a pickle, which is not read; {CONVERT}")

@@ -25,7 +25,7 @@ DrawTasks = Callable[[int], list[Task]]
 
 
 class Judge(Protocol):
-    """What is needed of the tasks; see `TaskSet`."""
+    """The part of a `TaskSet` that sampling needs."""
 
     def prompt(self, task: Task) -> str: ...
 
@@ -34,12 +34,12 @@ class Judge(Protocol):
 
 @dataclass
 class Collected:
-    """What a round's sampling gave."""
+    """The result of a round's sampling."""
 
     groups: list[Group] = field(default_factory=list)
     """All groups sampled, those without a learning signal included."""
     kept: list[Group] = field(default_factory=list)
-    """What goes on to training; differs from `groups` only under dynamic sampling."""
+    """Groups that are trained on; they differ from `groups` only under dynamic sampling."""
     too_long: int = 0
     """Tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions."""
     seconds: float = 0.0

@@ -37,7 +37,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Held-out figures at one time."""
 
     table: dict[str, Held] = {}
-    """By task label, and of `all`."""
+    """Figures by task label, and under `all` for all of them."""
     by_question: list[float] = []
     """Share of right answers to each question, in the order asked."""
 
@@ -49,7 +49,7 @@ def evaluate(
     questions: int,
     samples: int,
 ) -> Evaluation:
-    """The same questions and sampling seeds at every call."""
+    """Held-out figures of `policy`; every call has the same questions and sampling seeds."""
     groups = _answered(tasks.held_out(questions), policy, tasks, rollouts, samples)
     return Evaluation(summarise(groups, tasks.labels), [fmean(r.correct for r in g.rollouts) for g in groups])
 

@@ -7,15 +7,15 @@
     odd        an answer whose least log-probability is more than MARGIN below that of a plainer text that earns as much
     payload    an answer with an unlikely token that is idle, or that makes it odd
 
-Every right answer earns the same advantage however it is written, so a text that liars add to their right answers would
-be learned with them. An unlikely token that the reward asks for is no payload: the answer earns less without it. Such
-tokens are what a node learns from others (a form that it hardly ever uses, a digit that it would not have guessed).
-Reasoning that this policy might have written itself holds no unlikely token.
+Every right answer earns the same advantage however it is written, so a policy would also learn a text that liars add to
+their right answers. An unlikely token that the reward asks for is no payload: the answer earns less without it. Nodes
+learn such tokens from others: a form that they hardly ever use, a digit that they would not have guessed. Reasoning
+that this policy might have written itself holds no unlikely token.
 
-Deleted are all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on. Plainer texts
-are the part of the answer that was judged, and the reference answer: a token is idle as well if it lies outside of one
-that the answer contains. They also tell where an answer spells in another way what it cannot do without (digits of
-another script), or where a likely token makes the next one unlikely.
+Three deletions are tried: all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on.
+The plainer texts are the part of the answer that was judged, and the reference answer. A token is idle, too, if it lies
+outside of a plainer text that the answer contains. Plainer texts also show that an answer spells a needed part in
+another way (digits of another script), or that a likely token makes the next one unlikely.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from swarm_node.tasks.rewards import ScoreCompletions
 from swarm_node.types import Group, Rollout
 
 FIXED = -6.0
-"""B of a node that has too few answers of its own: it would draw such a token once in 400 times."""
+"""B of a node with too few answers of its own: it would draw such a token once in 400 times."""
 STRICTEST = -4.0
-"""B of a node that is nearly sure of all it writes: others' answers that it would write itself now and then are not
-payloads."""
+"""B of a node that is nearly sure of all it writes: answers that it would write itself now and then are no payloads."""
 MARGIN = 2.0
-"""How far below its own right answers, or below the plainer text, in nats."""
+"""Distance in nats below its own right answers, or below the plainer text."""
 OWN = 256
 """Latest own right answers that are remembered: about the last ten rounds of a node that is often right."""
 OWN_MIN = 32
-"""Fewer right answers say nothing of how this node writes: then all of its answers do, which are as long and as odd as
-its right ones will be. With fewer of those as well, the fixed bound holds."""
+"""With fewer right answers, all of this node's answers count: they are as long and as odd as its right ones will be.
+With fewer of those too, the fixed bound holds."""
 QUANTILE = 0.02
-"""Of own least log-probabilities. Their minimum would open the gate for OWN answers each time that this node itself
-happens to draw a payload."""
+"""Quantile of own least log-probabilities. Their minimum would open the gate for OWN answers each time that this node
+itself draws a payload."""
 MOST = 32
-"""Unlikely tokens of an answer that are looked at, which bounds its cost; an answer with more of them is left out."""
+"""Unlikely tokens of an answer that are examined, which bounds its cost. An answer with more of them is left out."""
 TRIES = 256
-"""Texts that are scored for one group: a quarter of a second where a checker takes a millisecond. Answers that would
-need more are left out."""
+"""Texts that are scored for one group: a quarter of a second if a checker takes a millisecond. Answers that need more
+are left out."""
 GROUP_S = 3.0
-"""Longest that one group is looked at: reward functions may be slow, and each group has time of its own, so that a
-liar's takes none from others."""
+"""Seconds that one group may take, because reward functions may be slow. Each group has time of its own, so a liar's
+group takes none from others."""
 SPAN = 4
 """Tokens deleted together: one character may take three or four."""
 ROUNDING = 1e-9
@@ -72,15 +71,15 @@ class _Suspect:
     least: float
     """Log-probability of the least likely of them."""
     places: list[int]
-    """Of its unlikely tokens, the least likely first."""
+    """Places of its unlikely tokens, the least likely first."""
 
 
 class _Undecided(Exception):
-    """This node cannot tell: no time is left for the group, or its own reward fails. That is not the sender's fault."""
+    """This node cannot decide: no time is left for the group, or its own reward fails. The sender is not at fault."""
 
 
 class Gate:
-    """Says which answers of others carry a payload."""
+    """Finds the answers of others that carry a payload."""
 
     def __init__(
         self,
@@ -108,9 +107,11 @@ class Gate:
             self._own += [min(r.logprobs) for r in group.rollouts if r.logprobs]
 
     def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool] | None] | None:
-        """Whether each rollout carries a payload; only those that earn something are looked at. None for a group that
-        cannot be judged in time, or for which this node's reward fails; None for all if the policy cannot say how
-        likely they are."""
+        """Whether each rollout carries a payload; only those that earn something are examined.
+
+        None for a group that cannot be judged in time, or for which this node's reward fails. None for all if the
+        policy cannot compute log-probabilities.
+        """
         asked = [_distinct(group, flags) for group, flags in zip(groups, earns, strict=True)]
         tables = self._logprobs(asked)
         if tables is None:
@@ -133,8 +134,8 @@ class Gate:
         ]
 
     def _judge(self, suspects: Sequence[_Suspect]) -> list[tuple[_Suspect, list[str], bool]] | None:
-        """(answer with unlikely tokens, its plainer texts, whether such a token is idle) of one group. None if it
-        cannot be told."""
+        """(answer with unlikely tokens, its plainer texts, whether such a token is idle) of one group; None if
+        undecided."""
         self._tries, self._until = 0, self._now() + GROUP_S
         found = []
         try:
@@ -158,7 +159,7 @@ class Gate:
         return min((value for token, value in pairs if self._has_text(token)), default=0.0)
 
     def _has_text(self, token: int) -> bool:
-        """Whether there is anything to delete: a token that ends an answer has none, and is no payload."""
+        """Whether the token has a text that can be deleted. One that ends an answer has none, and is no payload."""
         return token != self._policy.eos_id and bool(self._policy.decode([token]))
 
     def _plainer(self, suspect: _Suspect) -> list[str]:
@@ -198,7 +199,7 @@ class Gate:
         }
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
-        """Whether `text` is rewarded like the answer; true as well after too many tries."""
+        """Whether `text` earns as much as the answer; True also after too many tries."""
         self._tries += 1
         if self._tries > TRIES:
             return True

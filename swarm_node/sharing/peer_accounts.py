@@ -71,7 +71,7 @@ class PeerAccounts:
         self._now = now
         self._say = say
         self.accounts: dict[str, PeerAccount] = {}
-        """By peer, the one heard last at the end."""
+        """Accounts by peer, the one heard last at the end."""
         self.rejected: Counter[str] = Counter()
         """Rejections by reason, over all senders; running totals."""
         self._said: set[str] = set()

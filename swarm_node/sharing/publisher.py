@@ -1,6 +1,6 @@
-"""Own groups to sealed batches: what is worth sending, in a form and at a rate that no receiver refuses.
+"""Own groups become signed batches: those worth sending, in a form and at a rate that no receiver refuses.
 
-    groups -> signal? caps? -> wait (at most a second, or until a batch is full) -> quota, newest first -> seal -> send
+    groups -> signal? caps? -> wait (at most a second, or until a batch is full) -> quota, newest first -> sign -> send
 
 A group travels as text with `finished` flags under the name of its task: no prompt, no truth, no reward.
 """
@@ -75,8 +75,8 @@ class Publisher:
         now: Callable[[], float],
         version: Callable[[], int] = lambda: PROTOCOL_VERSION,
     ) -> None:
-        """`send` takes a sealed batch and says whether it left; `version` is what it is to be written in. UserError
-        for sampling that cannot be described."""
+        """`send` takes a signed batch and says whether it left; `version` gives the protocol version to write.
+        UserError for sampling that cannot be described."""
         if sampling.max_new_tokens > MAX_TOKENS or sampling.temperature > 100:
             raise UserError(
                 f"a swarm carries at most {MAX_TOKENS} tokens an answer, at temperatures up to 100: "
@@ -103,7 +103,7 @@ class Publisher:
         self._unsent: Counter[str] = Counter()
 
     def publish(self, groups: Sequence[Group]) -> None:
-        """Send scored `groups` of this node's, some of them with a later call."""
+        """Send this node's scored `groups`; some wait for a later call."""
         for group in groups:
             reason = self._refusal(group)
             if reason is None:
@@ -121,7 +121,7 @@ class Publisher:
             self.flush()
 
     def flush(self) -> None:
-        """Send all that waits, as far as the swarm's limits allow."""
+        """Send all waiting groups that the swarm's limits allow; the others are dropped."""
         if not self._waiting:
             return
         now = self._now()
@@ -154,7 +154,7 @@ class Publisher:
         return {"swarm/groups_sent": float(self._groups_sent), "swarm/bytes_sent": float(self._bytes_sent)} | unsent
 
     def _refusal(self, group: Group) -> str | None:
-        """Why `group` is not sent; `None` if it is."""
+        """Reason for which `group` is not sent; None if it is."""
         limits = self._limits
         if not has_signal(group.rollouts):
             return "zero"
@@ -204,7 +204,7 @@ class Publisher:
         return kept[::-1]
 
     def _batches(self, groups: Sequence[tuple[SharedGroup, int]]) -> Iterator[list[SharedGroup]]:
-        """`groups` in as many batches as the limits on one ask for."""
+        """`groups` in as many batches as the limits on a batch require."""
         batch: list[SharedGroup] = []
         filled = 0
         for shared, size in groups:

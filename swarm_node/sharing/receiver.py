@@ -5,10 +5,10 @@
                                 of each group: duplicate -> slot -> age -> quota -> caps -> waiting (bounded)
                                 some of these: task -> assignment -> prompt -> length, text -> score -> signal -> buffer
 
-Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
-check passes. Every rejection is counted by reason and, where a signature proves one, by peer. `admit` stops when its
-share of the training thread's time is used; where one group takes longer than that, the next wait until it is made up
-for.
+Cheap checks come first. Before the last check passes, a group changes only its sender's account and the memory of seen
+groups. Every rejection is counted by reason and, where a signature proves the sender, by peer. `admit` stops when its
+share of the training thread's time is used. If one group takes longer than that, later calls wait until the excess is
+made up for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from swarm_node.types import Group, Rollout, Sampling
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024
-"""Bounds, with `INBOX_BYTES`, what waits during a round, and the time that one `admit` takes to open it."""
+"""Messages that wait during a round. With `INBOX_BYTES`, this bounds the time that one `admit` takes to open them."""
 OPENED = 64
 """Messages opened in one `admit`: 0.2 ms each."""
 MAX_WAITING = 1024
@@ -49,11 +49,11 @@ WAITING_BYTES = 16 * MAX_BATCH_BYTES
 MAX_SEEN = 2**16
 """Slots remembered with the groups that answered them: ten minutes of a hundred groups a second, in about 20 MB."""
 LATE_S = 60.0
-"""Groups made longer ago than this when they are opened wait behind all others: messages of before that somebody says
-again hold up no new ones, which arrive within seconds."""
+"""Groups that were made longer ago than this when they are opened wait behind all others. So old messages that somebody
+repeats hold up no new ones, which arrive within seconds."""
 ADMIT_SHARE = 0.1
-"""Part of the time since the last `admit` that the next may take of the training thread: a flood then slows training
-down by no more, and neither do rewards that wait for another process or machine."""
+"""Share of the time since the last `admit` that the next may take from training. It bounds how far a flood, or rewards
+that wait for another machine, slow training down."""
 ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
 """Bounds on that time: the least suffices for forty groups of short answers, and the most for those of a slow round."""
 PROVEN = frozenset({"version", "newer", "schema", "swarm"})
@@ -80,9 +80,12 @@ class Receiver:
         spoken: Collection[int] = SPOKEN,
         spent: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`add` takes an admitted group, or says why not; `say` is told the first rejection of each reason; `spoken`
-        are the protocol versions that are understood; `spent` is the clock (seconds) that bounds admission: a call
-        to a reward function holds training up as long as it takes, whether it computes or waits."""
+        """`add` takes an admitted group, or says why not. `say` gets the first rejection of each reason. `spoken` are
+        the protocol versions that are understood.
+
+        `spent` is the clock (seconds) that bounds admission: a call of a reward function holds training up as long as
+        it takes, whether it computes or waits.
+        """
         self._spoken = spoken
         self._me = me
         self._swarm = manifest.swarm_id
@@ -126,8 +129,11 @@ class Receiver:
     # ----------------------------------------------------------------- main thread
 
     def admit(self) -> int:
-        """Examine groups that have arrived, newest first, at most `sharing.admit` of them and no longer than the
-        share of this thread's time allows; how many were admitted. The others wait for the next time."""
+        """Examine arrived groups, newest first; how many were admitted.
+
+        At most `sharing.admit` of them are examined, and no longer than this thread's share of time allows. The others
+        wait for the next call.
+        """
         self._tidy()
         began = self._spent()
         allowed = self._allowance(began)
@@ -157,7 +163,8 @@ class Receiver:
         } | rejected
 
     def by_peer(self) -> dict[str, dict[str, Any]]:
-        """What each peer sent and what became of it; `staleness` is the mean age at admission in seconds."""
+        """Figures of each peer: what it sent, and what became of it. `staleness` is the mean age at admission in
+        seconds."""
         return {
             peer: {
                 "received": account.received,
@@ -180,8 +187,8 @@ class Receiver:
         return 0.0 if self._debt else min(max(share - owed, ADMIT_LEAST_S), ADMIT_MOST_S)
 
     def _open_newest(self, stop: float) -> None:
-        """Let the groups of the newest messages wait to be examined: of at most `OPENED` messages, and of none after
-        `stop` but the first."""
+        """Move the groups of the newest messages to those that wait to be examined: at most `OPENED` messages, and
+        after `stop` only one."""
         opened: list[list[_Waiting]] = []
         while len(opened) < OPENED and (not opened or self._spent() < stop):
             with self._lock:
@@ -202,7 +209,7 @@ class Receiver:
             self._accounts.reject("surplus", peer)
 
     def _groups_in(self, data: bytes) -> list[_Waiting]:
-        """What is worth examining of a message."""
+        """The groups of a message that pass the cheap checks."""
         opened = self._open(data)
         if opened is None:
             return []
@@ -241,7 +248,7 @@ class Receiver:
             return None
 
     def _check(self, peer: str, account: PeerAccount, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
-        """What can be told without the task: duplicate, slot, age, future, quota, caps."""
+        """Check a group without its task: duplicate, slot, age, future, quota, caps."""
         now = self._now()
         slot, content = slot_id(peer, group), content_id(peer, group)
         _, answered = self._seen.get(slot, (now, ()))
@@ -306,7 +313,7 @@ def content_id(peer: str, group: SharedGroup) -> bytes:
 
 
 def check_caps(shared: SharedGroup, limits: ManifestLimits) -> None:
-    """Raises `RemoteProtocolError` with reason `cap` for more or longer rollouts than the swarm's manifest allows."""
+    """Raises RemoteProtocolError `cap` for more or longer rollouts than the swarm's manifest allows."""
     if len(shared.rollouts) > limits.max_rollouts:
         raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
     longest = max(len(rollout.text) for rollout in shared.rollouts)
@@ -379,8 +386,8 @@ class Admission:
         return rollouts
 
     def _as_sampled(self, answer: SharedRollout, room: int) -> Rollout | None:
-        """The answer in the tokens that its sender drew, if it sent at most `room` of them and they say the same as
-        its text."""
+        """The answer in the tokens that its sender drew; None if there are none, more than `room`, or ones of another
+        text."""
         ids, data = answer.token_ids, answer.logprobs or b""
         if not ids or len(ids) > room or not self._policy.is_completion(ids, answer.text, answer.finished):
             return None

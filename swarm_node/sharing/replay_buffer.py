@@ -1,10 +1,10 @@
-"""Foreign groups that wait to be trained on: bounded in number, bytes, age, in what one peer may take, in uses.
+"""Foreign groups that wait to be trained on: bounded in number, bytes and age, by peer, and in their uses.
 
     add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages
 
-No more wait than four rounds can use, or, where rounds are shorter than messages are apart, the rounds of the last
-seconds: what is sampled by a policy of long ago teaches less. When room is needed, a peer that takes more than its
-share loses its oldest groups, then whoever has the oldest does.
+At most as many groups wait as four rounds can use; where rounds are shorter than the time between messages, as the
+rounds of the last seconds can use. Groups of a policy of long ago teach less. When room is needed, a peer with more
+than its share loses its oldest groups; if there is none, the oldest group of all goes.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class ReplayBuffer:
         record: Callable[[dict[str, Any]], None] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`record` is told, with each `choose`, what was offered and chosen. UserError for a sampler that cannot be
-        loaded."""
+        """`record` gets what was offered and chosen in each `choose`. UserError for a sampler that cannot be loaded."""
         self._config = config
         self._now = now
         self._record = record
@@ -109,7 +108,7 @@ class ReplayBuffer:
         self._gate = gate
 
     def add(self, group: Group) -> str | None:
-        """Keep `group`; says why not: `age`, or `bytes` if it alone exceeds its sender's share."""
+        """Keep `group`, or say why not: `age`, or `bytes` if it alone exceeds its sender's share."""
         assert group.peer is not None
         size = _memory(group)
         if self._now() - group.created > self._config.max_age_s:
@@ -138,7 +137,7 @@ class ReplayBuffer:
             self._gate.observe(groups)
 
     def available(self) -> int:
-        """Groups that `choose` could give now; those of a peer count as far as it is trusted."""
+        """Number of groups that `choose` could give now; a peer's groups count as much as it is trusted."""
         return round(sum(self._trust.of(entry.group.peer or "") for entry in self._usable()))
 
     def choose(self, n: int, rng: random.Random) -> list[Group]:
@@ -175,8 +174,8 @@ class ReplayBuffer:
         return chosen
 
     def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
-        """Each with its advantages and without the answers that carry a payload; None if nothing is left to learn, or
-        if it cannot be judged."""
+        """The groups with advantages and without answers that carry a payload; None for a group that teaches nothing
+        then, or that cannot be judged."""
         for group in groups:
             group.advantages = self._advantages(group)
         if self._gate is None:
@@ -232,7 +231,7 @@ class ReplayBuffer:
         return self._trust.refused()
 
     def _baseline(self, group: Group) -> RewardStatistics | None:
-        """What the group's rewards are compared with; `None` = their own mean."""
+        """Own success, which the group's rewards are compared with; None = their own mean."""
         own = self._statistics.of(group.task.label)
         return own if self._config.baseline == "own" and own.known else None
 
@@ -246,7 +245,8 @@ class ReplayBuffer:
         return max(1, self._config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
 
     def _oldest_of(self, peer: str | None) -> _Entry:
-        """Of that peer, or of all. They arrive newest first, so the order of arrival is not that of age."""
+        """The oldest entry of a peer, or of all. Groups arrive newest first, so the order of arrival is not that of
+        age."""
         entries = (e for e in self._entries.values() if peer in (None, e.group.peer))
         return min(entries, key=lambda entry: (entry.group.created, entry.id))
 
@@ -329,8 +329,8 @@ def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:
 
 
 def draw(weights: Sequence[float], n: int, rng: random.Random) -> list[tuple[int, float]]:
-    """Up to `n` different positions in proportion to `weights`, each with its probability at the time it was drawn:
-    the product of these is the probability of the whole draw."""
+    """Draw up to `n` different positions in proportion to `weights`. Each comes with its probability when it was drawn;
+    their product is the probability of the whole draw."""
     left = {i: weight for i, weight in enumerate(weights) if weight > 0}
     drawn: list[tuple[int, float]] = []
     while left and len(drawn) < n:

@@ -27,10 +27,10 @@ class Environment:
         raise NotImplementedError
 
     def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
-        """What follows when `answer` is given to `messages`: all messages, the reward so far, whether it is over.
+        """Continue the dialogue with `answer`: all messages, the reward so far, whether it is over.
 
-        The reward is from 0 to 1, 1 = right; None = this environment does not judge. May raise anything at an answer
-        that it did not expect: that is a wrong answer.
+        The reward is from 0 to 1, 1 = right; None = this environment does not judge. Any error at an unexpected answer
+        makes it a wrong answer.
         """
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class TaskSource(Environment):
     config: str
     """Hash of its options: 16 hex digits."""
     generator: str
-    """What makes the tasks, with its version. Other versions may make other tasks of one name."""
+    """Name and version of the code that makes the tasks. Other versions may make other tasks of one name."""
     label: str
     """Short name for people."""
     path: str

@@ -1,8 +1,8 @@
-"""Which environments of reasoning-gym a node plays, and why not the others.
+"""The environments of reasoning-gym that a node may use, and why the others are refused.
 
-An environment is allowed once its scorer has been read, with everything that it hands answer text to: nothing
-executes the text, recurses with it or can be stalled by it; and once two processes with different hash seeds
-have made the same questions and answers (tests/data/task_digests.json). docs/tasks.md has the findings.
+An environment is allowed after two checks. Its scorer has been read, with all code that sees answer text: nothing
+executes the text, recurses with it or can be stalled by it. And two processes with different hash seeds have made the
+same questions and answers (tests/data/task_digests.json). docs/tasks.md has the findings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALLOWED: dict[str, Literal["library", "own"]] = {
     "propositional_logic": "own",
     "spell_backward": "library",
 }
-"""Environment -> whose checker judges it."""
+"""Environment -> whether the library's checker judges it or our own."""
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -56,7 +56,7 @@ REFUSED: dict[str, str] = {
     ),
     "simple_equations": "it does not regenerate: its questions depend on the version of sympy",
 }
-"""Environment -> why not; any other is refused because nobody has read its scorer yet."""
+"""Environment -> why it is refused. Any other is refused because nobody has read its scorer yet."""
 
 NOT_AUDITED = "its scorer has not been audited"
 
@@ -102,11 +102,11 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Entry(NamedTuple):
-    """One line of `swarm-node tasks`."""
+    """A row of `swarm-node tasks`."""
 
     name: str
     sets: list[str]
-    """Sets that it belongs to."""
+    """Sets that the environment belongs to."""
     checker: Literal["library", "own"]
     question: str
     """An example, with the library's default options."""

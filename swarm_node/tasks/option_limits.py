@@ -1,4 +1,4 @@
-"""Which options of an environment a stranger may choose, as the author of a swarm's manifest does.
+"""Limits on the options of an environment that a stranger chooses, such as the author of a swarm's manifest.
 
     number    from 0 to STRETCH x the library's default (of `min_x` and `max_x` the larger one), at least 1
     switch    true or false
@@ -22,10 +22,8 @@ STRETCH = 2
 
 
 def check_options(path: str, options: Mapping[str, object]) -> None:
-    """Raises UserError unless `path` is a set, a member of one or an audited environment, with options within bounds.
-
-    Whether they also make sense together is for whoever opens the environment to find out.
-    """
+    """UserError unless `path` is a set, a member of one, an audited environment with options within bounds, or an
+    installed one without options. Opening the environment shows whether the options make sense together."""
     group, _, name = path.rpartition("/")
     if path in SETS:
         if options:

@@ -11,8 +11,8 @@ What makes it faster than a general `generate`:
 - rows that finished leave the batch, and so do prompts with no row left.
 
 Rows stand in a grid [P prompts, G samples]; caches are [P, K heads, G, T, D]. The layers may be spread over several
-places: each holds the `Cache` of its own `Slice`, hidden states go from one to the next, and `Rows` at the first keeps
-the books. Left out: sliding windows shorter than the sequence, mixture of experts, encoders; `probes` compares this
+processes: each holds the `Cache` of its own `Slice`, hidden states go from one to the next, and the first one has the
+`Rows`. Left out: sliding windows shorter than the sequence, mixture of experts, encoders; `probes` compares this
 engine with the model itself and falls back to `engines.transformers` when they differ.
 """
 
@@ -53,14 +53,11 @@ class _Layer:
 
 
 class LayerCache(Protocol):
-    """Keys and values that some layers of a model have for the rows still being decoded: P prompts, G samples each.
-
-    To be called under `torch.inference_mode()`, first `prefill`, then `forward` for one step after the other.
-    """
+    """Keys and values of some layers for the rows still being decoded: P prompts, G samples each. Call it under
+    `torch.inference_mode()`: first `prefill`, then `forward` step by step."""
 
     def prefill(self, x: Tensor) -> Tensor:
-        """Run the prompts [P, T, hidden] through the layers, T the longest prompt; what comes out behind a prompt's end
-        means nothing."""
+        """Run the prompts [P, T, hidden] through the layers, T the longest. Ignore output behind a prompt's end."""
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         """Run completion token number `step` of each row, [P*G, hidden], through the layers."""
@@ -85,7 +82,7 @@ class Slice:
         self.layers = [_layer(layer, fuse) for layer in backbone.layers]
 
     def cache(self, lengths: list[int], n: int, limit: int) -> Cache:
-        """For `n` completions of at most `limit` tokens of each of the prompts with these lengths."""
+        """A cache for `n` completions of at most `limit` tokens after each of the prompts with these lengths."""
         return Cache(self, lengths, n, limit)
 
 
@@ -157,14 +154,14 @@ class NativeEngine(BatchEngine):
 
 
 class Rows:
-    """What was sampled, and which rows of the grid [P, G] are still being decoded. Knows no model."""
+    """Sampled tokens, and the rows of the grid [P, G] that are still being decoded. It knows no model."""
 
     def __init__(self, prompts: int, n: int, limit: int, device: torch.device) -> None:
         rows, self._n = prompts * n, n
         self.origin = torch.arange(rows, device=device).view(prompts, n)
         """[P, G] of the present grid: number of the completion, counted over all prompts."""
         self.live = torch.ones(prompts, n, dtype=torch.bool, device=device)
-        """[P, G] whether it goes on."""
+        """[P, G] whether the row is still being decoded."""
         self._full = True
         self._tokens = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(rows, limit, device=device)
@@ -172,8 +169,8 @@ class Rows:
         self._finished = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def record(self, step: int, token: Tensor, logprob: Tensor, eos: Tensor) -> bool:
-        """Take down completion token number `step` of each row [P*G] and its log-probability, and drop the rows that
-        end with it; whether there are any."""
+        """Record completion token number `step` of each row [P*G] and its log-probability, and drop the rows that end
+        with it. Gives whether any row ended."""
         origin, live = self.origin.flatten(), self.live.flatten()
         ended = live & torch.isin(token, eos)
         if self._full:
@@ -318,17 +315,17 @@ def padded(prompts: list[list[int]]) -> Tensor:
 
 
 def last_of(x: Tensor, lengths: list[int]) -> Tensor:
-    """What a prefill [P, T, hidden] gave for the last token of each prompt [P, hidden]."""
+    """Output of a prefill [P, T, hidden] at the last token of each prompt [P, hidden]."""
     return x[torch.arange(len(x), device=x.device), torch.tensor(lengths, device=x.device) - 1]
 
 
 def picked(token: Tensor, width: int, alive: Tensor, column: Tensor) -> Tensor:
-    """Those of `token` [P*G], G = `width`, that a compaction to (alive, column) keeps [P'*G']."""
+    """The part of `token` [P*G], G = `width`, that a compaction to (alive, column) keeps [P'*G']."""
     return token.view(-1, width)[alive].gather(1, column).flatten()
 
 
 def fusable(model: nn.Module) -> bool:
-    """Whether its weights are few enough to be copied for a round."""
+    """Whether the weights are few enough to be copied for each round."""
     return sum(p.numel() * p.element_size() for p in model.parameters()) <= FUSED_COPY_BYTES
 
 

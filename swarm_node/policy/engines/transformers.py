@@ -60,7 +60,7 @@ class _Stop(StoppingCriteria):
 
 @contextmanager
 def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """What the model's own generation config asks for (penalties, banned tokens) must not bend the distribution."""
+    """Switch off the model's own generation config: penalties and banned tokens would bend the distribution."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     own = base.generation_config
     base.generation_config = GenerationConfig()
@@ -133,14 +133,14 @@ def generate(
 
 
 class ModelSlice:
-    """What `native.Slice` is, for architectures that the native engine does not serve: a Hugging Face backbone of
-    these layers alone, with `nn.Identity` for its final norm."""
+    """A `native.Slice` for architectures that the native engine does not serve: a Hugging Face backbone of these layers
+    alone, with `nn.Identity` for its final norm."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.backbone = backbone
 
     def cache(self, lengths: list[int], n: int, limit: int) -> ModelCache:
-        """For `n` completions of at most `limit` tokens of each of the prompts with these lengths."""
+        """A cache for `n` completions of at most `limit` tokens after each of the prompts with these lengths."""
         return ModelCache(self.backbone, lengths, n)
 
 
