@@ -52,12 +52,48 @@ Accept = Callable[[dict[str, Any]], str | None]
 """(state) -> why a checkpoint does not belong to this run, or None."""
 
 
+class RunFolders:
+    """The folders of a run that hold checkpoints."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._seen: dict[Path, dict[Path, tuple[float, float]]] = {}
+        """Folder -> checkpoint -> (the look that first saw it, when its state says that it was made)."""
+
+    def folders(self) -> list[Path]:
+        """`checkpoints`, and the folder of each stage. Raises OSError."""
+        stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
+        return [self._run / CHECKPOINTS, *stages]
+
+    def where(self, folder: Path) -> str:
+        """The name of a folder in the run directory and in the bucket."""
+        return folder.relative_to(self._run).as_posix()
+
+    def rounds(self, folder: Path) -> list[Path]:
+        """The checkpoints in a folder, the one written last first. Numbers do not tell that, since a run may go back to
+        an older one, nor do clocks, which may be set; among those of the first look, their own times must do."""
+        try:
+            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+        except FileNotFoundError:
+            return []
+        before, now = self._seen.get(folder, {}), time.monotonic()
+        seen = self._seen[folder] = {path: before.get(path) or (now, _made(path)) for path in paths}
+        return sorted(paths, key=lambda path: (*seen[path], order(path)), reverse=True)
+
+    def sweep(self) -> None:
+        """Remove what a killed process has left. Raises OSError."""
+        for folder in self.folders():
+            for leftover in (*folder.glob(".leaving-*"), *folder.glob(".arriving-*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
 class Mirror:
     """The copies of one run."""
 
     def __init__(self, url: str, swarm: str, name: str, peer: str, run: Path, say: Say) -> None:
         """`peer` is empty for a run that is alone. Raises UserError if the URL cannot be used."""
         self.bucket = Bucket(url, swarm)
+        self.here = RunFolders(run)
         self._url = url
         self._name = name
         self._owner = f"{name}-{peer[-8:]}" if peer else name
@@ -71,8 +107,6 @@ class Mirror:
         """Folder whose last copy failed -> when."""
         self._torn: set[Path] = set()
         """Checkpoints here that are torn, and so are not copied."""
-        self._seen: dict[Path, dict[Path, tuple[float, float]]] = {}
-        """Folder -> checkpoint here -> (the look that first saw it, when its state says that it was made)."""
         self._last = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
@@ -83,7 +117,7 @@ class Mirror:
         """Fill the folders of the run directory that have no whole checkpoint: `checkpoints` and, for a member of a
         crew, all stages. Raises UserError if copies may exist and cannot be read."""
         try:
-            self._sweep()
+            self.here.sweep()
             whole, torn = self._state_here(crew)
         except OSError as error:
             raise UserError(os_error_text(error, self._run)) from error
@@ -109,9 +143,9 @@ class Mirror:
         Raises OSError, and UserError for a checkpoint that may not be read.
         """
         whole, torn = set[str](), dict[str, str]()
-        for folder in self._folders() if crew else [self._run / CHECKPOINTS]:
-            where = self._where(folder)
-            for path in self._rounds(folder):
+        for folder in self.here.folders() if crew else [self._run / CHECKPOINTS]:
+            where = self.here.where(folder)
+            for path in self.here.rounds(folder):
                 try:
                     check_files(path)
                 except CheckpointError as error:
@@ -219,7 +253,7 @@ class Mirror:
 
     def start(self) -> None:
         """Copy each new checkpoint from now on."""
-        self._sweep()
+        self.here.sweep()
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
         self._thread.start()
 
@@ -245,9 +279,9 @@ class Mirror:
     def _lacks_newest(self) -> bool:
         """Whether a folder's newest checkpoint has no copy. Torn ones were mentioned and do not count."""
         try:
-            for folder in self._folders():
-                names = [path.name for path in self._rounds(folder) if path not in self._torn]
-                if names and names[0] not in self._done.get(self._where(folder), []):
+            for folder in self.here.folders():
+                names = [path.name for path in self.here.rounds(folder) if path not in self._torn]
+                if names and names[0] not in self._done.get(self.here.where(folder), []):
                     return True
         except OSError:
             return True
@@ -258,9 +292,9 @@ class Mirror:
         while not last:
             last = self._last.wait(NEW_CHECKPOINT_CHECK_S)
             with self._survived("stages"):
-                folders = self._folders()
+                folders = self.here.folders()
             for folder in folders:
-                where = self._where(folder)
+                where = self.here.where(folder)
                 if last or time.monotonic() - self._failed.get(where, -math.inf) > COPY_RETRY_S:
                     with self._survived(where):
                         self._copy_newest(folder, where)
@@ -280,7 +314,7 @@ class Mirror:
 
     def _copy_newest(self, folder: Path, where: str) -> None:
         done = self._done.setdefault(where, [])
-        for path in self._rounds(folder):
+        for path in self.here.rounds(folder):
             if path.name in done:
                 return
             if path not in self._torn and self._copy_whole(path, where, done):
@@ -314,32 +348,6 @@ class Mirror:
             self.bucket.prune(place, done, kept)
         except Exception as error:  # each driver has its own; a node that may only write there writes on
             self._once("old", f"old copies stay at {self._url} ({_what(error)}): have whoever keeps it remove them")
-
-    # ----------------------------------------------------------------- on this machine
-
-    def _where(self, folder: Path) -> str:
-        return folder.relative_to(self._run).as_posix()
-
-    def _folders(self) -> list[Path]:
-        stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
-        return [self._run / CHECKPOINTS, *stages]
-
-    def _rounds(self, folder: Path) -> list[Path]:
-        """The checkpoints in a folder, the one written last first. Numbers do not tell that, since a run may go back to
-        an older one, nor do clocks, which may be set; among those of the first look, their own times must do."""
-        try:
-            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
-        except FileNotFoundError:
-            return []
-        before, now = self._seen.get(folder, {}), time.monotonic()
-        seen = self._seen[folder] = {path: before.get(path) or (now, _made(path)) for path in paths}
-        return sorted(paths, key=lambda path: (*seen[path], order(path)), reverse=True)
-
-    def _sweep(self) -> None:
-        """Remove what a killed process has left."""
-        for folder in self._folders():
-            for leftover in (*folder.glob(".leaving-*"), *folder.glob(".arriving-*")):
-                shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def _said_if_slow(self, sentence: str, seconds: float | None = None, once: str = "") -> Iterator[None]:

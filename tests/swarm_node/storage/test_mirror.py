@@ -122,13 +122,13 @@ def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: 
     (run / "stages").mkdir(parents=True)
     (run / "stages" / "3").write_text("a file, not a folder")
     one = mirror(f"file://{away}", run, said)
-    looks, rounds = list[Path](), one._rounds
+    looks, rounds = list[Path](), one.here.rounds
 
     def look(folder: Path) -> list[Path]:
         looks.append(folder)
         return rounds(folder)
 
-    monkeypatch.setattr(one, "_rounds", look)
+    monkeypatch.setattr(one.here, "rounds", look)
     one.start()
     for round in (1, 2, 3):
         checkpoint(run / "checkpoints", round)
@@ -149,7 +149,7 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
     run, said = tmp_path / "run", Says()
     checkpoint(run / "checkpoints", 1)
     one, looks = mirror(f"file://{tmp_path}/away", run, said), list[int]()
-    folders = one._folders
+    folders = one.here.folders
     one.start()
 
     def fail() -> list[Path]:
@@ -158,7 +158,7 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
             raise OSError(errno.EIO, "Input/output error")
         return folders()
 
-    monkeypatch.setattr(one, "_folders", fail)
+    monkeypatch.setattr(one.here, "folders", fail)
     until(lambda: len(looks) > 3, HANGS_S)
     checkpoint(run / "checkpoints", 2)
     one.finish(HANGS_S)
