@@ -220,9 +220,10 @@ class Leader:
             return
         self._ready.add(stage)
         if record.source is not None:
-            self._queue.counts[f"recovered/{record.source.way}"] += 1
+            way = record.source.way
+            self._queue.counts[f"recovered/{'checkpoint' if way == 'snapshot' else way}"] += 1
             reached = max(self._reached, self.updates)
-            if record.source.way != "live" and (reached or record.source.way != "base"):
+            if way != "live" and (reached or way != "base"):
                 self._queue.say(self.spec.tell(stage, record.source, record.updates, reached))
         if len(self._ready) == len(plan.assignments) and not self._anew and "" not in self.holders:
             self.whole, self.won = True, self.term
