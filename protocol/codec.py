@@ -18,7 +18,7 @@ from protocol.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, peer_
 from protocol.limits import MAX_BATCH_BYTES, MAX_CARD_BYTES
 from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
 
-HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+SIGNED_HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 BATCH_TAG = b"swarm-node/rollouts/1\0"
 CARD_TAG = b"swarm-node/card/1\0"
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class SignedCodec(Generic[S]):
         """The bytes of `record`, signed. Raises LocalProtocolError for a record that peers would refuse."""
         body = _encoder.encode(record)
         try:
-            self._check_size(HEAD_BYTES + len(body))
+            self._check_size(SIGNED_HEAD_BYTES + len(body))
             decode_as(self._decoder, body)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"a {type(record).__name__} cannot be sent: {error}") from error
@@ -102,7 +102,8 @@ class SignedCodec(Generic[S]):
         """(peer id of the sender, record). Raises RemoteProtocolError: size, signature, version, newer, schema or
         swarm."""
         self._check_size(len(data))
-        key, signature, body = data[:PUBLIC_KEY_BYTES], data[PUBLIC_KEY_BYTES:HEAD_BYTES], data[HEAD_BYTES:]
+        head, body = data[:SIGNED_HEAD_BYTES], data[SIGNED_HEAD_BYTES:]
+        key, signature = head[:PUBLIC_KEY_BYTES], head[PUBLIC_KEY_BYTES:]
         verify(key, self._tag, body, signature)
         version = decode_as(_header_decoder, body).protocol
         if version is not None:  # else the schema refuses it
@@ -113,8 +114,8 @@ class SignedCodec(Generic[S]):
         return peer_id_of(key), record
 
     def _check_size(self, size: int) -> None:
-        if not HEAD_BYTES < size <= self._limit:
-            raise RemoteProtocolError("size", f"{size} bytes, allowed are {HEAD_BYTES + 1} to {self._limit}")
+        if not SIGNED_HEAD_BYTES < size <= self._limit:
+            raise RemoteProtocolError("size", f"{size} bytes, allowed are {SIGNED_HEAD_BYTES + 1} to {self._limit}")
 
 
 _batches = SignedCodec(RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG)

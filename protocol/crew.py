@@ -44,7 +44,7 @@ MAX_MEMBERS: Final = 64
 """Peers without a stage that a plan lists: a crew needs a few."""
 MAX_KEPT: Final = 64
 """Checkpoints that a peer reports."""
-MAX_SOURCES: Final = 8
+MAX_STAGE_SOURCES: Final = 8
 """Sources of one stage's weights in a plan: there are seven kinds."""
 MAX_REASON_CHARS: Final = 200
 """A sentence for people."""
@@ -99,7 +99,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
 
     peer: PeerId
     layers: Layers
-    sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SOURCES)] = ()
+    sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_STAGE_SOURCES)] = ()
     """Sources that the holder tries in this order until one works. Empty = it has the weights."""
 
 

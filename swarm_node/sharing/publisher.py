@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from protocol.codec import HEAD_BYTES, sign_batch
+from protocol.codec import SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
 from protocol.manifest import Manifest
@@ -28,7 +28,7 @@ from swarm_node.types import Group, Rollout, Sampling
 
 FLUSH_S = 1.0
 """Batches leave at most this often, unless one is full."""
-FULL_BYTES = MAX_BATCH_BYTES - HEAD_BYTES - 512
+FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512
 """Groups that fill a batch; the rest of it takes under 400 bytes."""
 MAX_ANSWERED = 16_384
 """Slots remembered as answered: those of four epochs, in 2 MB."""

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol.codec import HEAD_BYTES, SPOKEN, verify_batch
+from protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
@@ -117,7 +117,7 @@ class Receiver:
     def take(self, data: bytes) -> None:
         """Keep one message for `admit`."""
         with self._lock:
-            if not HEAD_BYTES < len(data) <= MAX_BATCH_BYTES:
+            if not SIGNED_HEAD_BYTES < len(data) <= MAX_BATCH_BYTES:
                 self._missized += 1
                 return
             self._inbox.append(data)

@@ -14,7 +14,7 @@ from protocol.codec import SPOKEN
 from protocol.crew import (
     CONTROL,
     MAX_CONTROL_BYTES,
-    MAX_SOURCES,
+    MAX_STAGE_SOURCES,
     Answer,
     Assignment,
     Broken,
@@ -191,7 +191,7 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (PLAN, {"seats": []}),
     (PLAN, {"seats": [["", [0, 2], []]]}),
     (PLAN, {"seats": [["a\n", [0, 2], []]]}),
-    (PLAN, {"seats": [["a", [0, 2], [["base"]] * (MAX_SOURCES + 1)]]}),
+    (PLAN, {"seats": [["a", [0, 2], [["base"]] * (MAX_STAGE_SOURCES + 1)]]}),
     (PLAN, {"seats": [["a", [0, 2], [["magic"]]]]}),
     (PLAN, {"seats": [["a", [0, 2], [["mean", ["b", "c", "d"]]]]]}),
     (PLAN, {"spares": ["s"] * 65}),

@@ -36,31 +36,31 @@ MAX_VALUE_BYTES = MAX_CARD_BYTES + 8
 MAX_NEAREST = 20
 """Peers that an answer may name for each key: as many as nodes name, and hivemind's k."""
 
-Record = tuple[
+CardRecord = tuple[
     Annotated[str, Meta(max_length=MAX_PEER_ID_CHARS)],
     Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)],
     float,
 ]
 """Peer id, value, expiration (Unix seconds)."""
-_Bucket = tuple[float | None, float, Annotated[list[Record], Meta(max_length=MAX_BUCKET_CARDS)]]
+_Bucket = tuple[float | None, float, Annotated[list[CardRecord], Meta(max_length=MAX_BUCKET_CARDS)]]
 
 _ext_decoder = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
 _bucket_decoder = msgspec.msgpack.Decoder(_Bucket)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_bucket(records: Collection[Record]) -> bytes:
+def encode_bucket(records: Collection[CardRecord]) -> bytes:
     """The records of a bucket, as hivemind's nodes also write and read them."""
     latest = max((expiration for _, _, expiration in records), default=-math.inf)
     return _encoder.encode(msgspec.msgpack.Ext(EXT_BUCKET, _encoder.encode((math.inf, latest, records))))
 
 
-def decode_bucket(data: bytes) -> list[Record]:
+def decode_bucket(data: bytes) -> list[CardRecord]:
     """The records of a bucket. Raises RemoteProtocolError (schema)."""
     outer = decode_as(_ext_decoder, data)
     if outer.code != EXT_BUCKET:
         raise RemoteProtocolError("schema", f"extension type {outer.code}")
-    records: list[Record] = decode_as(_bucket_decoder, outer.data)[2]
+    records: list[CardRecord] = decode_as(_bucket_decoder, outer.data)[2]
     return records
 
 

@@ -20,7 +20,7 @@ from protocol.introductions import Introductions
 from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, CardRecord
 
 MAX_DATED = 256
 """Peers whose clocks are compared with this node's."""
@@ -142,7 +142,7 @@ class CardStorage:
         held = self._buckets.get(key, {}).get(peer)
         return None if held is None else held[0]
 
-    def records(self, key: bytes, now: float) -> list[Record]:
+    def records(self, key: bytes, now: float) -> list[CardRecord]:
         """The cards of a bucket that have not run out."""
         bucket = self._buckets.get(key)
         if bucket is None:

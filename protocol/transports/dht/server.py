@@ -31,7 +31,7 @@ from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports.dht import messages
 from protocol.transports.dht.lookup import SMALL_SWARM, direct, search
-from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, CardRecord, node_id_of
 from protocol.transports.dht.neighbours import Neighbours
 from protocol.transports.dht.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
@@ -114,7 +114,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._client = client
         self._named = named
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
-        self._mine: tuple[bytes, Record] | None = None
+        self._mine: tuple[bytes, CardRecord] | None = None
         """This node's own card, and its key."""
         self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
         self._calls = Budgets(ASKERS, MAX_FINDS, MAX_PINGS_AND_STORES, MAX_REFUSED)
@@ -202,7 +202,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         finally:
             del self._ending[peer]
 
-    def _held(self, key: bytes) -> list[Record]:
+    def _held(self, key: bytes) -> list[CardRecord]:
         """The cards under a key; this node's own comes first, and is there even if the bucket is full."""
         records = self.storage.records(key, time.time())
         if self._mine is not None and self._mine[0] == key:
@@ -210,7 +210,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             records = [mine, *(record for record in records if record[0] != mine[0])]
         return records
 
-    def _some(self, records: list[Record], size: int, room: int) -> list[Record]:
+    def _some(self, records: list[CardRecord], size: int, room: int) -> list[CardRecord]:
         """As many cards as fit, drawn anew each time, so that a peer that asks again learns of others."""
         if size <= room:
             return records
@@ -238,7 +238,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             await self._give(peer, *self._mine)
 
     async def store_card(
-        self, key: bytes, record: Record, members: int, bootstrap: Collection[str], connected: Sequence[str]
+        self, key: bytes, record: CardRecord, members: int, bootstrap: Collection[str], connected: Sequence[str]
     ) -> int:
         """Keep this node's own card, and have it kept by others; by how many it is."""
         self._mine = key, record
@@ -321,7 +321,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._named(str(peer), named)
         return list(named)
 
-    async def _give(self, peer: PeerID, key: bytes, record: Record) -> bool:
+    async def _give(self, peer: PeerID, key: bytes, record: CardRecord) -> bool:
         """Whether a peer took a card."""
         name, value, expiration = record
         request = dht_pb2.StoreRequest(
@@ -348,7 +348,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- what is believed
 
-    def _bucket(self, peer: str, key: bytes, value: bytes) -> list[Record]:
+    def _bucket(self, peer: str, key: bytes, value: bytes) -> list[CardRecord]:
         """The records of a bucket that a peer sent. Raises RemoteProtocolError: key or schema."""
         if key not in self._validator:
             self._refusals.note(peer, "key")
@@ -357,7 +357,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     async def _checked(
         self, account: Introductions, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
-    ) -> list[Record]:
+    ) -> list[CardRecord]:
         """The records that are cards and that `account` admits; the rest is counted against `peer`, which sent them."""
         checked, names = [], set()
         for place, (name, value, expiration) in enumerate(records, 1):
@@ -380,7 +380,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             raise
 
 
-def _keep_newest(found: Found, records: Iterable[Record]) -> None:
+def _keep_newest(found: Found, records: Iterable[CardRecord]) -> None:
     """Add records to `found`, up to as many as all buckets hold."""
     for peer, value, expiration in records:
         held = found.get(peer)

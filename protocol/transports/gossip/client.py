@@ -40,13 +40,13 @@ from protocol.transports.ports import Port
 SIDECAR = "protocol.transports.gossip.sidecar"
 SIDECAR_START_S = 30.0
 """A start takes a second or two; on a machine that swaps, longer."""
-RESTART_S = 0.5, 30.0
+SIDECAR_RESTART_S = 0.5, 30.0
 """First and longest pause before a restart; doubled each time, until a process has lived for `SIDECAR_SETTLED_S`."""
 SIDECAR_SETTLED_S = 20.0
-STATUS_S = 5.0
+GOSSIP_STATUS_S = 5.0
 PROBE_S = 10.0
 """A sidecar that answers none of two probes in a row is killed: it hangs, or was stopped."""
-MAX_WAITING, MAX_WAITING_BYTES = 64, 16 * 2**20
+MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGE_BYTES = 64, 16 * 2**20
 """Messages waiting for the sidecar."""
 MAX_COMMANDS = 1024
 """Other commands waiting for it."""
@@ -114,7 +114,7 @@ class GossipClient:
     def publish(self, topic: str, data: bytes) -> bool:
         """Send to all subscribers of `topic`; False if the queue is full. Never waits. From any thread."""
         with self._lock:
-            if len(self._messages) >= MAX_WAITING or self._queued + len(data) > MAX_WAITING_BYTES:
+            if len(self._messages) >= MAX_QUEUED_MESSAGES or self._queued + len(data) > MAX_QUEUED_MESSAGE_BYTES:
                 return False
             self._messages.append(Publish(topic, data))
             self._queued += len(data)
@@ -136,13 +136,13 @@ class GossipClient:
         self._send(Drop(ids))
 
     async def stat(self) -> Status:
-        """Ask the process for its status. Raises PeerUnreachable if it does not answer within `STATUS_S`."""
+        """Ask the process for its status. Raises PeerUnreachable if it does not answer within `GOSSIP_STATUS_S`."""
         self._asks += 1
         number, answer = self._asks, asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._send(Ask(number))
         try:
-            return self._total(await asyncio.wait_for(answer, STATUS_S))
+            return self._total(await asyncio.wait_for(answer, GOSSIP_STATUS_S))
         except TimeoutError as error:
             raise PeerUnreachable("the gossip process does not answer") from error
         finally:
@@ -158,7 +158,7 @@ class GossipClient:
     # ------------------------------------------------------------ one life after another
 
     async def _supervise(self) -> None:
-        pause = RESTART_S[0]
+        pause = SIDECAR_RESTART_S[0]
         while not self._closing:
             began = asyncio.get_running_loop().time()
             try:
@@ -168,11 +168,11 @@ class GossipClient:
                 code = None
             self._up.clear()
             if asyncio.get_running_loop().time() - began > SIDECAR_SETTLED_S:
-                pause = RESTART_S[0]
+                pause = SIDECAR_RESTART_S[0]
             tail = f"; last words: {self._log[-1]}" if self._log else ""
             self.report(f"gossip process ended ({code}), starts again in {pause:.1f} s{tail}")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, RESTART_S[1])
+            pause = min(2 * pause, SIDECAR_RESTART_S[1])
             self.restarts += 1
 
     async def _live(self) -> int:

@@ -19,9 +19,9 @@ from protocol.budgets import Budgets
 from protocol.errors import RemoteProtocolError
 from protocol.transports.gossip.pipe import GossipSettings
 
-AUTHORS = 4096
+BUDGETED_AUTHORS = 4096
 """Authors whose rate is remembered. Those heard of longest ago are forgotten first."""
-CONNECTIONS = 1024
+BUDGETED_CONNECTIONS = 1024
 """Connections whose budgets are remembered: twice as many as there can be at a time."""
 SEEN = 65_536
 """Digests of messages let in that are remembered (16 bytes each)."""
@@ -33,8 +33,8 @@ CONNECTION_MESSAGES = 4 * SHARD_AUTHORS * 60
 a Python process forwards (7 ms of CPU a message, measured at 5 KB)."""
 CONNECTION_BYTES = 60_000 * CONNECTION_MESSAGES
 """Bytes a minute over one connection, 15 MB a second: as many messages of 60 KB."""
-MAX_NEWCOMERS = AUTHORS // 4
-"""A minute over one connection, however many shards there are: else `AUTHORS` would be forgotten at once."""
+MAX_NEWCOMERS = BUDGETED_AUTHORS // 4
+"""A minute over one connection, however many shards there are: else `BUDGETED_AUTHORS` would be forgotten at once."""
 GATE_NEWCOMERS, BLAMED_NEWCOMERS = 4, 8
 """Multiples of the newcomers of one connection: new authors accepted over all connections; new authors that one may
 offer without blame. The first is smaller, so that a hub that several flooders use is not blamed for them."""
@@ -44,7 +44,7 @@ HARMLESS = frozenset({"version", "newer", "age", "future", "seen", "rate", "newc
 
 
 class Gate:
-    """Decides message by message; memory is bounded by `AUTHORS`, `CONNECTIONS` and `SEEN`."""
+    """Decides message by message; memory is bounded by `BUDGETED_AUTHORS`, `BUDGETED_CONNECTIONS` and `SEEN`."""
 
     def __init__(self, limits: GossipSettings) -> None:
         self.limits = limits
@@ -52,13 +52,15 @@ class Gate:
         messages, size = limits.messages_per_minute, limits.bytes_per_minute
         newcomers = min(SHARD_AUTHORS * limits.shards, MAX_NEWCOMERS)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._authors = Budgets(AUTHORS, messages, size)
-        self._brought = Budgets(CONNECTIONS, max(CONNECTION_MESSAGES, 2 * messages), max(CONNECTION_BYTES, 2 * size))
+        self._authors = Budgets(BUDGETED_AUTHORS, messages, size)
+        self._brought = Budgets(
+            BUDGETED_CONNECTIONS, max(CONNECTION_MESSAGES, 2 * messages), max(CONNECTION_BYTES, 2 * size)
+        )
         """All that comes over a connection."""
-        self._said = Budgets(CONNECTIONS, messages, size)
+        self._said = Budgets(BUDGETED_CONNECTIONS, messages, size)
         """Messages that the process at the connection's other end signed itself."""
-        self._offered = Budgets(CONNECTIONS, BLAMED_NEWCOMERS * newcomers)
-        self._introduced = Budgets(CONNECTIONS, newcomers)
+        self._offered = Budgets(BUDGETED_CONNECTIONS, BLAMED_NEWCOMERS * newcomers)
+        self._introduced = Budgets(BUDGETED_CONNECTIONS, newcomers)
         """New authors over a connection: all, and those let in."""
         self._met = Budgets(1, GATE_NEWCOMERS * newcomers)
         """New authors let in over any."""

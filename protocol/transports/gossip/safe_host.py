@@ -44,7 +44,7 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.budgets import Budgets
 from protocol.hosts import neighbourhood
-from protocol.transports.gossip.gate import CONNECTIONS
+from protocol.transports.gossip.gate import BUDGETED_CONNECTIONS
 from protocol.transports.gossip.places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, ConnectionPlaces, Link
 from protocol.transports.gossip.safe_muxer import YamuxOnly
 from protocol.transports.pacing import Bandwidth
@@ -127,7 +127,7 @@ class CountedTCP(TCP):
         """What was refused, by reason; here and in `SafePubsub`."""
         self.refusals = Refusals(self.rejected)
         """Refusals by the neighbourhood that they came from (`hosts`)."""
-        self.streams = Budgets(CONNECTIONS, STREAMS_PER_MINUTE)
+        self.streams = Budgets(BUDGETED_CONNECTIONS, STREAMS_PER_MINUTE)
         """Streams that each peer opened."""
         self.flooding: dict[ID, tuple[str, int] | None] = {}
         """Peers that `SafePubsub` has still to ban, and where they are connected from."""

@@ -267,7 +267,7 @@ async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[Command]
             yield command
 
 
-async def main(stdin_fd: int, stdout_fd: int) -> None:
+async def run_sidecar(stdin_fd: int, stdout_fd: int) -> None:
     """Read the settings, then gossip until stdin ends."""
     commands = commands_from(trio.lowlevel.FdStream(stdin_fd))
     async for first in commands:
@@ -282,7 +282,7 @@ if __name__ == "__main__":
     pipe = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not end up between frames
     try:
-        trio.run(main, os.dup(0), pipe)
+        trio.run(run_sidecar, os.dup(0), pipe)
     except* (LocalProtocolError, RemoteProtocolError, MemoryError) as group:
         sys.exit(str(group.exceptions[0]))
     except* (BrokenPipeError, trio.BrokenResourceError):  # the parent is gone

@@ -247,21 +247,13 @@ class P2PTransport:
         finally:
             with self._close_lock:
                 self._closed.set()
-            self._end_tasks()
+            _end_tasks(self._loop)
             self._loop.close()
             for port in (self._dht_port, self._gossip_port):
                 if port is not None:
                     port.release()
             for future in [future for future in list(self._calls) if not future.done()]:
                 future.set_exception(PeerUnreachable("the network is closed"))
-
-    def _end_tasks(self) -> None:
-        """Close the tasks that hivemind left, in their own loop rather than by the garbage collector after it."""
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks, timeout=LEFT_TASKS_S))
 
     def _cancel(self) -> None:
         assert self._main is not None
@@ -352,3 +344,12 @@ class P2PTransport:
         except Exception as error:  # of hivemind, which does not say what it may raise
             self._report(f"the network stumbled: {error!r}")
             channel.end(repr(error))
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Close the tasks that hivemind left, in their own loop rather than by the garbage collector after it."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=LEFT_TASKS_S))

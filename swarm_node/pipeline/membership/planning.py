@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from protocol.crew import MAX_SOURCES, Assignment, Holding, Plan, Source
+from protocol.crew import MAX_STAGE_SOURCES, Assignment, Holding, Plan, Source
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec, Spans
 from swarm_node.pipeline.membership.placement import Claim, fill, neighbour, relief
 from swarm_node.pipeline.membership.roster import CrewRoster, short
@@ -220,7 +220,7 @@ class Planning:
             files = tuple(kept for kept in member.holding.checkpoints if self.is_held_by(kept.stage, one))
             others = tuple(kept for kept in member.holding.live if (one, kept.stage) != (peer, stage))
             holdings[one] = msgspec.structs.replace(member.holding, checkpoints=files, live=others)
-        return tuple(self._spec.sources(stage, self.spans, holdings, updates, self.settings))[:MAX_SOURCES]
+        return tuple(self._spec.sources(stage, self.spans, holdings, updates, self.settings))[:MAX_STAGE_SOURCES]
 
 
 def stored_updates(assignments: Sequence[Assignment]) -> int:

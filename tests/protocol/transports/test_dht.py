@@ -20,7 +20,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
-from protocol.transports.dht.messages import MAX_BUCKET_CARDS, Record, encode_bucket, node_id_of
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS, CardRecord, encode_bucket, node_id_of
 from protocol.transports.dht.records import CardStorage, CardValidator
 from protocol.transports.dht.server import (
     FOUND_EACH,
@@ -37,7 +37,7 @@ SWARM = "ab" * 32
 Find = Callable[[dht_pb2.FindRequest], dht_pb2.FindResponse]
 
 
-def record(peer: Identity) -> Record:
+def record(peer: Identity) -> CardRecord:
     """The card of a peer, as it lies in the DHT."""
     now = time.time()
     return peer.peer_id, msgspec.msgpack.encode(sign_card(PeerCard(1, SWARM, now, "me", []), peer)), now + 30.0
@@ -85,7 +85,7 @@ class Node:
         return set(asyncio.run(self.dht.find_cards(self.validator.keys, 2, (), ())))
 
 
-def answer(node: Node, *records: Record, named: list[bytes]) -> Find:
+def answer(node: Node, *records: CardRecord, named: list[bytes]) -> Find:
     """Answers each find with these cards, and with these names for each key."""
 
     def find(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
@@ -101,7 +101,7 @@ def answer(node: Node, *records: Record, named: list[bytes]) -> Find:
     return find
 
 
-def store(records: list[Record], key: bytes) -> dht_pb2.StoreRequest:
+def store(records: list[CardRecord], key: bytes) -> dht_pb2.StoreRequest:
     """A bucket for another node to keep."""
     return dht_pb2.StoreRequest(
         keys=[key], subkeys=[b""], values=[encode_bucket(records)], expiration_time=[0.0], in_cache=[False]

@@ -201,7 +201,7 @@ def test_refused_authors_pay_nothing(unsealed: None) -> None:
 
 
 def test_memory_is_bounded(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in {"AUTHORS": 8, "SEEN": 16, "CONNECTIONS": 4, "MAX_NEWCOMERS": 100}.items():
+    for name, most in {"BUDGETED_AUTHORS": 8, "SEEN": 16, "BUDGETED_CONNECTIONS": 4, "MAX_NEWCOMERS": 100}.items():
         monkeypatch.setattr(gossip_gate, name, most)
     door = gate()
     for i in range(40):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from protocol.codec import (
     BATCH_TAG,
     CARD_TAG,
-    HEAD_BYTES,
+    SIGNED_HEAD_BYTES,
     SPOKEN,
     common_version,
     in_version,
@@ -183,7 +183,7 @@ def test_unspoken_versions_are_explained_to_both_ends() -> None:
 
 @both
 def test_size_is_checked_before_anything_else(kind: Kind) -> None:
-    for data in (b"", bytes(HEAD_BYTES), bytes(kind.limit + 1)):
+    for data in (b"", bytes(SIGNED_HEAD_BYTES), bytes(kind.limit + 1)):
         with pytest.raises(RemoteProtocolError) as caught:
             kind.open(data, SWARM)
         assert caught.value.reason == "size"
@@ -262,11 +262,11 @@ def deep(kind: Kind) -> bytes:
     """A good record with one more field, of lists in lists up to the size limit."""
     head = 3 if BODY[kind][0] == 0xDE else 1
     body = b"\xde\x00" + bytes([len(fields(kind.record)) + 1]) + BODY[kind][head:] + b"\xa1x"  # map of one more
-    return body + b"\x91" * (kind.limit - HEAD_BYTES - len(body))
+    return body + b"\x91" * (kind.limit - SIGNED_HEAD_BYTES - len(body))
 
 
 NASTY: dict[str, Callable[[Kind], bytes]] = {
-    "lists in lists": lambda kind: b"\x91" * (kind.limit - HEAD_BYTES),
+    "lists in lists": lambda kind: b"\x91" * (kind.limit - SIGNED_HEAD_BYTES),
     "lists in lists in an unknown field": deep,
     "claims four billion items": lambda kind: b"\x81\xa8protocol\xdd\xff\xff\xff\xff",
     "claims four billion bytes": lambda kind: b"\x81\xa5swarm\xc6\xff\xff\xff\xff",

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import BATCH_TAG, HEAD_BYTES, sign_batch
+from protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.messages import RolloutBatch, SharedRollout
@@ -86,7 +86,7 @@ def cut(data: bytes, at: int) -> bytes:
 REJECTED: dict[str, Callable[[World], bytes]] = {
     "size": lambda w: bytes(MAX_BATCH_BYTES + 1),
     "echo": lambda w: sign_batch(w.batch(identity=ME), ME),
-    "signature": lambda w: cut(sign_batch(w.batch(), PEER), HEAD_BYTES + 9),
+    "signature": lambda w: cut(sign_batch(w.batch(), PEER), SIGNED_HEAD_BYTES + 9),
     "version": lambda w: seal_anything(msgspec.structs.replace(w.batch(), protocol=0)),
     "newer": lambda w: seal_anything(msgspec.structs.replace(w.batch(), protocol=9)),
     "schema": lambda w: seal_anything(msgspec.structs.replace(w.batch(), groups=[])),
@@ -506,7 +506,7 @@ def test_nobody_can_have_another_peer_muted(world: World) -> None:
     receiver = world.receiver()
     forged = seal_anything(msgspec.structs.replace(world.batch(), groups=[]))
     for i in range(5 * MUTE_AFTER):
-        receiver.take(cut(forged, HEAD_BYTES + 5 + i % 20))
+        receiver.take(cut(forged, SIGNED_HEAD_BYTES + 5 + i % 20))
         receiver.take(REJECTED["swarm"](world))
     receiver.admit()
     receiver.admit()
@@ -619,7 +619,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_are_admitted_or_counted(world: World, changes) -> None:
     world.admitted.clear()
-    body = bytearray(sign_batch(world.batch(), PEER)[HEAD_BYTES:])
+    body = bytearray(sign_batch(world.batch(), PEER)[SIGNED_HEAD_BYTES:])
     for place, value in changes:
         body[int(place * len(body))] = value
     receiver = world.receiver()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.crew import MAX_SOURCES, Holding, Kept, Source
+from protocol.crew import MAX_STAGE_SOURCES, Holding, Kept, Source
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.pipeline.recovery.sources import elsewhere, rank_sources, tell
 
@@ -48,7 +48,7 @@ def test_everything_there_is_best_first():
         Source("replica", ("p3",), updates=25),
         Source("base"),
     ]  # the older checkpoint would be one too many
-    assert len(found) == MAX_SOURCES
+    assert len(found) == MAX_STAGE_SOURCES
     nearly = rank_sources(2, EVEN, holdings, 40, fresh=10)
     assert ways(nearly) == ["live", "replica", "snapshot", "mean", "replica", "snapshot", "base"]
     assert [source.updates for source in nearly] == [40, 39, 30, 40, 25, 20, 0]
