@@ -50,7 +50,7 @@ def seated(world: World, name: str, stage: int, crew: str = "home") -> Peer:
 
 
 def updates(world: World, peers: list[Peer], n: int, each_s: float = 1.0) -> None:
-    """As many on each, with weights of their own; as a node that answers messages does."""
+    """Train each stage of each peer `n` times, differently on each peer, and step its cohort after each update."""
     for i in range(n):
         for number, peer in enumerate(peers):
             for stage in peer.held_stages.workers:
