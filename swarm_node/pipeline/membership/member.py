@@ -95,7 +95,7 @@ class CrewMembership:
 
         A leader shows stage 0 as soon as it leads. Other stages are shown once they are in memory."""
         mine = {stage for stage in self.following.stages if stage in self.following.live and stage > 0}
-        held = tuple(sorted(mine | {0} if self.leader is not None else mine))
+        held = tuple(sorted(mine | {0} if self.role == CrewRole.LEADING else mine))
         return CrewCard(self.spec.id, self.spec.architecture, len(self.spec.spans), held, self.leadership.term)
 
     @property
