@@ -2,6 +2,7 @@
 
     python -m benchmarks.sharing [--setting format] [--arms 8/0 4/4 …] [--seeds 0 1 2 3 4] [--peers 8] [--rounds 120]
     python -m benchmarks.sharing --report
+    python -m benchmarks.sharing --quick          # two arms, four peers, 30 rounds: a minute or two; nothing is stored
 
 Every peer is a whole node (tasks, sampling, admission, replay, updates); only clock and wires are simulated. A seed
 decides the warm start as well as the sampling; all arms of a seed begin with the same policies. One JSON for each
@@ -198,8 +199,18 @@ def run_missing(args: argparse.Namespace) -> None:
             head = {"setting": args.setting, "arm": name, "seed": seed, "peers": args.peers, "rounds": args.rounds}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(head | figures | {"machine": machine()}) + "\n")
-            shown = "  ".join(f"{key} {figures[key]:.3g}" for key in ("cum", "last_20", "signal_groups", "cpu_s"))
-            print(f"{args.setting}  {name}  seed {seed}  {shown}  {figures['held_out']}", flush=True)
+            show(args.setting, name, seed, figures)
+
+
+def show(setting: str, arm: str, seed: int, figures: dict[str, Any]) -> None:
+    shown = "  ".join(f"{key} {figures[key]:.3g}" for key in ("cum", "last_20", "signal_groups", "cpu_s"))
+    print(f"{setting}  {arm}  seed {seed}  {shown}  {figures['held_out']}", flush=True)
+
+
+def quick(setting: str) -> None:
+    """A look at whether sharing still does what it did; one seed says nothing of whether it is worth it."""
+    for arm in ("8/0", "4/4"):
+        show(setting, arm, 0, run(SETTINGS[setting], ARMS[arm], 0, peers=4, rounds=30))
 
 
 def load(setting: str, peers: int, rounds: int) -> dict[str, dict[int, dict[str, Any]]]:
@@ -363,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--report", action="store_true", help="tables and plot of all that has been run")
+    parser.add_argument("--quick", action="store_true", help="two arms of one seed, four peers, 30 rounds")
     args = parser.parse_args(argv)
     if args.report:
         found = [setting for setting in SETTINGS if load(setting, args.peers, args.rounds)]
@@ -370,6 +382,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (FOLDER / "report.md").write_text(text)
         print(text)
         plot("format", args.peers, args.rounds, PLOT)
+    elif args.quick:
+        quick(args.setting)
     else:
         run_missing(args)
 
