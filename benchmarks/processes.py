@@ -93,7 +93,7 @@ def tree(pid: int) -> list[psutil.Process]:
 def kind(process: psutil.Process) -> str:
     """`p2pd`, `gossip`, or `node` for anything else."""
     command = " ".join(process.cmdline())
-    return "p2pd" if "/p2pd " in command else "gossip" if "gossip_sidecar" in command else "node"
+    return "p2pd" if "/p2pd " in command else "gossip" if "gossip.sidecar" in command else "node"
 
 
 def rss_mib(processes: Iterable[psutil.Process]) -> float:

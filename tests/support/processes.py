@@ -133,7 +133,7 @@ class NodeProcess:
             except OSError:
                 continue
             if command and int(fields[1]) == self.process.pid and fields[0] != "Z":  # one that ends has no command
-                kind = "p2pd" if "p2pd" in command.split()[0] else "gossip" if "gossip_sidecar" in command else command
+                kind = "p2pd" if "p2pd" in command.split()[0] else "gossip" if "gossip.sidecar" in command else command
                 found[kind] = int(path.parent.name)
         return found
 

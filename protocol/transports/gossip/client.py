@@ -179,7 +179,7 @@ class GossipClient:
         """One process from start to end; its exit code. Raises OSError, and LocalProtocolError if no port is left."""
         if self._port is not None:
             self.settings = msgspec.structs.replace(self.settings, port=self._port.take())
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[3])
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
