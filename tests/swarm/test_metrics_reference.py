@@ -47,8 +47,8 @@ def test_numbers_of_runs_are_described_and_no_others(peer: MakePeer, manifest: M
 
 
 def test_exactly_a_crews_counts_are_described() -> None:
-    counted = re.findall(r'counts\[f?"([^"]+)"\] \+=', code("stages/*.py", "crew.py"))
-    figures = re.findall(r'figures\["stages/(\w+)"\] =', code("stages/pipeline.py"))
+    counted = re.findall(r'counts\[f?"([^"]+)"\] \+=', code("pipeline/**/*.py"))
+    figures = re.findall(r'figures\["stages/(\w+)"\] =', code("pipeline/**/*.py"))
     described = {f"stages/{name}": find_metric(f"stages/{name}") for name in [*counted, *figures]}
     assert figures and {name for name, found in described.items() if found is None} == set()
     assert set(described.values()) == {name for name in NAMES if name.startswith("stages/")}
