@@ -18,35 +18,26 @@ PORTS_TRIED = 100
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Where a node listens, which addresses it announces, and how often it does its rounds."""
+    """Where a node listens, which addresses it announces, how much it sends, and how often it does its rounds.
+
+    Fields with the name of a key of `[network]` are explained there (swarm_node/config/network.py).
+    """
 
     listen: str = "0.0.0.0"
-    """IP address to listen on."""
     port: int = 31330
-    """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
     gossip_port: int = 31331
-    """TCP port of the gossip process; the next free one if it is taken; 0 = any."""
     named_ports: tuple[str, ...] = ("port", "gossip_port")
     """Those of these two ports that the user chose. The others are defaults: the port of the last run comes before
     them."""
     announce: tuple[str, ...] = ()
-    """Public IP addresses or host names (port forwarding), or whole multiaddresses of the DHT port."""
     dial_only: bool = False
-    """Never listen."""
     bootstrap: tuple[str, ...] = ()
-    """Multiaddresses of peers to begin with."""
     relay: bool = True
-    """Be reached through one of the bootstrap peers if nobody can reach this node directly."""
     serve_relay: bool = False
-    """Relay streams for others; for nodes that everybody can reach."""
     nat_port_map: bool = False
-    """Ask the router for a port by UPnP or NAT-PMP."""
     max_connections: int = 64
-    """Gossip connections kept."""
     max_upload_mbit: float = 0.0
-    """Limit on sending, in Mbit/s (`pacing`); 0 = no limit."""
     max_download_mbit: float = 0.0
-    """Limit on receiving, in Mbit/s; 0 = no limit."""
     card_ttl_s: float = CARD_TTL_S
     """Life of a card; one value for the whole swarm (shorter in tests)."""
     card_renewal_s: float = CARD_RENEWAL_S

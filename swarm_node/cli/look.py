@@ -40,9 +40,9 @@ def resume(run: RunArgument) -> None:
 
 def list_tasks(json_output: Json = False) -> None:
     """List the tasks to train on, with an example of each."""
-    from swarm_node.tasks.catalogue import describe
+    from swarm_node.tasks.listing import list_environments
 
-    entries = describe()
+    entries = list_environments()
     if json_output:
         typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         return

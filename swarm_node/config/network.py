@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
 from protocol.transports.gossip.pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
-from protocol.transports.settings import endpoint
+from protocol.transports.settings import NetworkSettings, endpoint
 from swarm_node.config.section import Section
 
 
@@ -65,28 +65,28 @@ Rate = Annotated[float, Field(ge=0), AfterValidator(_checked_rate)]
 class NetworkConfig(Section):
     """Where this node listens, and which addresses it announces."""
 
-    listen: Annotated[str, AfterValidator(checked_ip)] = "0.0.0.0"
+    listen: Annotated[str, AfterValidator(checked_ip)] = NetworkSettings.listen
     """IP address to listen on; 127.0.0.1 = this machine only."""
-    port: int = Field(31330, ge=0, lt=65536)
+    port: int = Field(NetworkSettings.port, ge=0, lt=65536)
     """TCP port of the DHT and of streams; the next free one if it is taken; 0 = any."""
-    gossip_port: int = Field(31331, ge=0, lt=65536)
+    gossip_port: int = Field(NetworkSettings.gossip_port, ge=0, lt=65536)
     """TCP port of the gossip process; the next free one if it is taken; 0 = any."""
     announce: list[Annotated[str, AfterValidator(_checked_announcement)]] = Field([], max_length=MAX_ADDRESSES)
     """Public IP address or host name of this node, where a router forwards its ports. Whole multiaddresses of the DHT
     port are taken too."""
-    dial_only: bool = False
+    dial_only: bool = NetworkSettings.dial_only
     """Never listen: for machines that others cannot reach anyway."""
     bootstrap: list[str] = []
     """Multiaddress of a peer to connect to first, besides those of the manifest."""
-    relay: bool = True
+    relay: bool = NetworkSettings.relay
     """Use relays if others cannot reach this node directly."""
-    serve_relay: bool = False
+    serve_relay: bool = NetworkSettings.serve_relay
     """Relay streams for peers that cannot be reached directly. Their traffic then uses this node's connection."""
-    nat_port_map: bool = False
+    nat_port_map: bool = NetworkSettings.nat_port_map
     """Ask the router for a port by UPnP or NAT-PMP."""
-    max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
+    max_connections: int = Field(NetworkSettings.max_connections, ge=1, le=MAX_CONNECTIONS)
     """Most gossip connections."""
-    max_upload_mbit: Rate = 0.0
+    max_upload_mbit: Rate = NetworkSettings.max_upload_mbit
     """Most that this node sends, in Mbit/s; 0 = no limit. Half of it is for gossip, half for weights and all else."""
-    max_download_mbit: Rate = 0.0
+    max_download_mbit: Rate = NetworkSettings.max_download_mbit
     """Most that this node receives, in Mbit/s; 0 = no limit. Half is for gossip, half for weights and all else."""

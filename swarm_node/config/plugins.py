@@ -27,14 +27,14 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     try:
         module = _run_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise UserError(f"{what} {path!r}: cannot import {where}: {describe(error)}") from error
+        raise UserError(f"{what} {path!r}: cannot import {where}: {error_text(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{what} {path!r}: {where} has no function {attribute!r}")
     return function
 
 
-def describe(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """One line about an error of a plugin."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 

@@ -313,7 +313,7 @@ def digest(model: nn.Module, adapters: bool, exact: bool = False) -> str:
     Unless they are to be `exact`, values are rounded to bfloat16 first, so that loading in float32 or bfloat16 makes no
     difference. Cheap enough for every start; it tells models apart, it does not authenticate them.
     """
-    return digest_of(lines(model.named_parameters(), adapters, exact))
+    return model_digest(lines(model.named_parameters(), adapters, exact))
 
 
 def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = False) -> dict[str, str]:
@@ -331,7 +331,7 @@ def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = Fal
     return hashes
 
 
-def digest_of(hashes: Mapping[str, str]) -> str:
+def model_digest(hashes: Mapping[str, str]) -> str:
     """The digest of a model with these `lines`, in whatever order they come."""
     return hashlib.sha256("\n".join(f"{name} {line}" for name, line in sorted(hashes.items())).encode()).hexdigest()
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.config import SharingConfig
-from swarm_node.config.plugins import describe, load_function
+from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 from swarm_node.sharing.foreign_advantage import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
 from swarm_node.sharing.gate import Gate
@@ -322,7 +322,7 @@ def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:
     try:
         weights = [float(weight) for weight in sampler(offers)]
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"sharing.sampler failed: {describe(error)}") from error
+        raise UserError(f"sharing.sampler failed: {error_text(error)}") from error
     if len(weights) != len(offers) or not all(math.isfinite(w) and w >= 0 for w in weights):
         raise UserError(f"sharing.sampler must give {len(offers)} finite weights >= 0, one for each group offered")
     return weights

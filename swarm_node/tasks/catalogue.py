@@ -7,7 +7,7 @@ same questions and answers (tests/data/task_digests.json). docs/tasks.md has the
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 ALLOWED: dict[str, Literal["library", "own"]] = {
     "arc_1d": "library",
@@ -99,28 +99,3 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Set -> environment -> options."""
-
-
-class Entry(NamedTuple):
-    """A row of `swarm-node tasks`."""
-
-    name: str
-    sets: list[str]
-    """Sets that the environment belongs to."""
-    checker: Literal["library", "own"]
-    question: str
-    """An example, with the library's default options."""
-    answer: str
-
-
-def describe() -> list[Entry]:
-    """Every allowed environment with an example."""
-    from swarm_node.tasks.reasoning_gym import ReasoningGym
-
-    entries = []
-    for name, checker in ALLOWED.items():
-        environment = ReasoningGym(name, {})
-        task = next(task for index in range(environment.size) if (task := environment.task(index)))
-        sets = [group for group, members in SETS.items() if name in members]
-        entries.append(Entry(name, sets, checker, task.question, task.answer or ""))
-    return entries

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swarm_node.config.plugins import describe
+from swarm_node.config.plugins import error_text
 from swarm_node.errors import UserError
 from swarm_node.types import Rollout, Score, Task
 
@@ -50,7 +50,7 @@ def call_function(
         rewards = list(function(prompts=list(prompts), completions=list(completions), **columns(tasks)))
         rewards = [None if reward is None else float(reward) for reward in rewards]
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"reward function {name!r} failed: {describe(error)}") from error
+        raise UserError(f"reward function {name!r} failed: {error_text(error)}") from error
     if len(rewards) != len(completions):
         raise UserError(f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions")
     if not all(reward is None or math.isfinite(reward) for reward in rewards):

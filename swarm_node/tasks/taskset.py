@@ -19,7 +19,7 @@ from typing import Any
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import describe, load_function
+from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
@@ -254,7 +254,7 @@ def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"task {name!r} failed: {describe(error)}") from error
+        raise UserError(f"task {name!r} failed: {error_text(error)}") from error
     if not isinstance(source, TaskSource):
         raise UserError(f"task {name!r} must name a subclass of swarm_node.tasks.base.TaskSource")
     return source

@@ -22,9 +22,9 @@ from protocol.transports.gossip.pipe import (
     Dial,
     Event,
     Frames,
+    GossipReady,
     GossipSettings,
     Message,
-    Ready,
     Status,
     Subscribe,
     frame,
@@ -375,8 +375,8 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
 
 CHATTY = """
 import sys
-from protocol.transports.gossip.pipe import Ready, frame
-sys.stdout.buffer.write(frame(Ready("an-id", [], 0)))
+from protocol.transports.gossip.pipe import GossipReady, frame
+sys.stdout.buffer.write(frame(GossipReady("an-id", [], 0)))
 sys.stdout.buffer.flush()
 sys.stdin.buffer.read()
 sys.stdout.buffer.write(bytes(2**22))
@@ -427,7 +427,7 @@ def test_an_unread_outbox_loses_the_oldest() -> None:
                 process.stdin.close()
                 await asyncio.wait_for(process.communicate(), HANG_S)
             status = events[-1]
-            assert isinstance(events[0], Ready) and isinstance(status, Status)
+            assert isinstance(events[0], GossipReady) and isinstance(status, Status)
             heard = [event.data for event in events if isinstance(event, Message)]
             assert status.dropped >= 30
             assert len(heard) + status.dropped == 120

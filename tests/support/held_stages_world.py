@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import crew_settings
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
+from swarm_node.storage import checkpoints as checkpoints
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0
@@ -144,3 +146,12 @@ class World:
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "lora"), [("llama", False), ("llama_tied", False), ("llama_tied", True), ("gpt_neox", False)]
+)
+
+
+def source(way: str, *peers: object, stages: tuple[int, ...] = (), updates: int = 0) -> Source:
+    return Source(way, tuple(peer.transport.peer_id for peer in peers), stages, updates)  # type: ignore[attr-defined]

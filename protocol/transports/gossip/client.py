@@ -27,10 +27,10 @@ from protocol.transports.gossip.pipe import (
     Drop,
     Event,
     Frames,
+    GossipReady,
     GossipSettings,
     Message,
     Publish,
-    Ready,
     Status,
     Subscribe,
     frame,
@@ -225,7 +225,7 @@ class GossipClient:
         frames: Frames[Event] = Frames(Event)
         while data := await process.stdout.read(PIPE_READ_BYTES):
             for event in frames.feed(data):
-                if isinstance(event, Ready) and self._is_elsewhere(event.port):
+                if isinstance(event, GossipReady) and self._is_elsewhere(event.port):
                     return
                 try:
                     self._handle(event)
@@ -248,7 +248,7 @@ class GossipClient:
                 answer = self._asked.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
-            case Ready(gossip_id, addresses, port):
+            case GossipReady(gossip_id, addresses, port):
                 self.gossip_id, self.addresses = gossip_id, addresses
                 if port:
                     self.settings = msgspec.structs.replace(self.settings, port=port)  # where peers know to find us

@@ -43,7 +43,7 @@ HARMLESS = frozenset({"version", "newer", "age", "future", "seen", "rate", "newc
 """Reasons that do not count against the forwarder: it may be older than us, its clock or counters may differ."""
 
 
-class Gate:
+class GossipGate:
     """Decides message by message; memory is bounded by `BUDGETED_AUTHORS`, `BUDGETED_CONNECTIONS` and `SEEN`."""
 
     def __init__(self, limits: GossipSettings) -> None:

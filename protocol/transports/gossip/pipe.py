@@ -111,7 +111,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: Count
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class GossipReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The process listens under this id."""
 
     gossip_id: GossipId
@@ -152,7 +152,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask
-Event = Ready | Message | Status
+Event = GossipReady | Message | Status
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")

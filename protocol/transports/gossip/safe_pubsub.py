@@ -63,7 +63,7 @@ MAX_STREAMS = 64
 """Streams of a connection; an honest one has three or four."""
 HOUSEKEEPING_S = 30.0
 MAX_SEEN_IDS = 100_000
-"""Message ids remembered, some 20 MB. If there are ever more, all are forgotten; `Gate` still knows the accepted
+"""Message ids remembered, some 20 MB. If there are ever more, all are forgotten; `GossipGate` still knows the accepted
 ones."""
 
 

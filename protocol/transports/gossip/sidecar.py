@@ -30,7 +30,7 @@ from multiaddr import Multiaddr
 from protocol import topics
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES
-from protocol.transports.gossip.gate import HARMLESS, Gate
+from protocol.transports.gossip.gate import HARMLESS, GossipGate
 from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.pipe import (
     MAX_STATUS_SOURCES,
@@ -41,10 +41,10 @@ from protocol.transports.gossip.pipe import (
     Drop,
     Event,
     Frames,
+    GossipReady,
     GossipSettings,
     Message,
     Publish,
-    Ready,
     Status,
     Subscribe,
     frame,
@@ -83,7 +83,7 @@ class Sidecar:
         self.tcp = CountedTCP(settings.max_connections, *limits)
         self.host = make_host(self.tcp)
         self.router = HubGossipSub(settings.degree)
-        self.gate = Gate(settings)
+        self.gate = GossipGate(settings)
         self.pubsub = SafePubsub(
             self.host,
             self.router,
@@ -110,7 +110,7 @@ class Sidecar:
             trio.open_nursery() as nursery,
         ):
             await self.pubsub.wait_until_ready()
-            self._emit(Ready(str(self.host.get_id()), self._addresses(port), port))
+            self._emit(GossipReady(str(self.host.get_id()), self._addresses(port), port))
             nursery.start_soon(self.pubsub.watch)
             nursery.start_soon(self._publish_paced)
             nursery.start_soon(self._drain, stdout)

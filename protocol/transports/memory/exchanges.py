@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, check_call, pieces_of
+from protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, body_pieces, check_call
 
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
@@ -156,7 +156,7 @@ def _never_answered(head: bytes, size: int) -> Sink:
 def _pour(ours: Outgoing, sink: Sink) -> None:
     """Give a body to a sink, in the same pieces as over a real stream."""
     piece = bytearray()
-    for made in pieces_of(ours):
+    for made in body_pieces(ours):
         piece += made
         if len(piece) >= MAX_CHUNK_BYTES:
             sink(memoryview(piece[:MAX_CHUNK_BYTES]))

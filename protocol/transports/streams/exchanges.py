@@ -243,7 +243,7 @@ class Exchanges:
                 raise RemoteProtocolError("schema", f"{method}: an unexpected byte after the body")
 
     async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
-        hashed, pieces = hashlib.sha256(), pieces_of(ours)
+        hashed, pieces = hashlib.sha256(), body_pieces(ours)
 
         def make() -> memoryview | None:
             piece = next(pieces, None)
@@ -355,7 +355,7 @@ def check_call(method: str, ours: Outgoing) -> None:
         raise LocalProtocolError(f"a head of {len(ours.head)} and a body of {ours.size} bytes cannot be sent")
 
 
-def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
+def body_pieces(ours: Outgoing) -> Iterator[memoryview]:
     """The pieces of a body, as bytes. Raises LocalProtocolError if they are too long or do not add up."""
     made = 0
     for piece in ours.pieces():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_node.config import GrpoConfig
-from swarm_node.config.plugins import describe, load_function
+from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 from swarm_node.grpo.corrections.base import Correction
 from swarm_node.grpo.corrections.recorded import Recorded
@@ -26,7 +26,7 @@ def find_correction(config: GrpoConfig) -> Correction:
     try:
         correction = load_function(config.correction, "grpo.correction")()
     except TypeError as error:
-        raise UserError(f"grpo.correction failed: {describe(error)}") from error
+        raise UserError(f"grpo.correction failed: {error_text(error)}") from error
     if not isinstance(correction, Correction):
         raise UserError("grpo.correction must name a subclass of swarm_node.grpo.corrections.base.Correction")
     return correction

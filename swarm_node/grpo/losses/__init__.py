@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from swarm_node.config.plugins import describe, load_function
+from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 from swarm_node.grpo.losses.base import Loss, Tokens, mean_of_tokens
 from swarm_node.grpo.losses.cispo import Cispo
@@ -40,7 +40,7 @@ class FunctionLoss(Loss):
         except Exception as error:  # the user's code may raise anything
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"grpo.loss failed: {describe(error)}") from error
+            raise UserError(f"grpo.loss failed: {error_text(error)}") from error
         if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape or not loss.requires_grad:
             raise UserError(
                 f"grpo.loss must give a tensor of {list(tokens.logprobs.shape)}, one number a token, with a gradient"

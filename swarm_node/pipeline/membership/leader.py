@@ -220,8 +220,8 @@ class Leader:
             return
         self._ready.add(stage)
         if record.source is not None:
-            way = record.source.way
-            self._queue.counts[f"recovered/{'checkpoint' if way == 'snapshot' else way}"] += 1
+            named = "checkpoint" if (way := record.source.way) == "snapshot" else way  # the wire keeps the earlier name
+            self._queue.counts[f"recovered/{named}"] += 1
             reached = max(self._reached, self.updates)
             if way != "live" and (reached or way != "base"):
                 self._queue.say(self.spec.tell(stage, record.source, record.updates, reached))

@@ -37,7 +37,7 @@ from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
 from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer, ordered
 from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.loading import Plan as Loading
-from swarm_node.policy.policy import digest_of, lines
+from swarm_node.policy.policy import lines, model_digest
 
 WAIT_S = 0.1
 """Between two looks whether a stage that is being fetched is still wanted."""
@@ -99,7 +99,7 @@ class StageBuilder:
         reference  the stage keeps its weights of before training
         """
         stage = load_stage(config.policy, Span.of(order.stage, spans), self._say)
-        start = digest_of(lines(stage.named(trainable=False).items(), adapters=True))
+        start = model_digest(lines(stage.named(trainable=False).items(), adapters=True))
         native = is_native_exact(stage, config.rollouts)
         worker = Worker(stage, self._new_optimizer(stage, config), config.pipeline.wire, native)
         if reference:

@@ -81,7 +81,7 @@ class PieceDonor(Donor):
 
 
 @dataclass(eq=False)
-class Ask:
+class PieceRequest:
     """A listing or a piece on its way."""
 
     peer: str
@@ -138,7 +138,7 @@ class Donors:
         self._clock = clock
         self._wait = wait
         self._rng = rng or random.Random()
-        self._running: list[Ask] = []
+        self._running: list[PieceRequest] = []
         self._bytes, self._seconds, self._looked_at = 0.0, 0.0, clock()
         """Bytes that came and the time that they took, both fading by `RATE_HALF_LIFE_S`; when they were counted."""
 
@@ -191,7 +191,7 @@ class Donors:
             self._bytes, self._seconds = self._bytes * fade + came, self._seconds * fade + seconds
         return came
 
-    def _bears_more(self, moving: Sequence[Ask], listing: bool) -> bool:
+    def _bears_more(self, moving: Sequence[PieceRequest], listing: bool) -> bool:
         """Whether the line has room for another piece beside those that are `moving`. A `listing` is small."""
         if len(moving) >= AT_ONCE or len(self._running) >= MOST_AT_ONCE:
             return False
@@ -237,10 +237,10 @@ class Donors:
     def _next(self, peer: str, missing: dict[str, int | None], now: float) -> str | None:
         """The piece to ask `peer` for: one that no member was asked for yet, else one that has been on its way for
         long. A listing is small, so it is asked of any member."""
-        asked: dict[str, list[Ask]] = {}
+        asked: dict[str, list[PieceRequest]] = {}
         for ask in self._running:
             asked.setdefault(ask.sha256, []).append(ask)
-        late: list[Ask] = []
+        late: list[PieceRequest] = []
         for sha256, size in missing.items():
             asks = asked.get(sha256, [])
             if self.donors[peer].without.get(sha256, now) > now or any(ask.peer == peer for ask in asks):
@@ -251,8 +251,8 @@ class Donors:
                 late.append(asks[0])
         return min(late, key=lambda ask: ask.began).sha256 if late else None
 
-    def _ask(self, peer: str, sha256: str, size: int | None, now: float) -> Ask:
-        ask, whole = Ask(peer, sha256, size, now), False
+    def _ask(self, peer: str, sha256: str, size: int | None, now: float) -> PieceRequest:
+        ask, whole = PieceRequest(peer, sha256, size, now), False
 
         def answered(head: bytes, length: int) -> Sink:
             ask.answered = True
@@ -283,7 +283,7 @@ class Donors:
         ask.done = outcome(self._transport.exchange(peer, MODEL_METHOD, ours, answered, limit), check)
         return ask
 
-    def _arrived(self, ask: Ask) -> bool:
+    def _arrived(self, ask: PieceRequest) -> bool:
         """Whether what was asked for is here and right. Updates the donor."""
         donor, now = self.donors[ask.peer], self._clock()
         donor.asked -= 1

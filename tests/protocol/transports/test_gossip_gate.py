@@ -15,17 +15,17 @@ from protocol import codec, topics
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.manifest import ManifestLimits
 from protocol.transports.gossip import gate as gossip_gate
-from protocol.transports.gossip.gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, Gate
+from protocol.transports.gossip.gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, GossipGate
 from protocol.transports.gossip.pipe import (
     MAX_FRAME_BYTES,
     Command,
     Dial,
     Event,
     Frames,
+    GossipReady,
     GossipSettings,
     Message,
     Publish,
-    Ready,
     Subscribe,
     frame,
     gossip_settings,
@@ -39,15 +39,15 @@ PEER = peer_on_shard(0, 2)
 NOW = time.time()
 
 
-def gate(**settings: Any) -> Gate:
-    return Gate(GossipSettings(SWARM, **{"shards": 2, **settings}))
+def gate(**settings: Any) -> GossipGate:
+    return GossipGate(GossipSettings(SWARM, **{"shards": 2, **settings}))
 
 
 def sealed(size: int = 1000, **changes: Any) -> bytes:
     return seal_as(msgspec.structs.replace(batch(SWARM, size), **{"created": NOW, **changes}), PEER)
 
 
-def ask(door: Gate, data: bytes, origin: str = "origin", forwarder: str = "hub", now: float = NOW) -> str | None:
+def ask(door: GossipGate, data: bytes, origin: str = "origin", forwarder: str = "hub", now: float = NOW) -> str | None:
     return door.refusal(TOPIC, data, origin, forwarder, now)
 
 
@@ -182,13 +182,13 @@ def test_a_connection_brings_no_more_than_its_budget(unsealed: None, monkeypatch
 def test_peers_within_the_limits_are_not_refused(unsealed: None) -> None:
     """Small groups, each a message of its own: a minute's worth at once, then evenly, half of a minute held up."""
     for limits in (ManifestLimits(), ManifestLimits(groups_per_minute=1), ManifestLimits(groups_per_minute=4096)):
-        door = Gate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+        door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
         n = limits.groups_per_minute
         times = [NOW] * n + [NOW + 60 * (i + 1) / n for i in range(3 * n)]
         arrivals = [max(at, NOW + 90) if NOW + 60 < at else at for at in times]
         assert {ask(door, plain("author"), "it", "it", at) for at in arrivals} == {None}
     limits = ManifestLimits(bytes_per_minute=2**21)
-    door = Gate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+    door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
     assert {ask(door, plain("author", 2**19), "it", "it", NOW + max(0, i - 3) * 15) for i in range(20)} == {None}
 
 
@@ -250,7 +250,7 @@ def test_settings_at_their_bounds_are_taken() -> None:
     assert Frames[Command](Command).feed(frame(settings)) == [settings]
     assert (len(settings.announce), settings.messages_per_minute) == (8, 8192)
     told = f"{announced(network, 65_535)[0]}/p2p/{'1' * 52}"
-    assert Frames[Event](Event).feed(frame(Ready("1" * 52, [told], 65_535)))
+    assert Frames[Event](Event).feed(frame(GossipReady("1" * 52, [told], 65_535)))
 
 
 @given(st.lists(st.integers(1, 6000), max_size=20))

@@ -17,7 +17,8 @@ from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.base import MAX_ANSWER_CHARS
-from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
+from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
+from swarm_node.tasks.listing import list_environments
 from swarm_node.tasks.reasoning_gym import ENDLESS, ReasoningGym, common_divisors
 from tests.support.repository import ROOT
 
@@ -228,7 +229,7 @@ def test_every_other_environment_is_refused_as_not_audited() -> None:
 
 
 def test_catalogue_lists_every_allowed_environment() -> None:
-    entries = {entry.name: entry for entry in describe()}
+    entries = {entry.name: entry for entry in list_environments()}
     assert list(entries) == list(ALLOWED)
     assert entries["fraction_simplification"].sets == ["small", "sapo"]
     assert entries["binary_matrix"].checker == "own" and entries["gcd"].checker == "library"

@@ -30,7 +30,7 @@ from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.compute.stage_model import load_stage, weights_digest
 from swarm_node.policy.loading import load_policy, load_tokenizer, prepare
-from swarm_node.policy.policy import digest_of, lines
+from swarm_node.policy.policy import lines, model_digest
 from tests.support.tiny_models import GROUPED, SIZES
 from tests.support.tiny_models import save as save_tiny
 
@@ -222,7 +222,8 @@ def test_stages_contribute_their_lines_to_the_digest(saved, options):
     policy, stages = whole(saved("llama_tied"), **options), crew(saved("llama_tied"), 3, **options)
 
     def together(adapters):
-        return digest_of({n: h for s in reversed(stages) for n, h in lines(s.named(False).items(), adapters).items()})
+        named = [lines(stage.named(False).items(), adapters) for stage in reversed(stages)]
+        return model_digest({name: digest for part in named for name, digest in part.items()})
 
     assert together(adapters=False) == policy.base_digest
     assert together(adapters=True) == policy.start_digest
