@@ -22,7 +22,6 @@ from swarm_node.pipeline.recovery.sources import elsewhere, tell
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, WeightTransfer
 from swarm_node.pipeline.settings import crew_settings
-from swarm_node.storage import checkpoints
 from tests.support.held_stages_world import ARCHITECTURE, KINDS, RUN, SWARM, World, same, source
 from tests.support.pipeline_crew import Saved
 
