@@ -30,8 +30,7 @@ def spoken_by(version: int) -> frozenset[int]:
     return frozenset({version, version - 1} - {0})
 
 
-SPOKEN = spoken_by(PROTOCOL_VERSION)
-"""Major versions that this node understands."""
+SPOKEN = spoken_by(PROTOCOL_VERSION)  # major versions that this node understands
 
 
 class _Header(msgspec.Struct):

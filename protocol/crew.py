@@ -31,31 +31,22 @@ from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber, T
 from protocol.pipeline import ActivationCodec
 from protocol.tensors import PeerId
 
-CREW_METHOD = "crew"
-"""Channel of a member to the peer that it takes for the leader."""
-STAGE_METHOD = "stage"
-"""Channel between two peers that hold neighbouring stages, neither of which leads."""
+CREW_METHOD = "crew"  # channel of a member to the peer that it takes for the leader
+STAGE_METHOD = "stage"  # channel between two peers that hold neighbouring stages, neither of which leads
 CONTROL = b"\xc1"
 """Head of a message with one of these records: msgpack never begins with it, so the heads of others do not."""
 
 MAX_CONTROL_BYTES: Final = 256 * 1024
 """A record: a plan of `MAX_STAGES` stages with three sources each takes a third of it."""
-MAX_MEMBERS: Final = 64
-"""Peers without a stage that a plan lists: a crew needs a few."""
-MAX_KEPT: Final = 64
-"""Checkpoints that a peer reports."""
-MAX_STAGE_SOURCES: Final = 8
-"""Sources of one stage's weights in a plan: there are seven kinds."""
-MAX_REASON_CHARS: Final = 200
-"""A sentence for people."""
+MAX_MEMBERS: Final = 64  # peers without a stage that a plan lists: a crew needs a few
+MAX_KEPT: Final = 64  # checkpoints that a peer reports
+MAX_STAGE_SOURCES: Final = 8  # sources of one stage's weights in a plan: there are seven kinds
+MAX_REASON_CHARS: Final = 200  # a sentence for people
 
-Layers = tuple[LayerNumber, LayerNumber]
-"""First layer of a stage, and the one behind its last."""
-Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
-"""Layers of each stage."""
+Layers = tuple[LayerNumber, LayerNumber]  # first layer of a stage, and the one behind its last
+Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]  # layers of each stage
 Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
-Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
-"""A peer id; empty = nobody."""
+Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]  # a peer id; empty = nobody
 TokenCount = Annotated[int, Meta(ge=1, le=2**24)]
 Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
 """Source of a stage's weights: the peer that holds it | the copy that a neighbour keeps | another crew | the mean of
@@ -67,19 +58,15 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Weights of a stage, somewhere."""
 
     stage: StageNumber
-    updates: Count
-    """Optimiser updates behind them."""
+    updates: Count  # optimiser updates behind them
 
 
 class Holding(msgspec.Struct, frozen=True, omit_defaults=True, rename={"checkpoints": "snapshots"}):
     """What a peer has of its crew's policy. On the wire, checkpoints have the name of earlier versions."""
 
-    live: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
-    """Stages in memory, as they were last trained."""
-    replicas: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
-    """Copies of neighbours' stages."""
-    checkpoints: Annotated[tuple[Kept, ...], Meta(max_length=MAX_KEPT)] = ()
-    """Files, newest first."""
+    live: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()  # stages in memory, as they were last trained
+    replicas: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()  # copies of neighbours' stages
+    checkpoints: Annotated[tuple[Kept, ...], Meta(max_length=MAX_KEPT)] = ()  # files, newest first
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -90,8 +77,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     """Peers that have the weights; for `mean`, the holders of `stages`, in that order."""
     stages: Annotated[tuple[StageNumber, ...], Meta(max_length=2)] = ()
     """Stages from which the weights are made, if not from the stage itself."""
-    updates: Count = 0
-    """Updates behind these weights, as far as is known."""
+    updates: Count = 0  # updates behind these weights, as far as is known
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -108,44 +94,33 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
 
     protocol: Count
     swarm: Hash64
-    crew: Hash16
-    """`crew_id`."""
-    proof: Hash64
-    """Proof for the receiver that the sender knows the crew's name: see `proof`."""
-    architecture: Hash16
-    """Equal for peers that hold stages of one policy."""
+    crew: Hash16  # `crew_id`
+    proof: Hash64  # proof for the receiver that the sender knows the crew's name: see `proof`
+    architecture: Hash16  # equal for peers that hold stages of one policy
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
     """Name of the sender, for people."""
-    wanted: StageNumber | None = None
-    """Stage it would like to hold."""
-    leads: bool = False
-    """The sender holds stage 0, and asks which of two leaders gives way."""
+    wanted: StageNumber | None = None  # stage it would like to hold
+    leads: bool = False  # the sender holds stage 0, and asks which of two leaders gives way
     term: Count = 0
     """Term of the last plan that the sender followed and whose leader its stages have heard; for a leader, the last
     term in which its crew was complete."""
     updates: Count = 0
     started: Time = 0.0
     holding: Holding = Holding()
-    spans: Spans = ()
-    """Layers of the stages, if the sender holds any."""
-    capacity: Count = 0
-    """Bytes that it can hold; 0 = it does not know."""
-    run: Lineage = NO_RUN
-    """Run of the sender's stages, replicas and checkpoints."""
-    round: Count = 0
-    """Last round of that run that the sender knows of."""
+    spans: Spans = ()  # layers of the stages, if the sender holds any
+    capacity: Count = 0  # bytes that it can hold; 0 = it does not know
+    run: Lineage = NO_RUN  # run of the sender's stages, replicas and checkpoints
+    round: Count = 0  # last round of that run that the sender knows of
 
 
 class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     """The peer that the sender takes for the leader: itself, another one, or none yet."""
 
     lead: Somebody
-    proof: Hash64
-    """Proof as in `Hello`."""
+    proof: Hash64  # proof as in `Hello`
     term: Count = 0
-    may_lead: bool = True
-    """If there is no leader yet: whether the sender may become it."""
+    may_lead: bool = True  # if there is no leader yet: whether the sender may become it
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
@@ -160,44 +135,32 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 class Settings(msgspec.Struct, frozen=True, array_like=True):
     """Settings of a crew. All its peers use the settings of its first leader, whatever their own are."""
 
-    wire: ActivationCodec
-    """Coding of activations and gradients."""
-    swap: bool
-    """Odd microbatches take another order of stages (CheckFree+)."""
+    wire: ActivationCodec  # coding of activations and gradients
+    swap: bool  # odd microbatches take another order of stages (CheckFree+)
     replica: Literal["auto", "on", "ends", "off"]
     replica_every: Annotated[int, Meta(ge=0, le=100)]
     """Updates from one replica to the next; 0 = as the model and the number of stages have it."""
-    reference: bool
-    """Stages keep their weights of before training, for the KL term."""
-    prompt: TokenCount
-    """Tokens of a prompt, at most."""
-    length: TokenCount
-    """Tokens of an answer, at most."""
-    microbatch: TokenCount
-    """Tokens of a microbatch, at most, padding included."""
-    decay: Annotated[float, Meta(ge=0, le=1e3)]
-    """AdamW: of weights."""
-    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]]
-    """AdamW: of moments."""
-    rounds: Count = 0
-    """Rounds of the whole run; 0 = without end."""
+    reference: bool  # stages keep their weights of before training, for the KL term
+    prompt: TokenCount  # tokens of a prompt, at most
+    length: TokenCount  # tokens of an answer, at most
+    microbatch: TokenCount  # tokens of a microbatch, at most, padding included
+    decay: Annotated[float, Meta(ge=0, le=1e3)]  # AdamW: of weights
+    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]]  # AdamW: of moments
+    rounds: Count = 0  # rounds of the whole run; 0 = without end
 
 
 class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"assignments": "seats"}):
     """Which peer holds each stage from now on. Messages of an earlier plan are void. On the wire, assignments have the
     name of earlier versions."""
 
-    term: Count
-    """Number of the leader, counted up."""
-    number: Count
-    """Number of the plan, counted up."""
+    term: Count  # number of the leader, counted up
+    number: Count  # number of the plan, counted up
     assignments: Annotated[tuple[Assignment, ...], Meta(min_length=1, max_length=MAX_STAGES)]
     """By stage; the peer that holds the first is the leader."""
     settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
-    run: Lineage = NO_RUN
-    """Run of these stages. Weights of another run count only up to the fork."""
+    run: Lineage = NO_RUN  # run of these stages. Weights of another run count only up to the fork.
 
     @property
     def lead(self) -> str:
@@ -220,12 +183,10 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"a
 class Ready(msgspec.Struct, frozen=True, tag_field="kind", tag="ready"):
     """A stage is held."""
 
-    plan: Count
-    """Mark of the plan it was in."""
+    plan: Count  # mark of the plan it was in
     stage: StageNumber
     updates: Count
-    source: Source | None = None
-    """Source of the weights; `None` = the peer already had them."""
+    source: Source | None = None  # source of the weights; `None` = the peer already had them
 
 
 class Unable(msgspec.Struct, frozen=True, tag_field="kind", tag="unable"):
@@ -242,16 +203,14 @@ class Broken(msgspec.Struct, frozen=True, tag_field="kind", tag="broken"):
     plan: Count
     peer: PeerId
     why: Line
-    refused: bool = False
-    """Whether the channel ended because the neighbour sent an unacceptable message."""
+    refused: bool = False  # whether the channel ended because the neighbour sent an unacceptable message
 
 
 class Report(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
     """The sender's holding has changed."""
 
     holding: Holding
-    run: Lineage = NO_RUN
-    """Run of the holding."""
+    run: Lineage = NO_RUN  # run of the holding
 
 
 class Probe(msgspec.Struct, frozen=True, tag_field="kind", tag="probe"):
@@ -264,8 +223,7 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
     """Answer to it."""
 
     plan: Count
-    held_s: Annotated[float, Meta(ge=0, lt=2**40)]
-    """The oldest message that is not dealt with; 0 = none."""
+    held_s: Annotated[float, Meta(ge=0, lt=2**40)]  # the oldest message that is not dealt with; 0 = none
 
 
 class Whole(msgspec.Struct, frozen=True, tag_field="kind", tag="whole"):
@@ -278,10 +236,8 @@ class Progress(msgspec.Struct, frozen=True, tag_field="kind", tag="progress"):
     """Progress of the run: the next leader continues from there."""
 
     round: Count
-    reward: Annotated[float, Meta(ge=-1e12, le=1e12)]
-    """Mean over the last rounds."""
-    over: bool = False
-    """All rounds are done: no other lead is needed."""
+    reward: Annotated[float, Meta(ge=-1e12, le=1e12)]  # mean over the last rounds
+    over: bool = False  # all rounds are done: no other lead is needed
 
 
 Record = Hello | Answer | Refusal | Plan | Ready | Unable | Broken | Report | Probe | Load | Whole | Progress

@@ -31,19 +31,16 @@ the same moment."""
 MINUTE_TRIES = 128
 """Endpoints of all hosts that are tried in a minute without a proof: a newcomer dials 64 peers, at two addresses each
 of which one answers."""
-MAX_PROVEN = 4096
-"""Proofs that are remembered, about 150 bytes each; those renewed longest ago are forgotten first."""
+MAX_PROVEN = 4096  # proofs that are remembered, about 150 bytes each; those renewed longest ago are forgotten first
 PROOF_S = 24 * 3600.0
 """Life of a proof. Addresses of homes and clouds pass to other people within days; these would be dialled for ever in
 place of a peer that is gone. A connected peer proves its key anew each round."""
-MAX_HINTS = 256
-"""Ids that were found in place of others and are still to be dialled."""
+MAX_HINTS = 256  # ids that were found in place of others and are still to be dialled
 NAMES = "names"
 """The host of all DNS names together. Only resolving shows whether two names are one host, and a zone may hold
 millions."""
 
-Endpoint = tuple[str, int]
-"""Canonical host and port."""
+Endpoint = tuple[str, int]  # canonical host and port
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
@@ -52,8 +49,7 @@ class Dials:
     """The dials of one node, and where peers proved their keys."""
 
     def __init__(self) -> None:
-        self.refused: Counter[str] = Counter()
-        """`dials` -> addresses that were held back."""
+        self.refused: Counter[str] = Counter()  # `dials` -> addresses that were held back
         self._given: set[tuple[str, str | Endpoint]] = set()
         """(id, endpoint) and (id, host) of addresses that the user named."""
         self._proven: OrderedDict[tuple[str, str | Endpoint], float] = OrderedDict()
@@ -64,8 +60,7 @@ class Dials:
         """Endpoint -> the id that answered there when another one was dialled."""
         self._tried: OrderedDict[Endpoint, float] = OrderedDict()
         """Endpoint -> when it was tried without a proof since, in the last `UNPROVEN_WAIT_S`; earliest first."""
-        self._hosts: Counter[str] = Counter()
-        """Host -> how many of `_tried`."""
+        self._hosts: Counter[str] = Counter()  # host -> how many of `_tried`
 
     def give(self, address: str) -> None:
         """The user names this address: it is always dialled."""

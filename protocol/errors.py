@@ -9,8 +9,7 @@ ProtocolError
 
 from __future__ import annotations
 
-MAX_DETAIL_CHARS = 400
-"""Longest description of a peer's mistake."""
+MAX_DETAIL_CHARS = 400  # longest description of a peer's mistake
 
 
 def printable(text: str) -> str:
@@ -32,10 +31,8 @@ class RemoteProtocolError(ProtocolError):
     def __init__(self, reason: str, detail: str = "") -> None:
         detail = printable(detail[:MAX_DETAIL_CHARS])
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        """Short slug that rejections are counted by, for example `size`, `schema`, `task`."""
-        self.detail = detail
-        """What exactly was wrong, for people. The peer may have chosen the words."""
+        self.reason = reason  # short slug that rejections are counted by, for example `size`, `schema`, `task`
+        self.detail = detail  # what exactly was wrong, for people. The peer may have chosen the words.
 
 
 class PeerUnreachable(ProtocolError):

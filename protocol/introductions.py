@@ -19,8 +19,7 @@ class Introductions:
         self._by: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Peer -> (connection that brought it first, when its card expires). The peer renewed longest ago comes
         first."""
-        self._brought: dict[str, dict[str, None]] = {}
-        """Connection -> the peers that it brought first, in that order."""
+        self._brought: dict[str, dict[str, None]] = {}  # connection -> the peers that it brought first, in that order
 
     def may_admit(self, peer: str, bringer: str, now: float) -> bool:
         """Whether `admits` would accept the card of `peer`. Only its name has to be known."""

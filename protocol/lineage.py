@@ -22,15 +22,13 @@ from msgspec import Meta
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Count, Hash16
 
-MAX_SEGMENTS: Final = 16
-"""Number of a run's latest segments that are kept."""
+MAX_SEGMENTS: Final = 16  # number of a run's latest segments that are kept
 AHEAD: Final = 1
 """Weights in memory may be this many updates ahead of the crew, because stages update one after the other."""
 
 Lineage = Annotated[tuple[tuple[Hash16, Count], ...], Meta(max_length=MAX_SEGMENTS)]
 """Segments of a run, oldest first: an id, drawn at random, and the update after which it began."""
-NO_RUN: Final[Lineage] = ()
-"""The run of a peer that does not know its crew's run yet."""
+NO_RUN: Final[Lineage] = ()  # the run of a peer that does not know its crew's run yet
 
 
 def shared(one: Lineage, other: Lineage) -> float:

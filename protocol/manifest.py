@@ -26,15 +26,12 @@ from protocol.model_listing import MAX_MODEL_BYTES
 LINK_SCHEME = "swarm"
 ID_CHARS = 64
 MAX_TASK_SOURCES = 64
-MAX_FILES_BYTES = 128 * 2**20
-"""All question files of a manifest together. A newcomer waits for them and keeps them."""
-MANIFEST_METHOD = "manifest"
-"""Request that any member answers with its manifest as TOML."""
+MAX_FILES_BYTES = 128 * 2**20  # all question files of a manifest together. A newcomer waits for them and keeps them.
+MANIFEST_METHOD = "manifest"  # request that any member answers with its manifest as TOML
 FILE_METHOD = "file"
 """Request, payload = sha256 in hexadecimal, that a member answers with a question file of the manifest."""
 
-MAX_DOTS = 200
-"""Dots in one line, enough for 64 addresses. tomllib takes half a minute over a key of 30,000 parts."""
+MAX_DOTS = 200  # dots in one line, enough for 64 addresses. tomllib takes half a minute over a key of 30,000 parts.
 
 Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
 """A number that is neither infinite nor NaN, because JSON, and so the id, cannot tell those apart."""
@@ -48,16 +45,11 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Set, member of a set or environment, as in `--tasks`."""
     config: Annotated[dict[Annotated[str, Meta(max_length=64)], Option], Meta(max_length=32)] = {}
     """Options of the environment, within bounds (a stranger wrote them)."""
-    sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
-    """Digest of a question file."""
-    source: Annotated[str, Meta(max_length=1024)] = ""
-    """An https address of the file; empty = members supply it."""
-    licence: Annotated[str, Meta(max_length=128)] = ""
-    """Licence of the file (SPDX)."""
-    name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
-    """Name of the file, without `.jsonl`."""
-    bytes: Annotated[int, Meta(ge=0, le=64 * 2**20)] = 0
-    """Size of the file."""
+    sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""  # digest of a question file
+    source: Annotated[str, Meta(max_length=1024)] = ""  # an https address of the file; empty = members supply it
+    licence: Annotated[str, Meta(max_length=128)] = ""  # licence of the file (SPDX)
+    name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""  # name of the file, without `.jsonl`
+    bytes: Annotated[int, Meta(ge=0, le=64 * 2**20)] = 0  # size of the file
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
 
 
@@ -66,10 +58,8 @@ class ManifestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     name: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")]
     """Id on the hub, or another name; never a path."""
-    digest: Hash64
-    """sha256 of its listing."""
-    bytes: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]
-    """Bytes of all its files."""
+    digest: Hash64  # sha256 of its listing
+    bytes: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]  # bytes of all its files
     revision: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
     """Commit on the hub at which it has these files; empty = it is not from there."""
 
@@ -77,19 +67,16 @@ class ManifestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Limits that every member applies to every other member."""
 
-    max_text_chars: Annotated[int, Meta(ge=1, le=MAX_TEXT_CHARS)] = 16_384
-    """Longer completions are refused."""
+    max_text_chars: Annotated[int, Meta(ge=1, le=MAX_TEXT_CHARS)] = 16_384  # longer completions are refused
     max_answer_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 4096
     """Longer completions are not sent. Completions with more than `CHARS_PER_TOKEN` characters for each of so many
     tokens are refused. The default allows `MAX_TEXT_CHARS`."""
-    max_rollouts: Annotated[int, Meta(ge=2, le=64)] = 16
-    """Larger groups are refused."""
+    max_rollouts: Annotated[int, Meta(ge=2, le=64)] = 16  # larger groups are refused
     groups_per_minute: Annotated[int, Meta(ge=1, le=4096)] = 1200
     """Groups that one peer may publish in a minute; more are refused."""
     bytes_per_minute: Annotated[int, Meta(ge=1024, le=2**30)] = 8 * 2**20
     """Bytes that one peer may publish in a minute; more are refused."""
-    max_age_s: Annotated[float, Meta(ge=10, le=86_400)] = 600.0
-    """Older groups are refused."""
+    max_age_s: Annotated[float, Meta(ge=10, le=86_400)] = 600.0  # older groups are refused
 
     @property
     def max_answer_chars(self) -> int:
@@ -104,13 +91,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     tasks: Annotated[list[ManifestTask], Meta(min_length=1, max_length=MAX_TASK_SOURCES)]
     created: Annotated[str, Meta(max_length=32)] = ""
     """Date: swarms of equal tasks made at different times are different swarms."""
-    shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
-    """Gossip topics: about one for every 32 peers expected."""
+    shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1  # gossip topics: about one for every 32 peers expected
     limits: ManifestLimits = ManifestLimits()
     averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
     """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
-    model: ManifestModel | None = None
-    """`None` = each member brings its own."""
+    model: ManifestModel | None = None  # `None` = each member brings its own
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
     """Peers to begin with; not part of the id, so that it can change."""
 

@@ -31,12 +31,10 @@ PROTOCOL_VERSION = 1
 """Major version. Nodes speak this version and the one before, and write the newest that all members understand
 (`codec`). A record of any other version is ignored."""
 
-Hash64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-"""sha256 in hexadecimal."""
+Hash64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # sha256 in hexadecimal
 Hash16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """First 64 bits of a sha256 in hexadecimal: enough to tell things apart, not to prove anything."""
-Time = Annotated[float, Meta(ge=0, lt=2**40)]
-"""Seconds since the Unix epoch."""
+Time = Annotated[float, Meta(ge=0, lt=2**40)]  # seconds since the Unix epoch
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
 """A multiaddress that ends in /p2p/<peer id>."""
@@ -56,17 +54,14 @@ class TaskName(msgspec.Struct, frozen=True, order=True):
     """Package and version that make the item: another version may make another item."""
     seed: Annotated[int, Meta(ge=0, lt=TASK_SEEDS)]
     """0 for generators that seed item i with `seed + i`, so that no item has two names."""
-    index: Annotated[int, Meta(ge=0, lt=TASK_INDICES)]
-    """Index of the item; for a file, the line, counted from 0."""
+    index: Annotated[int, Meta(ge=0, lt=TASK_INDICES)]  # index of the item; for a file, the line, counted from 0
 
 
 class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
     """One answer, as text. No prompt, no truth, no reward: receivers have their own."""
 
-    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-    """Decoded completion without special tokens."""
-    finished: bool
-    """Ended by itself, rather than cut off at the length limit."""
+    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]  # decoded completion without special tokens
+    finished: bool  # ended by itself, rather than cut off at the length limit
     token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=MAX_TOKENS)] | None = None
     """Completion tokens, for receivers with the same tokenizer."""
     logprobs: Annotated[bytes, Meta(max_length=2 * MAX_TOKENS)] | None = None
@@ -77,14 +72,12 @@ class SharedGroup(msgspec.Struct, frozen=True):
     """Sibling answers to one task that its sender was assigned."""
 
     task: TaskName
-    epoch: Count
-    """Assignment epoch: floor(Unix time / EPOCH_SECONDS) when the task was drawn."""
+    epoch: Count  # assignment epoch: floor(Unix time / EPOCH_SECONDS) when the task was drawn
     slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
     """(peer, epoch, slot) decides the task: nobody can choose which tasks to publish answers to."""
     prompt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """First 16 bytes of sha256(normalised question): mismatch detection and de-duplication only."""
-    policy_version: Count
-    """Optimiser updates behind the policy that sampled it."""
+    policy_version: Count  # optimiser updates behind the policy that sampled it
     rollouts: Annotated[list[SharedRollout], Meta(min_length=2, max_length=MAX_ROLLOUTS)]
 
 
@@ -101,8 +94,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
 
     protocol: Count
     swarm: Hash64
-    sequence: Count
-    """Rises with each batch of a peer's process; for people, nothing depends on it."""
+    sequence: Count  # rises with each batch of a peer's process; for people, nothing depends on it
     created: Time
     fingerprint: Hash16
     """Fingerprint of the sender's policy when the batch was sent. Other weights have another fingerprint. For
@@ -117,14 +109,11 @@ class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": 
 
     id: Hash16
     """Equal for the peers of one crew. It is derived from the name, which stays secret (`protocol.crew.crew_id`)."""
-    architecture: Hash16
-    """Equal for peers that hold stages of one policy."""
-    count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
-    """Stages that the policy is cut into."""
+    architecture: Hash16  # equal for peers that hold stages of one policy
+    count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]  # stages that the policy is cut into
     held: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
     """Stages that the peer holds; the one that holds stage 0 leads the crew. On the wire, the name is `seats`."""
-    term: Count = 0
-    """Term of the leader that the peer follows, or is."""
+    term: Count = 0  # term of the leader that the peer follows, or is
 
 
 class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -135,10 +124,8 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     created: Time
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
     roles: Annotated[list[Literal["trainer", "bootstrap", "relay"]], Meta(max_length=3)]
-    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
-    """Addresses of the peer's DHT and streams."""
-    gossip: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
-    """Addresses of the peer's gossip process."""
+    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []  # addresses of the peer's DHT and streams
+    gossip: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []  # addresses of the peer's gossip process
     gossip_id: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")] = ""
     """Peer id of its gossip process: a fresh key every start, which this card binds to the peer."""
     shards: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]], Meta(max_length=MAX_SHARDS)] = []
@@ -149,11 +136,8 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Model architecture, for example `llama`."""
     tokenizer: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     policy_version: Count = 0
-    speed: Annotated[float, Meta(ge=0, lt=1e12)] = 0.0
-    """Sampled tokens a second."""
+    speed: Annotated[float, Meta(ge=0, lt=1e12)] = 0.0  # sampled tokens a second
     stages: tuple[Count, Count] | None = None
     """First and last layer that it holds, of a policy spread over several peers."""
-    crew: CrewCard | None = None
-    """`None` = it holds its policy alone."""
-    speaks: Count = 0
-    """The newest protocol version that it understands, if this card is written in an older one."""
+    crew: CrewCard | None = None  # `None` = it holds its policy alone
+    speaks: Count = 0  # the newest protocol version that it understands, if this card is written in an older one

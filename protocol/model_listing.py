@@ -26,16 +26,12 @@ from protocol.messages import Hash64
 
 MODEL_METHOD = "model"
 """Exchange in which a peer gets a listing or a piece of the swarm's model from another, and sends no body."""
-PIECE_BYTES = 8 * 2**20
-"""Large enough that a stream comes up to speed, small enough that a few can be held in memory."""
-MAX_MODEL_BYTES = 256 * 2**30
-"""All files together: a model of 128 billion parameters in 16 bits."""
+PIECE_BYTES = 8 * 2**20  # large enough that a stream comes up to speed, small enough that a few can be held in memory
+MAX_MODEL_BYTES = 256 * 2**30  # all files together: a model of 128 billion parameters in 16 bits
 MAX_OTHER_BYTES = 64 * 2**20
 """A file that is no weights, which libraries parse whole: the largest tokenizers known have 33 MB."""
-MAX_FILES = 512
-"""Shards of the largest model have half a gigabyte then."""
-MAX_LISTING_BYTES = 4 * 2**20
-"""The listing of a model of `MAX_MODEL_BYTES` takes 2.3 MB."""
+MAX_FILES = 512  # shards of the largest model have half a gigabyte then
+MAX_LISTING_BYTES = 4 * 2**20  # the listing of a model of `MAX_MODEL_BYTES` takes 2.3 MB
 
 OTHER_NAMES = frozenset(
     {
@@ -53,8 +49,7 @@ SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 class ListedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a model."""
 
-    name: Annotated[str, Meta(max_length=64)]
-    """Name in the model's directory, which has no subdirectories."""
+    name: Annotated[str, Meta(max_length=64)]  # name in the model's directory, which has no subdirectories
     pieces: Annotated[list[Hash64], Meta(min_length=1, max_length=MAX_MODEL_BYTES // PIECE_BYTES)]
     """sha256 of each piece."""
     size: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]

@@ -39,39 +39,30 @@ FIRST_DIAL_WAIT_S = 1.0
 BOOTSTRAP_WAIT_S = 15.0
 """Longest wait between tries of a bootstrap peer: with the time of a lookup and a dial, one that returns is found
 within 30 s."""
-OTHER_WAIT_S = 300.0
-"""Longest wait between tries of any other peer."""
-WANTED = 8
-"""Connections below which members are dialled although somebody already leads to them."""
-MAX_DHT_DIALS = 4
-"""Peers handed out at a time, bootstrap peers not counted."""
+OTHER_WAIT_S = 300.0  # longest wait between tries of any other peer
+WANTED = 8  # connections below which members are dialled although somebody already leads to them
+MAX_DHT_DIALS = 4  # peers handed out at a time, bootstrap peers not counted
 MAX_KNOWN_PEERS = 256
 """Peers whose addresses are kept from round to round: all bootstrap peers, then peers that were connected once, up to
 half, then peers with a card; in each group, the latest heard of. A flood of cards does not push out peers that
 worked."""
-MAX_CARDS = 4096
-"""Live cards: 8 MB at their largest."""
+MAX_CARDS = 4096  # live cards: 8 MB at their largest
 NEWCOMER_CARDS = 1024
 """Cards among these that are kept for newcomers once the rest is full. A newcomer then displaces another newcomer at
 random: a flood neither pushes out members nor hides honest newcomers for ever."""
-HUBS = 3
-"""Hubs that a node keeps gossip connections to: one may be busy and one may go away."""
-UNREACHABLE_TRIES = 2
-"""After more tries than this without success, a gossip address counts as unreachable."""
+HUBS = 3  # hubs that a node keeps gossip connections to: one may be busy and one may go away
+UNREACHABLE_TRIES = 2  # after more tries than this without success, a gossip address counts as unreachable
 GOSSIP_DIAL_S = 15.0
 """A gossip address that may not be dialled again soon counts as unreachable so long after it was: a dial takes 10 s."""
-GHOST_S = 8.0
-"""A gossip connection that no card claims for this long is of a process that is gone, or of nobody known."""
-MAX_CACHE_BYTES = 1024 * 1024
-"""A cache file: `MAX_KNOWN_PEERS` peers with all their addresses take half of it."""
+GHOST_S = 8.0  # a gossip connection that no card claims for this long is of a process that is gone, or of nobody known
+MAX_CACHE_BYTES = 1024 * 1024  # a cache file: `MAX_KNOWN_PEERS` peers with all their addresses take half of it
 
 
 class CachedPeer(msgspec.Struct, frozen=True):
     """One peer in a cache file."""
 
     addresses: Annotated[list[Address], Meta(min_length=1, max_length=2 * MAX_ADDRESSES)]
-    seen: Time
-    """Unix time of the last sign of the peer."""
+    seen: Time  # Unix time of the last sign of the peer
 
 
 _cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_length=MAX_KNOWN_PEERS)])
@@ -98,13 +89,11 @@ class _Tries:
 class _Known:
     """A peer with addresses."""
 
-    given: list[str] = field(default_factory=list)
-    """Addresses from the manifest, flags or environment: kept for ever."""
+    given: list[str] = field(default_factory=list)  # addresses from the manifest, flags or environment: kept for ever
     told: list[str] = field(default_factory=list)
     """Addresses from the latest card, or from the cache until there is a card."""
     seen: float = 0.0
-    worked: bool = False
-    """Was connected once."""
+    worked: bool = False  # was connected once
     tries: _Tries = field(default_factory=_Tries)
 
     @property
@@ -122,18 +111,13 @@ class PeerTable:
         self._rng = rng
         self._ttl_s = ttl_s
         self._known: dict[str, _Known] = {}
-        self._cards: dict[str, tuple[PeerCard, float]] = {}
-        """Peer id -> card and when it runs out."""
-        self._newcomers: list[str] = []
-        """Peers with a card that got only a newcomer's place; at most `NEWCOMER_CARDS`."""
+        self._cards: dict[str, tuple[PeerCard, float]] = {}  # peer id -> card and when it runs out
+        self._newcomers: list[str] = []  # peers with a card that got only a newcomer's place; at most `NEWCOMER_CARDS`
         self._connected: frozenset[str] = frozenset()
-        self._heard = float("-inf")
-        """Time of the latest new card."""
+        self._heard = float("-inf")  # time of the latest new card
         self._gossip: dict[str, _Tries] = {}
-        self._out_of_reach: set[str] = set()
-        """Gossip ids none of whose addresses may be dialled now."""
-        self._unclaimed: dict[str, float] = {}
-        """Gossip id -> since when it is connected without a card."""
+        self._out_of_reach: set[str] = set()  # gossip ids none of whose addresses may be dialled now
+        self._unclaimed: dict[str, float] = {}  # gossip id -> since when it is connected without a card
 
     def __len__(self) -> int:
         """Number of peers whose addresses are remembered beyond their cards."""

@@ -20,14 +20,10 @@ from protocol.codec import RecordCodec
 from protocol.limits import MAX_HEAD_BYTES, MAX_STAGES, MAX_TOKENS
 from protocol.messages import Count, StageNumber
 
-MAX_MICROBATCHES: Final = 4096
-"""Microbatches of a pass: 16 million tokens at 4096 each."""
-MAX_SAMPLES: Final = 4096
-"""Samples of a prompt."""
-BLOCK: Final = 64
-"""Values that share a scale in int8."""
-ALIGNMENT: Final = 4
-"""Each part of a body begins at a multiple of so many bytes."""
+MAX_MICROBATCHES: Final = 4096  # microbatches of a pass: 16 million tokens at 4096 each
+MAX_SAMPLES: Final = 4096  # samples of a prompt
+BLOCK: Final = 64  # values that share a scale in int8
+ALIGNMENT: Final = 4  # each part of a body begins at a multiple of so many bytes
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 """Coding of activations and gradients: 32, 16 or 8.25 bits a value."""
@@ -48,17 +44,12 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     microbatch: Microbatch
     microbatches: Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
     """Microbatches in the turn. With `swapped`, their number decides the schedule."""
-    place: Annotated[int, Meta(ge=0, lt=MAX_STAGES + 2)]
-    """Position in the route of the microbatch."""
+    place: Annotated[int, Meta(ge=0, lt=MAX_STAGES + 2)]  # position in the route of the microbatch
     temperature: Temperature
-    entropy: bool = False
-    """Entropies are wanted too."""
-    reference: bool = False
-    """Compute with the weights from before training."""
-    swapped: bool = False
-    """Odd microbatches take another order of stages (CheckFree+)."""
-    packed: bool = False
-    """Positions and a mask come along."""
+    entropy: bool = False  # entropies are wanted too
+    reference: bool = False  # compute with the weights from before training
+    swapped: bool = False  # odd microbatches take another order of stages (CheckFree+)
+    packed: bool = False  # positions and a mask come along
 
 
 class Backward(msgspec.Struct, frozen=True, tag="backward"):
@@ -95,8 +86,7 @@ class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
     rows follow when the other stage's rows have arrived."""
 
     total: Count
-    block: Count = 0
-    """Number of the block of rows."""
+    block: Count = 0  # number of the block of rows
 
 
 class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
@@ -104,8 +94,7 @@ class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
 
     total: Count
     stage: StageNumber
-    squares: Annotated[float, Meta(ge=0, le=1e300)] | None
-    """`None` = not finite."""
+    squares: Annotated[float, Meta(ge=0, le=1e300)] | None  # `None` = not finite
 
 
 class Apply(msgspec.Struct, frozen=True, tag="apply"):
@@ -128,17 +117,14 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
 
     keep: bool = False
     """Both stages keep the matrix's moments: it was averaged with other crews, and neither stage is new."""
-    block: Count = 0
-    """Number of the block of rows; the leader asks for the first."""
+    block: Count = 0  # number of the block of rows; the leader asks for the first
 
 
 class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
     """Between the first and the last stage: rows [B, H] of the matrix that both hold. Both reset its moments."""
 
-    keep: bool = False
-    """Both keep the moments; see `Share`."""
-    block: Count = 0
-    """Number of the block of rows. With the last block, the matrix is in use."""
+    keep: bool = False  # both keep the moments; see `Share`
+    block: Count = 0  # number of the block of rows. With the last block, the matrix is in use.
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
@@ -150,12 +136,9 @@ class StageStatus(msgspec.Struct, frozen=True, tag="state"):
 
     stage: StageNumber
     updates: Count
-    omega: Annotated[float, Meta(ge=0, le=1e300)]
-    """Norm, before clipping, of its layers' gradient in the last update."""
-    taken: bool = False
-    """The stage has just taken over the matrix of the other end."""
-    new: bool = False
-    """The stage was built, and since then has neither received `SetUpdates` nor begun a gradient."""
+    omega: Annotated[float, Meta(ge=0, le=1e300)]  # norm, before clipping, of its layers' gradient in the last update
+    taken: bool = False  # the stage has just taken over the matrix of the other end
+    new: bool = False  # the stage was built, and since then has neither received `SetUpdates` nor begun a gradient
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -163,12 +146,9 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     [P * n] for the first tokens."""
 
     turn: Count
-    wave: StageNumber
-    """Number of one of the turn's groups of prompts, which follow each other through the stages."""
-    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
-    """Samples a prompt."""
-    limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    """Most tokens of a sample."""
+    wave: StageNumber  # number of one of the turn's groups of prompts, which follow each other through the stages
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]  # samples a prompt
+    limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]  # most tokens of a sample
     temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
 
@@ -178,10 +158,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     turn: Count
     wave: StageNumber
-    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]
-    """Number of the tokens that are appended."""
-    picked: bool = False
-    """First keep only some rows: prompts [P] and columns [P, G] come along."""
+    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]  # number of the tokens that are appended
+    picked: bool = False  # first keep only some rows: prompts [P] and columns [P, G] come along
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -189,8 +167,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
     turn: Count
     wave: StageNumber
-    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]
-    """Number of these tokens."""
+    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]  # number of these tokens
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -204,8 +181,7 @@ class TurnFailed(msgspec.Struct, frozen=True, tag="trouble"):
 
     turn: Count
     stage: StageNumber
-    what: Literal["memory", "refused"]
-    """`refused`: a message made no sense to the stage, or is more than it takes."""
+    what: Literal["memory", "refused"]  # `refused`: a message made no sense to the stage, or is more than it takes
 
 
 Head = (
@@ -258,10 +234,8 @@ class Envelope(msgspec.Struct, frozen=True):
     """The head of a message."""
 
     protocol: Count
-    plan: Count
-    """Number of the crew's plan that the sender goes by."""
-    stage: Annotated[int, Meta(ge=-1, lt=MAX_STAGES)]
-    """Receiver: a stage, or -1 for the leader's loop."""
+    plan: Count  # number of the crew's plan that the sender goes by
+    stage: Annotated[int, Meta(ge=-1, lt=MAX_STAGES)]  # receiver: a stage, or -1 for the leader's loop
     head: Head
     parts: Annotated[tuple[Part, ...], Meta(max_length=6)] = ()
 

@@ -19,13 +19,10 @@ from protocol.codec import RecordCodec
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber
 
-AVERAGE_METHOD = "average"
-"""Exchange of weights between two peers of one cohort, for averaging."""
-WEIGHTS_METHOD = "weights"
-"""Exchange in which a peer gets all trained weights of another, and sends no body."""
+AVERAGE_METHOD = "average"  # exchange of weights between two peers of one cohort, for averaging
+WEIGHTS_METHOD = "weights"  # exchange in which a peer gets all trained weights of another, and sends no body
 
-STATE_METHOD = "stage-state"
-"""Exchange in which a peer gets weights of a stage from another, and sends no body."""
+STATE_METHOD = "stage-state"  # exchange in which a peer gets weights of a stage from another, and sends no body
 KEEP_METHOD = "stage-keep"
 """Exchange without bodies in which a peer that leaves its crew has another fetch a stage of its, and keep that."""
 
@@ -44,10 +41,8 @@ class AverageHead(msgspec.Struct, frozen=True):
     cohort: Hash16
     sender: PeerId
     receiver: PeerId
-    round: Count
-    """Outer round: both must mean the same one."""
-    fragment: Count
-    """Number of the part of the weights."""
+    round: Count  # outer round: both must mean the same one
+    fragment: Count  # number of the part of the weights
     phase: Annotated[int, Meta(ge=0, le=2)] = 0
     """0 = between pairs; 1 = parts to the peers that average them, 2 = averages back (group methods)."""
     group: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
@@ -56,10 +51,8 @@ class AverageHead(msgspec.Struct, frozen=True):
     codec: WeightCodec = "float32"
     reach: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """The sender's estimate of the root mean square distance per value between these weights and the receiver's."""
-    written_out: Count = 0
-    """Blocks of a lattice codec that are sent in float32 besides."""
-    version: Count = 0
-    """Optimiser updates behind these weights."""
+    written_out: Count = 0  # blocks of a lattice codec that are sent in float32 besides
+    version: Count = 0  # optimiser updates behind these weights
     draining: bool = msgspec.field(default=False, name="parting")
     """The sender is leaving the swarm. Any peer of its cohort may then be asked to take part in a pair's exchange, also
     one that is not its partner in this round, and one that is not due."""
@@ -71,8 +64,7 @@ class WeightsHead(msgspec.Struct, frozen=True):
     protocol: Count
     swarm: Hash64
     cohort: Hash16
-    version: Count = 0
-    """Optimiser updates behind them; of the peer that asks, those that it has."""
+    version: Count = 0  # optimiser updates behind them; of the peer that asks, those that it has
 
 
 class StateHead(msgspec.Struct, frozen=True):
@@ -80,20 +72,13 @@ class StateHead(msgspec.Struct, frozen=True):
 
     protocol: Count
     swarm: Hash64
-    architecture: Hash16
-    """Equal for peers that hold stages of one policy, in any crew."""
-    stage: StageNumber
-    """Stage whose weights are exchanged."""
-    replica: bool
-    """The copy that the asked peer keeps for another, rather than its own."""
-    first: LayerNumber
-    """The layers wanted: from this one ..."""
-    end: LayerNumber
-    """... to before this one."""
-    rest: bool
-    """Whether weights that belong to no layer are included: embedding, norm, head."""
-    updates: Count = 0
-    """Optimiser updates behind them; 0 in the request."""
+    architecture: Hash16  # equal for peers that hold stages of one policy, in any crew
+    stage: StageNumber  # stage whose weights are exchanged
+    replica: bool  # the copy that the asked peer keeps for another, rather than its own
+    first: LayerNumber  # the layers wanted: from this one ...
+    end: LayerNumber  # ... to before this one.
+    rest: bool  # whether weights that belong to no layer are included: embedding, norm, head
+    updates: Count = 0  # optimiser updates behind them; 0 in the request
     omega: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """Norm of the stage's gradient at its last update, before clipping."""
 
@@ -116,8 +101,7 @@ class BlobHead(msgspec.Struct, frozen=True):
 
     protocol: Count
     swarm: Hash64
-    sha256: Hash64
-    """Digest of the body."""
+    sha256: Hash64  # digest of the body
 
 
 _codecs: dict[type, RecordCodec[Any]] = {

@@ -50,8 +50,7 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
     from swarm_node.swarm.member import Member
 
 
-PROBED = 8
-"""Number of own answers by which averaged weights are judged."""
+PROBED = 8  # number of own answers by which averaged weights are judged
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
@@ -81,8 +80,7 @@ class Node:
         self.policy = policy
         self.tasks = tasks
         self.member = member
-        self.exchange = None if private else member
-        """Where answers are exchanged with others; None = nowhere."""
+        self.exchange = None if private else member  # where answers are exchanged with others; None = nowhere
         self.say = say
         self.now = now
         if config.grpo.beta:
@@ -101,8 +99,7 @@ class Node:
             member.announce()
         self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0
-        self.collected = Collected()
-        """Groups of this round that were sampled and scored, until they are shared."""
+        self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
     # ----------------------------------------------------------------- a round
 

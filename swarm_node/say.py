@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Say = Callable[[str], None]
-"""Takes one sentence for the user, from any thread."""
+Say = Callable[[str], None]  # takes one sentence for the user, from any thread
 
 
 class Once:

@@ -15,16 +15,11 @@ from protocol.messages import TaskName
 class Task(msgspec.Struct, frozen=True):
     """One question, with what its checker needs to judge an answer."""
 
-    name: TaskName
-    """The name from which any machine generates this task."""
-    label: str
-    """Short name of the environment, for metrics and tables."""
-    question: str
-    """The bare question, before chat template or prompt template."""
-    answer: str | None
-    """Reference answer; `None` when only reward functions judge."""
-    metadata: dict[str, Any] = {}
-    """Further data for the checker; never sent."""
+    name: TaskName  # the name from which any machine generates this task
+    label: str  # short name of the environment, for metrics and tables
+    question: str  # the bare question, before chat template or prompt template
+    answer: str | None  # reference answer; `None` when only reward functions judge
+    metadata: dict[str, Any] = {}  # further data for the checker; never sent
     slot: tuple[int, int] | None = None
     """(epoch, slot) that assigned the task to the peer that samples it; None outside a swarm."""
 
@@ -40,20 +35,14 @@ class Sampling(msgspec.Struct, frozen=True):
 class Rollout(msgspec.Struct):
     """One sampled answer."""
 
-    token_ids: list[int]
-    """Completion tokens; the end-of-sequence token is included if and only if `finished`."""
+    token_ids: list[int]  # completion tokens; the end-of-sequence token is included if and only if `finished`
     logprobs: list[float]
     """Log-probability of each token under the distribution that it was drawn from (temperature, top-p)."""
-    finished: bool
-    """Whether the model ended the answer, rather than the length limit."""
-    text: str = ""
-    """Decoded completion without special tokens."""
-    extracted: str | None = None
-    """The part of `text` that was judged."""
-    rewards: dict[str, float | None] = {}
-    """Reward by function name; `None` = this function does not judge this answer."""
-    reward: float = 0.0
-    """Weighted sum of `rewards`: what training maximises."""
+    finished: bool  # whether the model ended the answer, rather than the length limit
+    text: str = ""  # decoded completion without special tokens
+    extracted: str | None = None  # the part of `text` that was judged
+    rewards: dict[str, float | None] = {}  # reward by function name; `None` = this function does not judge this answer
+    reward: float = 0.0  # weighted sum of `rewards`: what training maximises
     correct: bool = False
     """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
 
@@ -62,39 +51,28 @@ class Group(msgspec.Struct):
     """The rollouts of one task."""
 
     task: Task
-    prompt_ids: list[int]
-    """Encoded prompt, shared by all rollouts."""
+    prompt_ids: list[int]  # encoded prompt, shared by all rollouts
     rollouts: list[Rollout]
-    policy_version: int = 0
-    """Optimiser updates behind the policy that sampled it."""
-    peer: str | None = None
-    """The peer that sampled it; None = this node."""
-    created: float = 0.0
-    """When it was sampled, in seconds since the Unix epoch; set when the group leaves its round."""
-    advantages: list[float] | None = None
-    """One advantage per rollout; None = compute them from the group itself."""
+    policy_version: int = 0  # optimiser updates behind the policy that sampled it
+    peer: str | None = None  # the peer that sampled it; None = this node
+    created: float = 0.0  # when it was sampled, in seconds since the Unix epoch; set when the group leaves its round
+    advantages: list[float] | None = None  # one advantage per rollout; None = compute them from the group itself
 
 
 class Score(msgspec.Struct, frozen=True):
     """The score of one completion."""
 
-    extracted: str | None
-    """The answer found in the text; `None` if there was none to judge."""
-    rewards: dict[str, float | None]
-    """Reward by function name; `None` = not scored by that function."""
-    reward: float
-    """Weighted sum of the scored ones; 0.0 if none was."""
-    correct: bool
-    """Full marks from the task's own checker."""
+    extracted: str | None  # the answer found in the text; `None` if there was none to judge
+    rewards: dict[str, float | None]  # reward by function name; `None` = not scored by that function
+    reward: float  # weighted sum of the scored ones; 0.0 if none was
+    correct: bool  # full marks from the task's own checker
 
 
 class Stop(Protocol):
     """How work that may take long learns that the process is to stop: `runtime.shutdown.Stopper`."""
 
-    requested: bool
-    """Whether a signal or a notice has come."""
-    advised: bool
-    """Whether this machine may soon be taken back: a checkpoint is due."""
+    requested: bool  # whether a signal or a notice has come
+    advised: bool  # whether this machine may soon be taken back: a checkpoint is due
 
     @property
     def left_s(self) -> float:

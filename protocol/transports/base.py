@@ -32,10 +32,8 @@ Sink = Callable[[memoryview], None]
 class Outgoing:
     """The data that one side of an exchange sends."""
 
-    head: bytes
-    """Head of at most `MAX_HEAD_BYTES`."""
-    size: int = 0
-    """Bytes of the body."""
+    head: bytes  # head of at most `MAX_HEAD_BYTES`
+    size: int = 0  # bytes of the body
     pieces: Callable[[], Iterable[bytes | memoryview]] = tuple
     """Makes the body, on a worker thread, as it leaves: pieces of at most `MAX_CHUNK_BYTES`, `size` bytes together."""
 
@@ -78,8 +76,7 @@ class Listener:
     judge: Callable[[bytes, int], None]
     """Called with the head of a message and the size of its body, before the body is read or allocated. Raises
     `RemoteProtocolError` to count it and close the channel."""
-    received: Callable[[bytes, bytearray], None]
-    """Called with head and body of a message."""
+    received: Callable[[bytes, bytearray], None]  # called with head and body of a message
     closed: Callable[[str], None]
     """Called once, when nothing more will come, and why: the peer has closed it, is gone, or was silent."""
 

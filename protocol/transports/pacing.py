@@ -17,13 +17,10 @@ from typing import Any
 
 from protocol.budgets import TokenBucket
 
-BANDWIDTH_BURST_S = 0.25
-"""Unused bandwidth of this time may be made up for."""
+BANDWIDTH_BURST_S = 0.25  # unused bandwidth of this time may be made up for
 PACED_BYTES = 2**14
-OVERHEAD = 1.08
-"""Bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP."""
-LATENCY_S = 0.05
-"""Nobody waits for less: it adds up until it is more."""
+OVERHEAD = 1.08  # bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP
+LATENCY_S = 0.05  # nobody waits for less: it adds up until it is more
 
 
 def bytes_s(mbit: float) -> float:
@@ -83,8 +80,7 @@ class PacedWriter:
     def __init__(self, writer: asyncio.StreamWriter, limit: Bandwidth) -> None:
         self._writer, self._limit = writer, limit
         self._queue: deque[memoryview] = deque()
-        self._owed_s = 0.0
-        """Seconds for bytes that have left and were not waited for yet."""
+        self._owed_s = 0.0  # seconds for bytes that have left and were not waited for yet
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)

@@ -23,8 +23,7 @@ import msgspec
 from protocol.errors import LocalProtocolError
 from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free
 
-ANY_PORT_TRIES = 20
-"""Ports that the system may offer before the search ends."""
+ANY_PORT_TRIES = 20  # ports that the system may offer before the search ends
 LISTENING = "0A"
 
 
@@ -42,8 +41,7 @@ class Port:
     ) -> None:
         """Listen on `ip`. `wanted` may be 0 = any; unless `named`, it is only a default. `last` is the port of the last
         run, or 0. `report` is called if the port is not the wanted one."""
-        self.number = 0
-        """The port that was taken; 0 before."""
+        self.number = 0  # the port that was taken; 0 before
         self._ip, self._wanted, self._named = ip, wanted, named
         self._last = last if 1024 <= last < 65536 else 0
         self._report = report

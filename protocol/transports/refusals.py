@@ -13,19 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-MAX_REFUSED_SOURCES = 256
-"""Sources remembered: more than p2pd keeps connections to for long, and some 100 KB."""
+MAX_REFUSED_SOURCES = 256  # sources remembered: more than p2pd keeps connections to for long, and some 100 KB
 
 
 class Refused(msgspec.Struct, frozen=True):
     """Refusals of one source."""
 
-    reasons: dict[str, int]
-    """Reason -> count."""
-    last: float
-    """Unix time of the latest."""
-    address: str = ""
-    """IP address that the source was connected from; empty if that is not known."""
+    reasons: dict[str, int]  # reason -> count
+    last: float  # Unix time of the latest
+    address: str = ""  # IP address that the source was connected from; empty if that is not known
 
 
 class Refusals:
@@ -35,8 +31,7 @@ class Refusals:
     def __init__(self, totals: Counter[str], now: Callable[[], float] = time.time) -> None:
         self.totals = totals
         self._now = now
-        self._sources: dict[str, Refused] = {}
-        """Source refused last comes last."""
+        self._sources: dict[str, Refused] = {}  # source refused last comes last
         self.unlocated: Callable[[], None] = lambda: None
         """Called for each refusal of a peer of which it is not known where it is connected from."""
 

@@ -13,19 +13,16 @@ from dataclasses import dataclass
 
 FIRST_S = 60.0
 LONGEST_S = 3600.0
-MAX_SENTENCES = 64
-"""Remembered; beyond, the one that came up longest ago is forgotten."""
+MAX_SENTENCES = 64  # Remembered; beyond, the one that came up longest ago is forgotten
 _PASSING = re.compile(r"0x[0-9a-f]+|\d\d:\d\d:\d\d\S*")
 """Parts of a sentence that vary: addresses of objects, times of day."""
 
 
 @dataclass
 class _Told:
-    next_at: float
-    """When the sentence may be reported again."""
+    next_at: float  # when the sentence may be reported again
     pause: float
-    came: float
-    """When the sentence last came up."""
+    came: float  # when the sentence last came up
 
 
 class Reports:
@@ -34,8 +31,7 @@ class Reports:
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._clock = clock
-        self._told: dict[str, _Told] = {}
-        """Latest come up last."""
+        self._told: dict[str, _Told] = {}  # latest come up last
 
     def __len__(self) -> int:
         """Sentences remembered."""

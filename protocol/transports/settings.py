@@ -12,8 +12,7 @@ from protocol.errors import LocalProtocolError
 from protocol.hosts import is_public
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
 
-PORTS_TRIED = 100
-"""A port that is taken is looked for among this many above it."""
+PORTS_TRIED = 100  # a port that is taken is looked for among this many above it
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,9 @@ class NetworkSettings:
     max_connections: int = 64
     max_upload_mbit: float = 0.0
     max_download_mbit: float = 0.0
-    card_ttl_s: float = CARD_TTL_S
-    """Life of a card; one value for the whole swarm (shorter in tests)."""
-    card_renewal_s: float = CARD_RENEWAL_S
-    """Time between two renewals of the own card."""
-    lookup_s: float = 5.0
-    """Mean time between two rounds: members are looked up, dialled and dropped."""
+    card_ttl_s: float = CARD_TTL_S  # life of a card; one value for the whole swarm (shorter in tests)
+    card_renewal_s: float = CARD_RENEWAL_S  # time between two renewals of the own card
+    lookup_s: float = 5.0  # mean time between two rounds: members are looked up, dialled and dropped
 
 
 def free_port(ip: str, port: int) -> int:

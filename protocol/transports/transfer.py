@@ -109,8 +109,7 @@ class UploadSlot:
 
     peer: str
     since: float
-    until: float
-    """Then the upload slot is free for others, whether the transfer has ended or not."""
+    until: float  # then the upload slot is free for others, whether the transfer has ended or not
 
 
 class UploadSlots:
@@ -120,16 +119,13 @@ class UploadSlots:
         self.at_once = at_once
         self.per_peer = per_peer
         self._now = now
-        self._guard = threading.Lock()
-        """Guards all below."""
+        self._guard = threading.Lock()  # guards all below
         self._held: list[UploadSlot] = []
         self._all_wait_until = -math.inf
-        self._wait_until: dict[str, float] = {}
-        """Peer -> when it may have an upload slot again."""
+        self._wait_until: dict[str, float] = {}  # peer -> when it may have an upload slot again
         self._yield_until: dict[str, float] = {}
         """Peer -> until when it gets an upload slot only if no other peer wants one."""
-        self._asked_until: dict[str, float] = {}
-        """Peer -> until when it counts as one that wants an upload slot."""
+        self._asked_until: dict[str, float] = {}  # peer -> until when it counts as one that wants an upload slot
 
     def give(
         self,
@@ -198,23 +194,18 @@ class Retry:
     """How long a giver is left alone, by the reason for which it gave nothing."""
 
     busy_s: float
-    accident_s: float
-    """After one of `ACCIDENTS`; each further one in a row doubles it."""
+    accident_s: float  # after one of `ACCIDENTS`; each further one in a row doubles it
     max_accident_s: float = math.inf
-    max_accidents: float = math.inf
-    """After so many in a row the giver is not asked again."""
-    refused_s: float = math.inf
-    """After any other reason."""
+    max_accidents: float = math.inf  # after so many in a row the giver is not asked again
+    refused_s: float = math.inf  # after any other reason
 
 
 @dataclass
 class Donor:
     """A peer that may give weights."""
 
-    next_at: float = -math.inf
-    """The time before which it is not asked."""
-    accidents: int = 0
-    """How many there were in a row."""
+    next_at: float = -math.inf  # the time before which it is not asked
+    accidents: int = 0  # how many there were in a row
 
     def failed(self, reason: str, now: float, retry: Retry, jitter: float = 1.0) -> None:
         """Record that it gave nothing, for `reason`. `jitter` stretches the pause after `busy`."""

@@ -39,15 +39,11 @@ from swarm_node.install import upgrade_command
 
 P = ParamSpec("P")
 T = TypeVar("T")
-COPY_S = 2.0
-"""A peer's call waits so long for weights that are changing. Then it is refused as busy."""
-MUTED_AFTER = 3
-"""A peer is muted after so many exchanges in a row with data that no honest peer sends."""
+COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
+MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
 MUTED_S = 3600.0
-LONELY_ROUNDS = 2
-"""A node says that it is alone after so many outer rounds without a peer of its cohort."""
-CONTENTS = frozenset({"values", "gates", "probe", "hash"})
-"""Reasons that lie in the weights that a peer sent."""
+LONELY_ROUNDS = 2  # a node says that it is alone after so many outer rounds without a peer of its cohort
+CONTENTS = frozenset({"values", "gates", "probe", "hash"})  # reasons that lie in the weights that a peer sent
 PROVEN = frozenset({"values", "hash"})
 """Reasons that no honest peer causes. Gates and probe judge by what is usual, so they are wrong now and then."""
 REASONS = CONTENTS | frozenset(
@@ -64,8 +60,7 @@ class CohortPlace:
     swarm: str
     cohort: str
     peer_id: str
-    period_s: float = 60.0
-    """Length of an outer round in pairs."""
+    period_s: float = 60.0  # length of an outer round in pairs
 
 
 def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfig) -> str:
@@ -120,24 +115,17 @@ class Averager(ABC):
         self.momentum = [torch.zeros_like(slow) for slow in self.slow]
         self._exchanged_at = [0] * config.fragments
         """Own updates when each fragment was last copied for an exchange that succeeded."""
-        self.replaced = 0
-        """How often all weights were replaced: an exchange that began before is of no use after."""
+        self.replaced = 0  # how often all weights were replaced: an exchange that began before is of no use after
         self.robust = Robust(config.clip, config.gates)
         self._reducer = find_reducer(config.reducer)
-        self._lock = threading.Lock()
-        """Held while weights change or are on trial, and while copies of them are made."""
-        self.woken = threading.Event()
-        """Set when `step` has something to do."""
-        self._counting = threading.Lock()
-        """Guards the counts of bytes and of refusals, which several workers change."""
+        self._lock = threading.Lock()  # held while weights change or are on trial, and while copies of them are made
+        self.woken = threading.Event()  # set when `step` has something to do
+        self._counting = threading.Lock()  # guards the counts of bytes and of refusals, which several workers change
         self.counts: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        """Calls and answers of peers that this node refused, by reason."""
+        self.refused: Counter[str] = Counter()  # calls and answers of peers that this node refused, by reason
         self.roster = CohortRoster(place.cohort, LONELY_ROUNDS * place.period_s, say)
-        self._last: tuple[float, tuple[str, ...]] | None = None
-        """Time and peers of the last exchange."""
-        self.spread = 0.0
-        """Root mean square difference to the last partner."""
+        self._last: tuple[float, tuple[str, ...]] | None = None  # time and peers of the last exchange
+        self.spread = 0.0  # root mean square difference to the last partner
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
         self._said: set[str] = set()

@@ -28,12 +28,10 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.tensors import WeightCodec
 
 BLOCK = 64
-PIECE = 4096 * BLOCK
-"""Values that are encoded and decoded at a time: 1 MiB of float32, `MAX_CHUNK_BYTES`."""
+PIECE = 4096 * BLOCK  # values that are encoded and decoded at a time: 1 MiB of float32, `MAX_CHUNK_BYTES`
 LARGEST = 1e30
 """No weight, difference of weights, activation or gradient is larger. Sums of a few such values do not overflow."""
-SMALLEST = 1e-30
-"""Scales below this count as 0, so that 1 / s does not overflow."""
+SMALLEST = 1e-30  # scales below this count as 0, so that 1 / s does not overflow
 
 
 def coded_bytes(codec: WeightCodec, values: int) -> int:
@@ -64,8 +62,7 @@ class Reader(ABC):
 
     def __init__(self, values: int, block_bytes: int) -> None:
         count = -(-values // BLOCK)
-        self.missing = count * block_bytes
-        """Bytes that have not arrived."""
+        self.missing = count * block_bytes  # bytes that have not arrived
         self._length = values
         self._values = torch.empty(count, BLOCK)
         self._parts = iter(self._values.split(PIECE // BLOCK) if count else ())
@@ -197,8 +194,7 @@ def _decode_int8(blocks: Tensor) -> Tensor:
     return dequantise(blocks[:, :2].view(torch.bfloat16), blocks[:, 2:].view(torch.int8))
 
 
-E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)
-"""Magnitudes of the codes 0..7."""
+E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)  # magnitudes of the codes 0..7
 E3M0_PAIRS = np.stack([np.tile(np.r_[E3M0, -E3M0], 16), np.repeat(np.r_[E3M0, -E3M0], 16)], 1).view(np.uint64)[:, 0]
 """The two values of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
 
@@ -227,10 +223,8 @@ def _decode_e3m0(blocks: Tensor) -> Tensor:
 
 class _Codec(NamedTuple):
     block_bytes: int
-    encode: Callable[[Tensor], Tensor]
-    """Finite values [blocks, 64] -> bytes [blocks, block_bytes]."""
-    decode: Callable[[Tensor], Tensor]
-    """Any bytes [blocks, block_bytes] -> values [blocks, 64]."""
+    encode: Callable[[Tensor], Tensor]  # finite values [blocks, 64] -> bytes [blocks, block_bytes]
+    decode: Callable[[Tensor], Tensor]  # any bytes [blocks, block_bytes] -> values [blocks, 64]
 
 
 _CODECS: dict[WeightCodec, _Codec] = {

@@ -42,12 +42,10 @@ from swarm_node.averaging.robust import check_finite
 
 COHORT_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2
-CALL_RETRY_S = 0.1
-"""Pause before a member that is behind is called again."""
+CALL_RETRY_S = 0.1  # pause before a member that is behind is called again
 ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size", "fault"} | {*CONTENTS})
 """Reasons that end a round, as waiting longer would not help."""
-MOST_BEHIND = 1000
-"""Most rounds that a node believes to be behind. If it is further behind, it is told again."""
+MOST_BEHIND = 1000  # most rounds that a node believes to be behind. If it is further behind, it is told again.
 
 
 @dataclass(eq=False)
@@ -61,22 +59,17 @@ class _Round:
     ends: float
     fast: Tensor
     sent: Tensor
-    bounds: list[int]
-    """Part k is `sent[bounds[k]:bounds[k + 1]]`."""
+    bounds: list[int]  # part k is `sent[bounds[k]:bounds[k + 1]]`
     codec: WeightCodec
-    residual: Tensor | None = None
-    """What the codec loses of `sent`, with error feedback."""
+    residual: Tensor | None = None  # what the codec loses of `sent`, with error feedback
     phase: int = PARTS
-    mean: Tensor | None = None
-    """The mean of this node's part, as the others decode it."""
-    under_way: set[str] = field(default_factory=set)
-    """Members with whom an exchange of this phase is under way."""
+    mean: Tensor | None = None  # the mean of this node's part, as the others decode it
+    under_way: set[str] = field(default_factory=set)  # members with whom an exchange of this phase is under way
     decoders: dict[str, BodyDecoder] = field(default_factory=dict)
     """Member -> what decodes the body that is on its way from it."""
     arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
     call_at: dict[str, float] = field(default_factory=dict)
-    failure: tuple[str, str, str] | None = None
-    """(reason, peer, detail)."""
+    failure: tuple[str, str, str] | None = None  # (reason, peer, detail)
 
 
 class CohortAverager(Averager):
@@ -93,10 +86,8 @@ class CohortAverager(Averager):
         """Members of the last complete round of each fragment, whose slow weights are equal. None: the common start."""
         self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
         self._number = 0
-        self._told: dict[str, int] = {}
-        """Peer -> the number of its round, as it says."""
-        self._guard = threading.Lock()
-        """Guards the round: `accept` and ends of exchanges come on other threads."""
+        self._told: dict[str, int] = {}  # peer -> the number of its round, as it says
+        self._guard = threading.Lock()  # guards the round: `accept` and ends of exchanges come on other threads
         self._round: _Round | None = None
         self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
 

@@ -27,13 +27,10 @@ from swarm_node.averaging.codecs import BodyDecoder, Readers
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.config import AveragingConfig
 
-PACE = Pace(30.0, 2**17)
-"""Both sides give up a transfer that is slower than a megabit a second on the whole."""
+PACE = Pace(30.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second on the whole
 RETRY = Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
-MAX_VERSION = 2**32
-"""An update a second for 136 years: no honest peer claims more."""
-AT_ONCE = 3
-"""Peers whose weights `collect_weights` fetches at the same time; all of them are in memory."""
+MAX_VERSION = 2**32  # an update a second for 136 years: no honest peer claims more
+AT_ONCE = 3  # peers whose weights `collect_weights` fetches at the same time; all of them are in memory
 COLLECT_LOOP_S = 0.1
 
 
@@ -42,10 +39,8 @@ class WeightsFetch:
     """Weights on their way from a peer."""
 
     peer: str
-    version: int = 0
-    """Optimiser updates behind them, as the peer says when it answers."""
-    done: Future[list[Tensor]] | None = None
-    """The fragments, float32; fails with ProtocolError."""
+    version: int = 0  # optimiser updates behind them, as the peer says when it answers
+    done: Future[list[Tensor]] | None = None  # the fragments, float32; fails with ProtocolError
 
 
 def fetch(

@@ -16,10 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DiLoCo:
-    learning_rate: float
-    """eta."""
-    momentum: float
-    """mu."""
+    learning_rate: float  # eta
+    momentum: float  # mu
 
     def step(self, slow: Tensor, velocity: Tensor, mean_delta: Tensor) -> None:
         """Change `slow` (phi) and `velocity` (v) in place."""

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-MOST_ASKED = 8
-"""A node leaves without an exchange after so many peers were asked in vain."""
-BUSY_RETRY_S = 0.25
-"""Pause after a busy peer, before the next one is asked."""
-ANSWER_S = 1.0, 10.0
-"""Shortest and longest wait for a peer's answer; in between, a third of the time that the node has."""
+MOST_ASKED = 8  # a node leaves without an exchange after so many peers were asked in vain
+BUSY_RETRY_S = 0.25  # pause after a busy peer, before the next one is asked
+ANSWER_S = 1.0, 10.0  # shortest and longest wait for a peer's answer; in between, a third of the time that the node has
 
 
 class Drain:
@@ -21,12 +18,9 @@ class Drain:
 
     def __init__(self) -> None:
         self.active = False
-        self.answer_s = 0.0
-        """Longest wait for a peer's answer."""
-        self.refused: set[str] = set()
-        """Peers that were asked in vain."""
-        self._busy: dict[str, float] = {}
-        """Peer -> when it said that it was busy."""
+        self.answer_s = 0.0  # longest wait for a peer's answer
+        self.refused: set[str] = set()  # peers that were asked in vain
+        self._busy: dict[str, float] = {}  # peer -> when it said that it was busy
 
     def begin(self, seconds: float) -> None:
         """The node leaves within `seconds`."""

@@ -15,8 +15,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-COPY_CHUNK = 2**18
-"""About so many values are copied at a time."""
+COPY_CHUNK = 2**18  # about so many values are copied at a time
 
 
 class Fragments:
@@ -31,8 +30,7 @@ class Fragments:
         if not all(parts):
             parts = _spread(values, sorted(values, key=lambda name: -values[name]), [[] for _ in range(count)])
         self._names = [sorted(part) for part in parts]
-        self.sizes = [sum(values[name] for name in part) for part in parts]
-        """Values in each fragment."""
+        self.sizes = [sum(values[name] for name in part) for part in parts]  # values in each fragment
         shapes = "".join(f"{name} {list(tensor.shape)}\n" for name, tensor in self._tensors.items())
         self.layout = sha256(f"{count}\n{shapes}".encode()).hexdigest()[:16]
         """16 hex digits: equal for equal names, shapes and number of fragments."""

@@ -39,10 +39,8 @@ from swarm_node.averaging.cohort_weights import (
 
 SEEK_S = 120.0
 """How long a node looks for a peer that is ahead: cards take seconds, dialling all of a large swarm a minute."""
-GIVE_PAUSE_S = 5.0
-"""After weights were given to one peer, before they are given to another."""
-SAME_PEER_PAUSE_S = 60.0
-"""The same peer waits at least so long, and at least as long as its last transfer took."""
+GIVE_PAUSE_S = 5.0  # after weights were given to one peer, before they are given to another
+SAME_PEER_PAUSE_S = 60.0  # the same peer waits at least so long, and at least as long as its last transfer took
 
 
 class LateJoin:
@@ -50,17 +48,13 @@ class LateJoin:
 
     def __init__(self, averager: Averager, rng: random.Random) -> None:
         self.averager = averager
-        self.version = 0
-        """Updates of the policy; 0 = never trained, so its weights are of no use to others."""
+        self.version = 0  # updates of the policy; 0 = never trained, so its weights are of no use to others
         self._place = averager.place.swarm, averager.place.cohort
         self._rng = rng
-        self._seek_s: float | None = None
-        """How long to look, from the next step on."""
+        self._seek_s: float | None = None  # how long to look, from the next step on
         self._seek_until = -1.0
-        self._donors: defaultdict[str, Donor] = defaultdict(Donor)
-        """The peers that were asked."""
-        self._asked_at = -1.0
-        """When the last was asked."""
+        self._donors: defaultdict[str, Donor] = defaultdict(Donor)  # the peers that were asked
+        self._asked_at = -1.0  # when the last was asked
         self._fetch: WeightsFetch | None = None
         self._slots = UploadSlots(1, 1, averager.now)
         averager.transport.accept(WEIGHTS_METHOD, averager.counted(self.accept))

@@ -34,13 +34,10 @@ from torch.nn.functional import pad
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, SMALLEST, Reader, blocks_of, bounded
 
-REACH = {8: 6.0, 4: 3.0}
-"""Factor by bits: the limit is 8 or 4 standard deviations of normally distributed progress."""
-MAX_WRITTEN_OUT = 1 / 8
-"""Largest part of the blocks that may be written out."""
+REACH = {8: 6.0, 4: 3.0}  # factor by bits: the limit is 8 or 4 standard deviations of normally distributed progress
+MAX_WRITTEN_OUT = 1 / 8  # largest part of the blocks that may be written out
 WRITTEN_OUT_BYTES = 4 + 4 * BLOCK
-ROWS = 512
-"""Blocks worked on at a time: temporaries of 256 KiB in float64 fit in a processor's cache."""
+ROWS = 512  # blocks worked on at a time: temporaries of 256 KiB in float64 fit in a processor's cache
 ODD = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)[:, None]
 """Weights of the check [64, 1], which sees every change of one number by less than 256."""
 HALVES = np.array([[code & 15, code >> 4] for code in range(256)], np.float32).view(np.uint64)[:, 0]
@@ -110,8 +107,7 @@ class LatticeReader(Reader):
         self._near = near
         self._source = _source(seed)
         self._failed = torch.empty(block_count(len(near)), dtype=torch.bool)
-        self._done = 0
-        """Blocks decoded so far."""
+        self._done = 0  # blocks decoded so far
         self._squares = self._lost = 0.0
         self._scratch = torch.empty(3, ROWS, BLOCK, dtype=torch.float64)
 

@@ -22,13 +22,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
-"""Name -> tensor."""
+State = dict[str, Tensor]  # name -> tensor
 
-BASE = "the base"
-"""Its name in messages."""
-MERGE_PIECE = 2**20
-"""Values of each state that are merged at a time: 8 MiB in float64."""
+BASE = "the base"  # its name in messages
+MERGE_PIECE = 2**20  # values of each state that are merged at a time: 8 MiB in float64
 
 
 def check_alike(states: Mapping[str, State]) -> None:

@@ -28,12 +28,9 @@ from swarm_node.averaging.robust import cache_parts, square
 
 @dataclass(frozen=True)
 class NoLoCo:
-    alpha: float
-    """Momentum."""
-    beta: float
-    """Step along the pair's mean progress."""
-    gamma: float
-    """Pull together."""
+    alpha: float  # momentum
+    beta: float  # step along the pair's mean progress
+    gamma: float  # pull together
 
     def momentum_in_place(
         self, slow: Tensor, momentum: Tensor, fast: Tensor, partner_fast: Tensor, partner_slow: Tensor | None = None

@@ -17,14 +17,10 @@ from protocol.tensors import AverageHead
 
 CLOCKS_DIFFER_S = 5.0
 """Difference between two peers' clocks that is tolerated, or a quarter of the period if that is less."""
-ATTEMPTS = 3
-"""Calls of one peer that are accepted in one round, if they fail. Each costs a copy of the weights."""
-DRAINED_PAUSE_S = 3600.0
-"""Least time between two exchanges of one fragment with the same leaving peer."""
-CALL_RETRY = 0.05
-"""Part of a round before a partner is called again that was busy or could not be reached."""
-EARLY_RETRY = 0.25
-"""Part of a round before a partner is called again that was not due: it will call by itself."""
+ATTEMPTS = 3  # calls of one peer that are accepted in one round, if they fail. Each costs a copy of the weights.
+DRAINED_PAUSE_S = 3600.0  # least time between two exchanges of one fragment with the same leaving peer
+CALL_RETRY = 0.05  # part of a round before a partner is called again that was busy or could not be reached
+EARLY_RETRY = 0.25  # part of a round before a partner is called again that was not due: it will call by itself
 FINAL = frozenset(
     "partner cohort version schema size late round fragment codec diverged fault replaced "
     "values gates probe hash".split()
@@ -38,18 +34,14 @@ class OuterRounds:
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
         self._call_at = 0.0
-        self._settled: set[int] = set()
-        """Rounds in which an exchange succeeded, or need not be tried again."""
+        self._settled: set[int] = set()  # rounds in which an exchange succeeded, or need not be tried again
         self._failures: dict[int, tuple[str, str]] = {}
         """Round -> reason and peer of the last failure, until it is settled."""
-        self._waits: dict[int, float] = {}
-        """Round -> until when training waits for its exchanges."""
+        self._waits: dict[int, float] = {}  # round -> until when training waits for its exchanges
         self._calls: Counter[tuple[int, str, int]] = Counter()
         """Accepted calls by round, peer and, for a leaving peer, fragment (otherwise -1)."""
-        self._drained: dict[int, str] = {}
-        """Round -> the leaving peer that was averaged with."""
-        self._drained_at: dict[tuple[str, int], float] = {}
-        """Leaving peer and fragment -> when they were averaged."""
+        self._drained: dict[int, str] = {}  # round -> the leaving peer that was averaged with
+        self._drained_at: dict[tuple[str, int], float] = {}  # leaving peer and fragment -> when they were averaged
 
     def at(self, now: float) -> int:
         return math.floor(now / self._period_s)

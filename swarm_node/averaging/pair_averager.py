@@ -63,10 +63,8 @@ class PairAverager(Averager):
         config = self.config
         self.outer = NoLoCo(config.alpha, config.beta, config.gamma)
         self._codec = PAIR_CODECS[config.codec]
-        self._both = config.gamma != config.beta
-        """Slow weights travel as well."""
-        self._apart = [0.0] * config.fragments
-        """Root mean square distance to the last partner, of each fragment."""
+        self._both = config.gamma != config.beta  # slow weights travel as well
+        self._apart = [0.0] * config.fragments  # root mean square distance to the last partner, of each fragment
         self._failed_blocks = [torch.zeros(block_count(size), dtype=torch.bool) for size in self.fragments.sizes]
         self._updates = 0
         self._generations = [0] * config.fragments

@@ -73,16 +73,11 @@ class FragmentCopy:
     fragment: int
     fast: Tensor
     slow: Tensor
-    reach: float
-    """Estimate of the root mean square distance between `fast` and the partner's fast weights."""
-    written_out: Tensor
-    """Numbers of the blocks that the last reader could not decode."""
-    updates: int
-    """This node's optimiser updates."""
-    replaced: int
-    """How often this node's weights had been replaced."""
-    generation: int
-    """How often this fragment had been averaged."""
+    reach: float  # estimate of the root mean square distance between `fast` and the partner's fast weights
+    written_out: Tensor  # numbers of the blocks that the last reader could not decode
+    updates: int  # this node's optimiser updates
+    replaced: int  # how often this node's weights had been replaced
+    generation: int  # how often this fragment had been averaged
 
     @classmethod
     def of(cls, fragment: int, fast: Tensor, slow: Tensor, apart: float, failed: Tensor, *counts: int) -> FragmentCopy:
@@ -100,22 +95,16 @@ class PairExchange:
 
     round: int
     partner: str
-    ours: bool
-    """This node called."""
+    ours: bool  # this node called
     copy: FragmentCopy
     codec: WeightCodec
-    both: bool
-    """Slow weights travel as well as fast ones."""
-    seed: str
-    """Common part of the two seeds of lattices; each writer's peer id completes its own."""
-    ends: float
-    """When it is given up, by `clock`."""
+    both: bool  # slow weights travel as well as fast ones
+    seed: str  # common part of the two seeds of lattices; each writer's peer id completes its own
+    ends: float  # when it is given up, by `clock`
     clock: Callable[[], float]
-    draining: bool = False
-    """The caller is leaving the swarm."""
+    draining: bool = False  # the caller is leaving the swarm
     state: ExchangeState = field(default=ExchangeState.WAITING, init=False)
-    answer_by: float = field(default=math.inf, init=False)
-    """A node that is leaving asks the next peer at this time."""
+    answer_by: float = field(default=math.inf, init=False)  # a node that is leaving asks the next peer at this time
     theirs: AverageHead | None = field(default=None, init=False)
     readers: list[Reader] = field(default_factory=list, init=False)
     apart: float | None = field(default=None, init=False)
@@ -127,8 +116,7 @@ class PairExchange:
     """The new momentum, once the partner's body has arrived and passed all checks."""
     refused: RemoteProtocolError | UserError | None = field(default=None, init=False)
     """Why there is no new momentum. The partner is not told, so that both peers remember this exchange."""
-    _workers: int = field(default=0, init=False)
-    """Threads of the transport that use the tensors right now."""
+    _workers: int = field(default=0, init=False)  # threads of the transport that use the tensors right now
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -271,8 +259,7 @@ class ExchangeSlot:
     def __init__(self, me: str, timeout_s: float, clock: Callable[[], float], woken: threading.Event) -> None:
         self.guard = threading.RLock()
         self.exchange: PairExchange | None = None
-        self.failures: list[tuple[PairExchange, BaseException]] = []
-        """Exchanges that failed and have not been counted."""
+        self.failures: list[tuple[PairExchange, BaseException]] = []  # exchanges that failed and have not been counted
         self._me, self._timeout_s, self._clock, self._woken = me, timeout_s, clock, woken
 
     def give_up(self, why: str) -> None:

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from protocol.messages import PeerCard
 from protocol.peers import is_relayed
 
-BUCKET = 1024
-"""Most peers in a bucket, whose matrix of w takes 8 MiB."""
+BUCKET = 1024  # most peers in a bucket, whose matrix of w takes 8 MiB
 
 
 def partner(me: str, peers: Collection[str], round: int, seed: str, hidden: Collection[str] = ()) -> str | None:

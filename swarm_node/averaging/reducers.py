@@ -24,8 +24,7 @@ from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 
 ITERATIONS = 20
-STILL = 1e-4
-"""Iterations end when the centre moves by less than this part of tau."""
+STILL = 1e-4  # iterations end when the centre moves by less than this part of tau
 
 Reducer = Callable[[Tensor, Tensor], Tensor]
 

@@ -44,10 +44,8 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 
-WINDOW = 8
-"""Exchanges remembered."""
-GROWTH = 1.5
-"""A distance is remembered as at most so many times the usual one, a loss as so many times the allowed one."""
+WINDOW = 8  # exchanges remembered
+GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one
 FLOOR = 1e-6
 """Root mean square distance that is always allowed: one step of Adam at the smallest usual learning rate. A node that
 has not moved still learns from others, and tau can grow from here."""
@@ -56,44 +54,33 @@ COSINE, COSINE_MARGIN = -0.1, 0.4
 SIGNS, SIGNS_MARGIN = 0.45, 0.13
 """Direction fails below the fixed values if it is also below the usual ones by the margins. Of 900 honest partners in
 three kinds of runs, none was more than 5.2 times as far as usual."""
-FAR = 2.0
-"""A cosine that is below the usual one by so many margins is refused whatever the size."""
-MIN_SEEN = 3
-"""Partners seen before a gate refuses any."""
-OWN_DECAY = 0.5
-"""Weight of the past in the mean of own progress, which covers about the last two exchanges."""
+FAR = 2.0  # a cosine that is below the usual one by so many margins is refused whatever the size
+MIN_SEEN = 3  # partners seen before a gate refuses any
+OWN_DECAY = 0.5  # weight of the past in the mean of own progress, which covers about the last two exchanges
 PROBE_FLOOR = 1.0
 """Nats per token. A node has just been trained on the answers that it probes with, and averaging always takes some of
 that back. Only weights that break the policy are to be refused."""
-PROBE_SPREAD = 6.0
-"""Median absolute deviations: four standard deviations of normally distributed differences."""
+PROBE_SPREAD = 6.0  # median absolute deviations: four standard deviations of normally distributed differences
 FLOAT32_MAX = torch.finfo(torch.float32).max
-CHUNK = 2**16
-"""Values worked on at a time: temporaries of 256 KiB, or 512 in float64, fit in a processor's cache."""
+CHUNK = 2**16  # values worked on at a time: temporaries of 256 KiB, or 512 in float64, fit in a processor's cache
 
 
 @dataclass(frozen=True)
 class Measures:
     """A partner's fragment compared with this node's own. NaN: there was nothing to compare with."""
 
-    distance: float
-    """|theta_j - theta_i|."""
-    size: float
-    """|theta_j - phi_i|."""
-    progress: float
-    """|theta_i - phi_i|."""
-    cosine: float
-    """Cosine of theta_j - phi_i and the mean of own progress."""
-    signs: float
-    """Share of the values that moved the same way, among those that moved in both."""
+    distance: float  # |theta_j - theta_i|
+    size: float  # |theta_j - phi_i|
+    progress: float  # |theta_i - phi_i|
+    cosine: float  # cosine of theta_j - phi_i and the mean of own progress
+    signs: float  # share of the values that moved the same way, among those that moved in both
 
 
 @dataclass
 class PartnerHistory:
     """Measures of the last partners, for one fragment."""
 
-    distances: list[float] = field(default_factory=list)
-    """Accepted partners only."""
+    distances: list[float] = field(default_factory=list)  # accepted partners only
     sizes: list[float] = field(default_factory=list)
     cosines: list[float] = field(default_factory=list)
     signs: list[float] = field(default_factory=list)
@@ -109,12 +96,9 @@ class PartnerHistory:
 class Verdict:
     """The result of `Robust.check`. It is remembered only by `Robust.remember` and `Robust.accept`."""
 
-    refused: str = ""
-    """Figures that the gates refuse; empty if the fragment passes."""
-    measures: Measures | None = None
-    """None if gates are off."""
-    distance: float = math.nan
-    """Distance to remember if the partner is accepted; NaN: none."""
+    refused: str = ""  # figures that the gates refuse; empty if the fragment passes
+    measures: Measures | None = None  # None if gates are off
+    distance: float = math.nan  # distance to remember if the partner is accepted; NaN: none
 
 
 class Robust:
@@ -126,10 +110,8 @@ class Robust:
         self._seen: defaultdict[int, PartnerHistory] = defaultdict(PartnerHistory)
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
-        self._probed: list[float] = []
-        """The last differences loss(averaged) - loss(own)."""
-        self._guard = threading.Lock()
-        """Guards what is remembered, except own progress."""
+        self._probed: list[float] = []  # the last differences loss(averaged) - loss(own)
+        self._guard = threading.Lock()  # guards what is remembered, except own progress
         self._checking = threading.Lock()
         """Guards own progress: a `check` of an exchange that was given up may still be running."""
 

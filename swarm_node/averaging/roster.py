@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from protocol.messages import PeerCard
 
-MAX_NAMES = 1024
-"""Partners whose names are remembered, the latest ones; a card costs its maker nothing."""
-LISTED = 5
-"""Names in a message."""
+MAX_NAMES = 1024  # partners whose names are remembered, the latest ones; a card costs its maker nothing
+LISTED = 5  # names in a message
 
 
 class CohortRoster:
@@ -27,8 +25,7 @@ class CohortRoster:
         self._names: dict[str, str] = {}
         self._together = False
         self._alone_since: float | None = None
-        self._told: int | None = None
-        """Members that average other weights, as said last."""
+        self._told: int | None = None  # members that average other weights, as said last
 
     def look(self, members: Mapping[str, PeerCard], now: float) -> None:
         """Note which members are here at the time `now`."""

@@ -23,10 +23,8 @@ from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import with_settings
 from swarm_node.errors import NobodyReached, SwarmNodeError
 
-NOBODY_REACHED = 1
-"""Exit code of `status` and `join` if no member was reached in time: a later try may succeed."""
-USER_ERROR = 2
-"""Exit code for mistakes that only the user can correct, the same as for a wrong option."""
+NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
+USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
         "local": train.local,

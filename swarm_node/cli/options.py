@@ -61,11 +61,9 @@ class CommandSettings:
     """The part of a command line that sets the configuration."""
 
     file: Path | None
-    flags: dict[str, object]
-    """Name of a key's option -> value; None = not given."""
+    flags: dict[str, object]  # name of a key's option -> value; None = not given
     sets: list[str]
-    file_is_typed: bool
-    """Whether --config was on the command line, not in its environment variable."""
+    file_is_typed: bool  # whether --config was on the command line, not in its environment variable
 
     @property
     def any_typed(self) -> bool:

@@ -9,8 +9,7 @@ import time
 
 from swarm_node.cli.app import main
 
-LEAVE_S = 10.0
-"""Seconds from the end of standard input to the forced end of the process."""
+LEAVE_S = 10.0  # seconds from the end of standard input to the forced end of the process
 
 
 def _until_stdin_ends() -> None:

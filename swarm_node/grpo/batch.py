@@ -38,8 +38,7 @@ class Row:
 
     prompt: list[int]
     completions: list[list[int]]
-    first: int
-    """Number of the first completion, counted over all rollouts of the step that are trained on."""
+    first: int  # number of the first completion, counted over all rollouts of the step that are trained on
 
     @property
     def length(self) -> int:
@@ -51,12 +50,9 @@ class Row:
 class Flat:
     """All completion tokens of a step, laid end to end."""
 
-    target: np.ndarray
-    """[N] the tokens."""
-    sequence: np.ndarray
-    """[N] number of the rollout each belongs to."""
-    start: np.ndarray
-    """[B] where each rollout begins."""
+    target: np.ndarray  # [N] the tokens
+    sequence: np.ndarray  # [N] number of the rollout each belongs to
+    start: np.ndarray  # [B] where each rollout begins
 
 
 def flatten(groups: Sequence[Row]) -> Flat:

@@ -64,8 +64,7 @@ class Optimizer:
         self.updates = 0
         self.updating: Callable[[], AbstractContextManager[object]] = nullcontext
         """Context that is entered while weights change."""
-        self._lock = threading.Lock()
-        """A second lock on changing weights, for threads that copy them."""
+        self._lock = threading.Lock()  # a second lock on changing weights, for threads that copy them
         half = {name: p for name, p in self.named.items() if p.dtype in (torch.bfloat16, torch.float16)}
         self.masters = {name: p.detach().float().requires_grad_() for name, p in half.items()}
         weights = {name: self.masters.get(name, p) for name, p in self.named.items()}

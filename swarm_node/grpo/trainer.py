@@ -45,20 +45,13 @@ class _Step:
 
     groups: list[batch.Row]
     flat: batch.Flat
-    advantages: Tensor
-    """[b]"""
-    weights: Tensor
-    """[b] weight of each token in the loss."""
-    sampled: Tensor
-    """[N] log-probs recorded at sampling, by this node or by a peer; NaN where there are none."""
-    stale: Tensor
-    """[N] whether an older version of this policy sampled it."""
-    foreign: Tensor
-    """[N] whether a peer sampled it."""
-    old: Tensor
-    """[N] log-probs that ratios are taken to, as the correction says; NaN = filled in by the first pass."""
-    reference: Tensor
-    """[N] log-probs under the reference policy, filled in the first pass."""
+    advantages: Tensor  # [b]
+    weights: Tensor  # [b] weight of each token in the loss
+    sampled: Tensor  # [N] log-probs recorded at sampling, by this node or by a peer; NaN where there are none
+    stale: Tensor  # [N] whether an older version of this policy sampled it
+    foreign: Tensor  # [N] whether a peer sampled it
+    old: Tensor  # [N] log-probs that ratios are taken to, as the correction says; NaN = filled in by the first pass
+    reference: Tensor  # [N] log-probs under the reference policy, filled in the first pass
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,7 @@ class Before:
 
     version: int
     fingerprint: str
-    values: dict[str, Tensor]
-    """Some values of each trained tensor."""
+    values: dict[str, Tensor]  # some values of each trained tensor
 
 
 class Trainer:
@@ -101,8 +93,7 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self._said: set[str] = set()
-        """Failures of `logprobs` that were reported."""
+        self._said: set[str] = set()  # failures of `logprobs` that were reported
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.

@@ -10,14 +10,11 @@ import numpy as np
 
 from swarm_node.observability.thinning import rounds_of
 
-POINTS = 1024
-"""Most rows; a run with that many rounds has at least half as many."""
+POINTS = 1024  # most rows; a run with that many rounds has at least half as many
 MAX_NAMES = 256
 DIGITS = 6
-LARGEST = 1e290
-"""Largest number that is kept: many such numbers can still be added."""
-MOST_ROUNDS = 2**40
-"""Most rounds of one line of metrics.jsonl."""
+LARGEST = 1e290  # largest number that is kept: many such numbers can still be added
+MOST_ROUNDS = 2**40  # most rounds of one line of metrics.jsonl
 
 
 class Curves:
@@ -29,8 +26,7 @@ class Curves:
     def __init__(self) -> None:
         self.rounds = 0
         self.per_row = 1
-        self.left_out = 0
-        """Number of names that were left out, beyond MAX_NAMES."""
+        self.left_out = 0  # number of names that were left out, beyond MAX_NAMES
         self._columns: dict[str, int] = {}
         self._alien: set[str] = set()
         self._sums = np.zeros((POINTS, 0))

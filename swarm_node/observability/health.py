@@ -45,12 +45,9 @@ from swarm_node.storage.rundir import RunDir
 LEAST_SILENCE_S = 120.0
 TIMES = 10
 """Silence is a fault after so many times the longest of the last so many rounds, but not before LEAST_SILENCE_S."""
-REQUEST_S = 5.0
-"""Longest life of a connection: the request and the answer are a few kilobytes."""
-MAX_REQUESTS = 16
-"""Most connections, and so threads, at a time."""
-DEFAULT_PORT = "31390"
-"""The port of the container image."""
+REQUEST_S = 5.0  # longest life of a connection: the request and the answer are a few kilobytes
+MAX_REQUESTS = 16  # most connections, and so threads, at a time
+DEFAULT_PORT = "31390"  # the port of the container image
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of a server that listens on all addresses -> the address to ask it at."""
 PREFIX = "swarm_node_"
@@ -72,8 +69,7 @@ class Health:
         self, what: str = "round", least_s: float = LEAST_SILENCE_S, clock: Callable[[], float] = time.monotonic
     ):
         """`what` names the work that repeats."""
-        self.waiting: Callable[[], str] = str
-        """Returns what the node waits for with good reason; empty = nothing."""
+        self.waiting: Callable[[], str] = str  # returns what the node waits for with good reason; empty = nothing
         self.leaving = False
         self._what = what
         self._least_s = least_s
@@ -82,8 +78,7 @@ class Health:
         self._waits = False
         self._waited = 0.0
         self._looking = threading.Lock()
-        self._last = 0.0
-        """When the last round ended."""
+        self._last = 0.0  # when the last round ended
         self._ended: deque[float] = deque(maxlen=TIMES + 1)
         """When the last rounds ended, on a clock that stands still while the node waits."""
         self._numbers: dict[str, float] = {}
@@ -222,8 +217,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self._changing = threading.Lock()
-        self._open: dict[socket.socket, float] = {}
-        """Connection -> when it began, the oldest first."""
+        self._open: dict[socket.socket, float] = {}  # connection -> when it began, the oldest first
         super().__init__(*args)
 
     def service_actions(self) -> None:

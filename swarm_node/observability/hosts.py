@@ -10,8 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection
 
-ANY = "*"
-"""In a list of names: any name is expected."""
+ANY = "*"  # in a list of names: any name is expected
 
 
 def host_of(header: str) -> str:

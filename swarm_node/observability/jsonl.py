@@ -24,8 +24,7 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
-CHUNK_BYTES = 64 << 10
-"""Bytes read at a time from the end of a file: some tens of lines."""
+CHUNK_BYTES = 64 << 10  # bytes read at a time from the end of a file: some tens of lines
 
 
 class JsonLines:

@@ -35,8 +35,7 @@ class MetricsWriter:
         self._report = report
         self._sinks = list(sinks)
         self._thins = not keep_all
-        self._until_thinning = 0
-        """Rounds until lines are merged again."""
+        self._until_thinning = 0  # rounds until lines are merged again
 
     def truncate_after(self, round: int) -> None:
         """Drop the records after the checkpoint of `round`, which will be recorded again. Raises UserError if a line is

@@ -16,8 +16,7 @@ from swarm_node.storage.rundir import os_errors_explained
 
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
-READ = 256
-"""Records in memory at once: a line becomes 6 kB of Python objects."""
+READ = 256  # records in memory at once: a line becomes 6 kB of Python objects
 
 
 def plot_reward(

@@ -44,10 +44,8 @@ SPARK_WIDTH = 24
 LEAST_SPARK = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
-TRAFFIC_OVER_S = 10.0
-"""Traffic is the mean over so many seconds."""
-MAX_PLAIN = 120
-"""Most characters of a plain line; a longer one leaves out the traffic."""
+TRAFFIC_OVER_S = 10.0  # traffic is the mean over so many seconds
+MAX_PLAIN = 120  # most characters of a plain line; a longer one leaves out the traffic
 LINK = "swarm://"
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LINE_LEAST_S, LINE_MOST_S = 5.0, 60.0  # between plain lines
@@ -108,8 +106,7 @@ class ProgressDisplay:
         """Returns how many others this node's crew has; None = there is no crew. Called as `waiting` is."""
         self.paused_s: Callable[[], float] = float
         """Returns the seconds so far in which the run was paused; its minutes exclude them. Called as `waiting` is."""
-        self.spent_s = 0.0
-        """Seconds of the minutes of the run that had passed before the first round."""
+        self.spent_s = 0.0  # seconds of the minutes of the run that had passed before the first round
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
@@ -118,16 +115,13 @@ class ProgressDisplay:
         self._tokens_per_s: float | None = None
         self._others: float | None = None
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
-        self._traffic: deque[tuple[float, float, float]] = deque()
-        """(when, total bytes in, total bytes out)"""
+        self._traffic: deque[tuple[float, float, float]] = deque()  # (when, total bytes in, total bytes out)
         self._averaged = ""
-        self._last: tuple[float, str] | None = None
-        """(when, text) of the last sentence that stays in view."""
+        self._last: tuple[float, str] | None = None  # (when, text) of the last sentence that stays in view
         self._started_at = self._updated_at = 0.0
         self._rounds_at: float | None = None
         """When the first round began, by `_now`: time before it is no part of the minutes either."""
-        self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
-        """When the last rounds ended, by `_now`."""
+        self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)  # when the last rounds ended, by `_now`
         self._printed_round: int | None = None
         self._printed_at = -math.inf
         self._printed_tenth = 0

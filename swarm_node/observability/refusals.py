@@ -16,32 +16,22 @@ from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
 from swarm_node.say import Once, Say
 
-MAX_ROWS = 20
-"""Most sources in a status: an attacker may have many names, and people read a few."""
-NOTABLE = 10
-"""Least refusals of a source for a row, if honest nodes cause such refusals now and then."""
-MAX_REASONS = 3
-"""Reasons named per source, the most frequent first; the status of a peer has all."""
-SHORT_ID = 8
-"""Last characters of a peer id that are shown: the first ones are the same for all."""
+MAX_ROWS = 20  # most sources in a status: an attacker may have many names, and people read a few
+NOTABLE = 10  # least refusals of a source for a row, if honest nodes cause such refusals now and then
+MAX_REASONS = 3  # reasons named per source, the most frequent first; the status of a peer has all
+SHORT_ID = 8  # last characters of a peer id that are shown: the first ones are the same for all
 
 
 class RefusalRow(msgspec.Struct, frozen=True):
     """The refusals of one source."""
 
-    source: str
-    """Peer id, IPv4 address, or /64 of IPv6."""
-    says: str
-    """The reasons in words: `1,204 × too many keys asked at once, 3 × malformed`."""
+    source: str  # peer id, IPv4 address, or /64 of IPv6
+    says: str  # the reasons in words: `1,204 × too many keys asked at once, 3 × malformed`
     count: int
-    hostile: int
-    """Refusals among them that an honest node hardly ever causes."""
-    last: float
-    """Unix time of the latest refusal."""
-    name: str = ""
-    """The name that the peer gives itself."""
-    address: str = ""
-    """IP address that the source is connected from; empty if unknown."""
+    hostile: int  # refusals among them that an honest node hardly ever causes
+    last: float  # Unix time of the latest refusal
+    name: str = ""  # the name that the peer gives itself
+    address: str = ""  # IP address that the source is connected from; empty if unknown
 
     @property
     def ip(self) -> str:

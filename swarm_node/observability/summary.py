@@ -26,15 +26,11 @@ from swarm_node.observability.reasons import words
 from swarm_node.observability.tally import Tally
 
 LEAST_QUESTIONS = 50
-LEAST_ROUNDS = 20
-"""With fewer rounds, a change of reward compares one round with another."""
+LEAST_ROUNDS = 20  # with fewer rounds, a change of reward compares one round with another
 RESAMPLES = 4000
-MAX_DRAWN = 10**6
-"""Numbers in memory at once: this is drawn while a node leaves."""
-INDENT = 10
-"""Columns before the text of a line."""
-MAX_REASONS = 4
-"""Reasons that are listed; the others become one number."""
+MAX_DRAWN = 10**6  # numbers in memory at once: this is drawn while a node leaves
+INDENT = 10  # columns before the text of a line
+MAX_REASONS = 4  # reasons that are listed; the others become one number
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
 KINDS = {"weights": "weights", "crew": "the crew"}
 COST = {
@@ -48,12 +44,10 @@ class HeldOut(msgspec.Struct, frozen=True):
     """Held-out figures of all tasks, before and after training."""
 
     questions: int
-    samples: int
-    """Answers per question."""
+    samples: int  # answers per question
     pass_1: tuple[float, float]
     pass_k: tuple[float, float]
-    interval: tuple[float, float] | None = None
-    """95 % interval of the change of pass@1; None = too few questions."""
+    interval: tuple[float, float] | None = None  # 95 % interval of the change of pass@1; None = too few questions
 
 
 class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,10 +55,8 @@ class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
     received: int = 0
     admitted: int = 0
-    used: int = 0
-    """Groups of other peers trained on, counted each time."""
-    foreign_share: float = 0.0
-    """Share of foreign groups among all groups trained on."""
+    used: int = 0  # groups of other peers trained on, counted each time
+    foreign_share: float = 0.0  # share of foreign groups among all groups trained on
     sent: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -74,30 +66,25 @@ class Averaging(msgspec.Struct, frozen=True):
     """Exchanges of weights; in each, a node gives and takes."""
 
     exchanges: int
-    bytes: int
-    """Bytes sent."""
+    bytes: int  # bytes sent
 
 
 class Stages(msgspec.Struct, frozen=True):
     """Losses and recoveries in the crew that this node led."""
 
     lost: int
-    built: dict[str, int]
-    """Way -> how often a stage was built so, at first as well as after a loss."""
+    built: dict[str, int]  # way -> how often a stage was built so, at first as well as after a loss
 
 
 class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run in numbers; parts that did not occur are None."""
 
     rounds_recorded: int = 0
-    resumed_at: int = 0
-    """The round after which the last start resumed."""
+    resumed_at: int = 0  # the round after which the last start resumed
     reward_first_tenth: float | None = None
     reward_last_tenth: float | None = None
-    seconds: float = 0.0
-    """Seconds spent in rounds, without held-out evaluation and pauses."""
-    num_tokens: int = 0
-    """Tokens trained on."""
+    seconds: float = 0.0  # seconds spent in rounds, without held-out evaluation and pauses
+    num_tokens: int = 0  # tokens trained on
     held_out: HeldOut | None = None
     swarm: SwarmFigures | None = None
     averaging: Averaging | None = None

@@ -16,11 +16,9 @@ import msgspec
 
 from swarm_node.observability.thinning import rounds_of
 
-BUCKETS = 512
-"""Most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB."""
+BUCKETS = 512  # most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB
 
-COUNTED = ("swarm/", "averaging/", "stages/")
-"""Prefixes of the names of totals."""
+COUNTED = ("swarm/", "averaging/", "stages/")  # prefixes of the names of totals
 
 
 class Buckets(msgspec.Struct):
@@ -31,8 +29,7 @@ class Buckets(msgspec.Struct):
     """
 
     count: int = 0
-    each: int = 1
-    """Numbers per part; the last part may have fewer."""
+    each: int = 1  # numbers per part; the last part may have fewer
     sums: list[float] = []
     squares: list[float] = []
 
@@ -91,22 +88,16 @@ def _moments(k: int, total: float, squares: float) -> tuple[float, float]:
 class Tally(msgspec.Struct):
     """Figures of the rounds up to `round`."""
 
-    round: int = 0
-    """The last one."""
-    rounds: int = 0
-    """Number of recorded rounds: a leader of a crew has only those that it led."""
+    round: int = 0  # the last one
+    rounds: int = 0  # number of recorded rounds: a leader of a crew has only those that it led
     seconds: float = 0.0
-    own: float = 0.0
-    """Own groups trained on; `used`: groups of other peers, counted each time that one is trained on."""
+    own: float = 0.0  # own groups trained on; `used`: groups of other peers, counted each time that one is trained on
     used: float = 0.0
     num_tokens: float = 0.0
     rewards: Buckets = msgspec.field(default_factory=Buckets)
-    totals: dict[str, float] = {}
-    """Totals of the swarm, averaging and stages, over all starts."""
-    seen: dict[str, float] = {}
-    """The same totals in the last round."""
-    cost: dict[str, float] = {}
-    """`cost/*` of the last round."""
+    totals: dict[str, float] = {}  # totals of the swarm, averaging and stages, over all starts
+    seen: dict[str, float] = {}  # the same totals in the last round
+    cost: dict[str, float] = {}  # `cost/*` of the last round
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record of metrics.jsonl, which may stand for several rounds."""

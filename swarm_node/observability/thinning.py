@@ -20,10 +20,8 @@ import msgspec
 from swarm_node.observability.jsonl import encoded_line, not_a_record, parsed, whole_lines
 from swarm_node.observability.metrics_reference import has_last_value
 
-WHOLE = 2048
-"""Newest rounds that keep a line each: all of most runs, and a plot of 700 columns needs no more."""
-EACH = 1024
-"""Rounds between two thinnings: each writes the whole file again, some 12 MB, so it must be rare."""
+WHOLE = 2048  # newest rounds that keep a line each: all of most runs, and a plot of 700 columns needs no more
+EACH = 1024  # rounds between two thinnings: each writes the whole file again, some 12 MB, so it must be rare
 LEVEL = 256
 """Most lines of equally many rounds, from 2 on; LEVEL / 2 stay. So no line stands for more than a 190th of the run:
 when the first lines of n rounds are made, LEVEL / 4 of them, 3 / 4 LEVEL n rounds are in the file."""

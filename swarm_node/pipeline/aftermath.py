@@ -13,8 +13,7 @@ from protocol.crew import Progress
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.status_text import StatusText
 
-ROUNDS_AFTER = 10
-"""Rounds on either side of a loss whose mean rewards are compared."""
+ROUNDS_AFTER = 10  # rounds on either side of a loss whose mean rewards are compared
 
 
 class Aftermath:
@@ -24,12 +23,9 @@ class Aftermath:
         self._status_text = status_text
         self._say = say
         self._rewards: list[float] = []
-        self._waiting: list[tuple[int, float, str]] = []
-        """(round after which it is said, reward before, what was lost)."""
-        self._losses = 0.0
-        """Stages lost until the crew was last whole."""
-        self._holders: tuple[str, ...] = ()
-        """Holders of the stages then."""
+        self._waiting: list[tuple[int, float, str]] = []  # (round after which it is said, reward before, what was lost)
+        self._losses = 0.0  # stages lost until the crew was last whole
+        self._holders: tuple[str, ...] = ()  # holders of the stages then
 
     @property
     def reward(self) -> float:

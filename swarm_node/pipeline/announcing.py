@@ -19,10 +19,8 @@ from protocol.transports.base import Handler, Transport
 from swarm_node.pipeline.assemble import CrewParts
 
 ANNOUNCE_TICK_S = 0.5
-STATUS_S = 2.0
-"""Time between two writings of the status of a node that does not lead."""
-MAX_SHOWN = 500
-"""Peers in the status."""
+STATUS_S = 2.0  # time between two writings of the status of a node that does not lead
+MAX_SHOWN = 500  # peers in the status
 
 
 class LeaderSubscriptions:

@@ -56,14 +56,12 @@ FRESH = 100
 class CrewParts:
     """The parts of a node in a crew."""
 
-    own: NodeConfig
-    """The configuration as the user of this node wants it."""
+    own: NodeConfig  # the configuration as the user of this node wants it
     entered: JoinedSwarm
     run: RunDir
     say: Callable[..., None]
     run_settings: RunSettings
-    loading: Loading
-    """The kind of policy and how it is loaded."""
+    loading: Loading  # the kind of policy and how it is loaded
     footprint: Footprint
     architecture: str
     stage_transport: StageTransport
@@ -73,8 +71,7 @@ class CrewParts:
     status_text: StatusText
     join_command: JoinCommand
     access: StageAccess
-    round: int
-    """Round of the newest checkpoint here; 0 = there is none."""
+    round: int  # round of the newest checkpoint here; 0 = there is none
 
     @property
     def transport(self) -> Transport:
@@ -98,8 +95,7 @@ class StageAccess:
         """`averages`: the weights are averaged with other crews'."""
         self.stage_transport: StageTransport
         self.held_stages: HeldStages
-        self.leaving: Callable[[], bool] = lambda: False
-        """Whether this node leaves the crew, or the run is over."""
+        self.leaving: Callable[[], bool] = lambda: False  # whether this node leaves the crew, or the run is over
         self._transport = transport
         self._architecture = architecture
         self._averages = averages

@@ -40,12 +40,10 @@ from swarm_node.policy.loading import load_tokenizer
 from swarm_node.policy.probes import is_windowed
 from swarm_node.types import Stop
 
-ORDERS_WAIT_S = 0.5
-"""Longest time between two looks at orders and messages."""
+ORDERS_WAIT_S = 0.5  # longest time between two looks at orders and messages
 JOIN_COMMAND_SLACK_S = 5.0
 """People are told how to join so much later than `spare_wait_s`: a stage that neighbours can take is back by then."""
-TURNS = 2**32
-"""Passes and generations that a leader may count before its numbers would be those of the next leader."""
+TURNS = 2**32  # passes and generations that a leader may count before its numbers would be those of the next leader
 
 
 class Deposed(SwarmNodeError):
@@ -58,10 +56,8 @@ class CrewNode:
     def __init__(self, parts: CrewParts, stack: ExitStack) -> None:
         """The node's thread, which keeps time for the crew, ends with `stack`."""
         self.parts = parts
-        self.config = parts.own
-        """Configuration of this node, with the crew's settings once these are known."""
-        self.settings = crew_settings(parts.own)
-        """The crew's settings, as far as this node knows."""
+        self.config = parts.own  # configuration of this node, with the crew's settings once these are known
+        self.settings = crew_settings(parts.own)  # the crew's settings, as far as this node knows
         self.say = parts.say
         self.transport = parts.transport
         self.stage_transport = parts.stage_transport
@@ -76,16 +72,11 @@ class CrewNode:
         self.progress = Progress(parts.round, 0.0)
         """Progress of the crew, as last heard or told, or as of the newest checkpoint here."""
         self._stop: Stop | None = None
-        self._leads = False
-        """This node is to lead, by its orders."""
-        self._updates: dict[int, int] = {}
-        """Updates of the stages here, as last reported."""
-        self._whole_since = math.inf
-        """When the crew was first whole, `time.monotonic`."""
-        self._advised = False
-        """Checkpoints are due, since this machine may well be taken back soon."""
-        self._averaged = 0
-        """Changes that others' weights made to stage 0 while this node led."""
+        self._leads = False  # this node is to lead, by its orders
+        self._updates: dict[int, int] = {}  # updates of the stages here, as last reported
+        self._whole_since = math.inf  # when the crew was first whole, `time.monotonic`
+        self._advised = False  # checkpoints are due, since this machine may well be taken back soon
+        self._averaged = 0  # changes that others' weights made to stage 0 while this node led
         self._aftermath = Aftermath(parts.status_text, parts.say)
         self.leaving = Leaving(parts, lambda: self._leads or self.driver is not None, self._after_update)
         parts.access.leaving = lambda: self.leaving.begun or parts.over or bool(self._stop and self._stop.requested)

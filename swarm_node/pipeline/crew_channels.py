@@ -47,8 +47,7 @@ from swarm_node.pipeline.messages import LEADER, Limits, check_message
 PLANS = 16
 """Latest plans whose messages are still recognised, and dropped; a message of any other plan ends its channel."""
 
-Order = BuildStage | DropStage | StartLeading | StopLeading
-"""Something that the main thread must do."""
+Order = BuildStage | DropStage | StartLeading | StopLeading  # something that the main thread must do
 
 
 class CrewChannels:
@@ -65,26 +64,20 @@ class CrewChannels:
         """`limits`: of a crew with these settings; `plan`, `stages`, `here` and `sender` are filled in for each
         message."""
         self.membership = membership
-        self.lock = threading.Lock()
-        """Held while the crew's state is read or changed."""
+        self.lock = threading.Lock()  # held while the crew's state is read or changed
         self.inbox = Inbox(now)
         self.orders: deque[Order] = deque()
-        self.news = threading.Event()
-        """A message, an order or a new plan has come since the main thread last looked."""
+        self.news = threading.Event()  # a message, an order or a new plan has come since the main thread last looked
         self._transport = transport
         self._limits = limits
         self._say = say
         self._now = now
-        self._busy = threading.Lock()
-        """Held by the thread that handles events."""
+        self._busy = threading.Lock()  # held by the thread that handles events
         self._events: deque[Callable[[float], list[Action]]] = deque()
         self._channels: dict[PeerLink, Channel] = {}
-        self._faults: dict[PeerLink, str] = {}
-        """Channels whose peers sent a message that no stage accepts -> why."""
-        self._plans: dict[int, Plan] = {}
-        """Latest plans, by mark."""
-        self._over = False
-        """The run is over, or this peer has left: no event matters any more."""
+        self._faults: dict[PeerLink, str] = {}  # channels whose peers sent a message that no stage accepts -> why
+        self._plans: dict[int, Plan] = {}  # latest plans, by mark
+        self._over = False  # the run is over, or this peer has left: no event matters any more
         transport.listen(CREW_METHOD, partial(self._opened, CREW_METHOD))
         transport.listen(STAGE_METHOD, partial(self._opened, STAGE_METHOD))
 

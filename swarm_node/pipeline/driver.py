@@ -39,8 +39,7 @@ from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.types import Sampling
 
-TRIES = 3
-"""Turns that end in a refusal, one after the other, before the work is given up."""
+TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up
 
 
 class Driver:
@@ -69,12 +68,9 @@ class Driver:
         self.workers = workers
         self.on_lost = on_lost
         self.swapped = swapped
-        self.spoiled = False
-        """Whether the loss had a gradient that is not finite."""
-        self.updates = workers[0].updates
-        """Updates that the crew has made."""
-        self.total = first_turn
-        """Number of the sum that gradients are added to."""
+        self.spoiled = False  # whether the loss had a gradient that is not finite
+        self.updates = workers[0].updates  # updates that the crew has made
+        self.total = first_turn  # number of the sum that gradients are added to
         self._refusals = 0  # turns that ended in one, since the last update or generation
 
     @property

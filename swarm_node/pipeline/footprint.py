@@ -24,8 +24,7 @@ from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replicated
 from swarm_node.policy.loading import Plan as Loading
 
-CHECKPOINT_BYTES = 12
-"""Of a trained value in a checkpoint: itself and two moments, four bytes each."""
+CHECKPOINT_BYTES = 12  # of a trained value in a checkpoint: itself and two moments, four bytes each
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Footprint:
     def __init__(self, config: NodeConfig, loading: Loading) -> None:
         """Raises UserError for a model family that cannot be divided into stages."""
         self.config = config
-        self.reference = bool(config.grpo.beta)
-        """Whether stages keep their weights of before training."""
+        self.reference = bool(config.grpo.beta)  # whether stages keep their weights of before training
         self._itemsize = loading.dtype.itemsize
         held = Sizes(*sizes(loading.config, 1))
         nothing = Sizes([0] * len(held.layers), 0, 0)

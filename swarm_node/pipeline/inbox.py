@@ -18,10 +18,8 @@ from protocol.pipeline import Envelope
 from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage
 
-MAX_WAITING = 1024
-"""Messages that may wait here: the schedule lets far fewer be on their way."""
-MAX_WAITING_BYTES = 2**30
-"""Bytes of their bodies, and of those on their way, together."""
+MAX_WAITING = 1024  # messages that may wait here: the schedule lets far fewer be on their way
+MAX_WAITING_BYTES = 2**30  # bytes of their bodies, and of those on their way, together
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Expected:
 
     link: PeerLink
     envelope: Envelope
-    size: int
-    """Bytes of its body."""
+    size: int  # bytes of its body
     limits: Limits
 
 
@@ -39,10 +36,8 @@ class Expected:
 class Waiting:
     """A message that has come."""
 
-    plan: int
-    """Number of the plan that its sender goes by."""
-    at: float
-    """When it came."""
+    plan: int  # number of the plan that its sender goes by
+    at: float  # when it came
     content: StageMessage | tuple[Expected, bytearray]
     """A message from this peer itself, or one from a channel and its body."""
 
@@ -54,10 +49,8 @@ class Inbox:
         self._now = now
         self._lock = threading.Lock()
         self._waiting: deque[Waiting] = deque()
-        self._coming: dict[PeerLink, Expected] = {}
-        """The message whose body is on its way, by channel."""
-        self._kept = 0
-        """Bytes of bodies that wait."""
+        self._coming: dict[PeerLink, Expected] = {}  # the message whose body is on its way, by channel
+        self._kept = 0  # bytes of bodies that wait
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -21,17 +21,14 @@ class JoinCommand:
         self.me = me
         self.swarm = swarm
         self.bootstrap = bootstrap
-        self.link = ""
-        """The join link; empty = there is none yet."""
-        self.open = True
-        """Other machines may join."""
+        self.link = ""  # the join link; empty = there is none yet
+        self.open = True  # other machines may join
         pipeline, model = config.pipeline, config.policy.model
         named = [] if model in ("starter", swarms_model) else ["--model", model]
         self._options = shlex.join(["--stages", str(pipeline.stages), "--crew", pipeline.crew, *named])
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
         """This node's addresses in the link, whether the link can name all peers of the crew, and the link, now ..."""
-        self._told: tuple[Sequence[str], bool, str] = self._now
-        """... and when it was last told."""
+        self._told: tuple[Sequence[str], bool, str] = self._now  # ... and when it was last told.
 
     def renew(self, addresses: Sequence[str], members: Mapping[str, PeerCard], plan: Plan | None) -> None:
         """Make the link of this node's addresses, if it has any, and of some present members."""

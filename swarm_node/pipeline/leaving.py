@@ -18,17 +18,13 @@ from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.compute.worker import attend
 from swarm_node.types import Stop
 
-LAST_WORD_S = 5.0
-"""The leader waits so long until the others have heard that the run is over, and have left."""
-LAST_WORD_LOOK_S = 0.05
-"""Time between two looks whether they have."""
+LAST_WORD_S = 5.0  # the leader waits so long until the others have heard that the run is over, and have left
+LAST_WORD_LOOK_S = 0.05  # time between two looks whether they have
 GATHER_S = 20.0
 """A leaving node waits so long until others have its stages, and a leader so long for the weights of theirs. With a
 notice the former takes as long as is left, ..."""
-SAVE_S = 4.0
-"""... except for this time, in which this node and those that it has started save what they hold."""
-SETTLE_S = 1.0
-"""A leaving node waits so long for an update that the others may be making already."""
+SAVE_S = 4.0  # ... except for this time, in which this node and those that it has started save what they hold.
+SETTLE_S = 1.0  # a leaving node waits so long for an update that the others may be making already
 
 
 class Leaving:
@@ -36,8 +32,7 @@ class Leaving:
 
     def __init__(self, parts: CrewParts, leads: Callable[[], bool], after_update: Callable[[], None]) -> None:
         """`leads`: whether this node leads, or is about to. `after_update` is called when stages may have changed."""
-        self.begun = False
-        """This node leaves: it takes no stage of another peer any more."""
+        self.begun = False  # this node leaves: it takes no stage of another peer any more
         self._parts = parts
         self._leads = leads
         self._after_update = after_update

@@ -28,18 +28,15 @@ from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.tensor_codec import decode_tensor, encode_tensor
 from swarm_node.pipeline.compute.tied_weights import rows_of
 
-LEADER = -1
-"""Receiver of a message: the loop that drives all stages, at the peer that holds stage 0."""
-TARGETS = 64
-"""Most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt."""
+LEADER = -1  # receiver of a message: the loop that drives all stages, at the peer that holds stage 0
+TARGETS = 64  # most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt
 
 
 @dataclass(frozen=True)
 class StageMessage:
     """From one stage to another, or between the leader and a stage."""
 
-    stage: int
-    """Receiver: number of a stage, or `LEADER`."""
+    stage: int  # receiver: number of a stage, or `LEADER`
     head: heads.Head
     tensors: tuple[Tensor, ...] = ()
 
@@ -75,24 +72,16 @@ class MessageTransport(Protocol):
 class Limits:
     """What one peer of a crew may send to this peer."""
 
-    plan: int
-    """Number of the plan that this peer goes by."""
+    plan: int  # number of the plan that this peer goes by
     stages: int
-    here: frozenset[int]
-    """Stages held here; at the leader also `LEADER`."""
-    sender: frozenset[int]
-    """Stages held by the sender."""
-    width: int
-    """Values of a hidden state."""
+    here: frozenset[int]  # stages held here; at the leader also `LEADER`
+    sender: frozenset[int]  # stages held by the sender
+    width: int  # values of a hidden state
     vocabulary: int
-    tokens: int
-    """Most tokens of a microbatch, padding included."""
-    rows: int
-    """Most samples drawn at a time."""
-    prompt: int
-    """Most tokens of a prompt that is sampled from."""
-    length: int
-    """Most tokens of a sample."""
+    tokens: int  # most tokens of a microbatch, padding included
+    rows: int  # most samples drawn at a time
+    prompt: int  # most tokens of a prompt that is sampled from
+    length: int  # most tokens of a sample
 
 
 class _Field(NamedTuple):

@@ -14,10 +14,8 @@ from protocol.crew import Settings
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.messages import Limits
 
-MOST_TOKENS = 2**24
-"""Largest count of tokens that `protocol.crew` allows."""
-MAX_ROWS = 2**14
-"""Most samples that are drawn at a time."""
+MOST_TOKENS = 2**24  # largest count of tokens that `protocol.crew` allows
+MAX_ROWS = 2**14  # most samples that are drawn at a time
 
 
 def crew_settings(config: NodeConfig) -> Settings:

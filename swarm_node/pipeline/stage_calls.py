@@ -18,8 +18,7 @@ from protocol.errors import RemoteProtocolError
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.messages import LEADER, MessageTransport, StageLost, StageMessage, encoded_size
 
-TICK_S = 0.5
-"""Longest wait for a message before the time is looked at."""
+TICK_S = 0.5  # longest wait for a message before the time is looked at
 
 H = TypeVar("H")
 
@@ -49,14 +48,10 @@ class StageCalls:
         self.codec = codec
         self.refused = refused
         self.patience_s = patience_s
-        self.turn = first_turn
-        """Number of the last pass or generation."""
-        self.statuses: dict[int, heads.StageStatus] = {}
-        """Last status of each stage."""
-        self.tokens = 0
-        """Tokens sampled, or in rows of a pass, since `figures` was last asked."""
-        self.trained_s = 0.0
-        """Seconds of train steps, since then."""
+        self.turn = first_turn  # number of the last pass or generation
+        self.statuses: dict[int, heads.StageStatus] = {}  # last status of each stage
+        self.tokens = 0  # tokens sampled, or in rows of a pass, since `figures` was last asked
+        self.trained_s = 0.0  # seconds of train steps, since then
         self._waited_s = 0.0
         self._bytes = 0
         self._heard = time.monotonic()

@@ -36,12 +36,9 @@ from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.membership.roster import NOTHING
 from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
 
-TICK_S = 0.25
-"""Time passes for the crew at least this often while the main thread waits."""
-LEAST_TICK_S = 0.05
-"""Shortest time between two ticks, since messages may come in hundreds a second."""
-LOOK_S = 1.0
-"""Cards are looked at this often."""
+TICK_S = 0.25  # time passes for the crew at least this often while the main thread waits
+LEAST_TICK_S = 0.05  # shortest time between two ticks, since messages may come in hundreds a second
+LOOK_S = 1.0  # cards are looked at this often
 
 
 class StageTransport:
@@ -61,19 +58,13 @@ class StageTransport:
         """`late`: messages of earlier plans; `unsent`: messages to stages that had gone."""
         self._transport = transport
         self._now = now
-        self._taken_at: float | None = None
-        """When the message came that the main thread is dealing with."""
-        self._working = -1
-        """Mark of the plan that the main thread works by."""
-        self._leading = False
-        """The main thread has been told to lead."""
-        self._built_at = now()
-        """When the main thread last did something about stages that are to be built."""
-        self._quiet_since = now()
-        """When the main thread last sent or received anything."""
+        self._taken_at: float | None = None  # when the message came that the main thread is dealing with
+        self._working = -1  # mark of the plan that the main thread works by
+        self._leading = False  # the main thread has been told to lead
+        self._built_at = now()  # when the main thread last did something about stages that are to be built
+        self._quiet_since = now()  # when the main thread last sent or received anything
         self._looked_at = self._ticked_at = -LOOK_S
-        self._members: Mapping[str, PeerCard] = {}
-        """Of the swarm, as last looked up."""
+        self._members: Mapping[str, PeerCard] = {}  # of the swarm, as last looked up
         self._membership = CrewMembership(spec, now(), holding, self.held_s)
         self._channels = CrewChannels(transport, self._membership, limits, say, now)
         self._inbox, self._orders, self._lock = self._channels.inbox, self._channels.orders, self._channels.lock

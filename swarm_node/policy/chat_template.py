@@ -16,10 +16,8 @@ from swarm_node.errors import UserError
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
 
-CPU_S = 5
-"""A frame takes 0.1 s, Python's start included."""
-WALL_S = 60.0
-"""Longest time on a machine that is busy with other things."""
+CPU_S = 5  # a frame takes 0.1 s, Python's start included
+WALL_S = 60.0  # longest time on a machine that is busy with other things
 RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 """The child's program. An isolated Python ignores the user's own site and PYTHONPATH, where Jinja may be."""
 

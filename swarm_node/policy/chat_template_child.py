@@ -23,16 +23,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MEMORY_BYTES = 2**30
-"""Address space of the process; Python and Jinja map a quarter of it."""
-MAX_CHARS = 2**18
-"""Longest frame: as long as a prompt of 65,536 tokens."""
-PADDING = " \n\t \n"
-"""Blanks around the marker, which show whether the template strips the question."""
+MEMORY_BYTES = 2**30  # address space of the process; Python and Jinja map a quarter of it
+MAX_CHARS = 2**18  # longest frame: as long as a prompt of 65,536 tokens
+PADDING = " \n\t \n"  # blanks around the marker, which show whether the template strips the question
 PROBES = ("x", " two words,\n\n  two lines \n", "0123456789 " * 400)
 """Questions for which frame and template must give the same text."""
-SYSTEM = "{system}\n\n{question}"
-"""The question for a template that knows no system role."""
+SYSTEM = "{system}\n\n{question}"  # the question for a template that knows no system role
 
 
 class FrameError(Exception):
@@ -44,8 +40,7 @@ class Frame:
 
     def __init__(self, pieces: list[str], lstrip: bool, rstrip: bool) -> None:
         self.pieces = pieces
-        self.lstrip = lstrip
-        """Whether the question loses blanks at its beginning."""
+        self.lstrip = lstrip  # whether the question loses blanks at its beginning
         self.rstrip = rstrip
 
     def around(self, question: str) -> str:

@@ -20,10 +20,8 @@ from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
 
-HEAD_BYTES = 3 * 64 * 2**20
-"""Logits, log-softmax and gradient of one chunk of the head."""
-RUNTIME_BYTES = 450 * 2**20
-"""Python, torch and transformers themselves."""
+HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
+RUNTIME_BYTES = 450 * 2**20  # Python, torch and transformers themselves
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,14 @@ from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
 
-LORA_ABOVE = 100_000_000
-"""Parameters above which an adapter is trained unless told otherwise."""
+LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 ONLY_THE_SWARMS = "of members only a model that their manifest names is had"
 """Added to the message about a hub id that leads nowhere."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
-MEASURED_WIDTH = 4096
-"""Widest layer for which the speed of bfloat16 is measured: a gigabyte or so."""
+MEASURED_WIDTH = 4096  # widest layer for which the speed of bfloat16 is measured: a gigabyte or so
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,21 +106,15 @@ def _engine_name(policy: Policy) -> str:
 class Plan:
     """The model to be loaded, and how to load it: the same decisions for a whole policy and for a stage of one."""
 
-    base: str
-    """Directory or hub id of the model."""
-    revision: str | None
-    """Branch, tag or commit of it on the hub."""
-    adapter: str | None
-    """Directory of the saved adapter that is trained on."""
-    config: Any
-    """The model's config."""
-    size: int
-    """Parameters of the whole model."""
+    base: str  # directory or hub id of the model
+    revision: str | None  # branch, tag or commit of it on the hub
+    adapter: str | None  # directory of the saved adapter that is trained on
+    config: Any  # the model's config
+    size: int  # parameters of the whole model
     lora: bool
     device: torch.device
     dtype: torch.dtype
-    why: str
-    """Why this dtype."""
+    why: str  # why this dtype
 
     @property
     def where(self) -> str:

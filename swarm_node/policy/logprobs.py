@@ -20,30 +20,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_BYTES = 64 * 2**20
-"""Most bytes of float32 logits in one chunk; a pass holds at most two such buffers."""
+LOGITS_BYTES = 64 * 2**20  # most bytes of float32 logits in one chunk; a pass holds at most two such buffers
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Rows of input tokens and where in them the N completion tokens are predicted."""
 
-    input_ids: Tensor
-    """[R, T] long."""
-    position_ids: Tensor | None
-    """[R, T] long when packed: positions restart after the prompt. `None` = 0..T-1."""
+    input_ids: Tensor  # [R, T] long
+    position_ids: Tensor | None  # [R, T] long when packed: positions restart after the prompt. `None` = 0..T-1.
     attention_mask: Tensor | None
     """[R, 1, T, T] bool when packed, True = may be seen. `None` = causal, which hides right padding too."""
-    row: Tensor
-    """[N] long: row of each completion token ..."""
-    col: Tensor
-    """[N] long: ... and the position in it whose hidden state predicts the token."""
-    target: Tensor
-    """[N] long: the token."""
-    sequence: Tensor
-    """[N] long: which rollout the token belongs to."""
-    index: Tensor
-    """[N] long: place of the token when all rollouts of the step are laid end to end."""
+    row: Tensor  # [N] long: row of each completion token ...
+    col: Tensor  # [N] long: ... and the position in it whose hidden state predicts the token.
+    target: Tensor  # [N] long: the token
+    sequence: Tensor  # [N] long: which rollout the token belongs to
+    index: Tensor  # [N] long: place of the token when all rollouts of the step are laid end to end
 
 
 def token_logprobs(

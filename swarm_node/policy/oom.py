@@ -18,8 +18,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return isinstance(exc, RuntimeError) and any(word in str(exc).lower() for word in _WORDS)
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""Constants of glibc's malloc.h."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # constants of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:

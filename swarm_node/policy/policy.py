@@ -29,8 +29,7 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling
 
-PIECE_CHARS = 128
-"""Characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each."""
+PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 

@@ -26,8 +26,7 @@ from swarm_node.policy.chat_template import frame_around
 
 PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1
-MAX_BYTES = 1 << 20
-"""Largest such file: prompts and names take kilobytes."""
+MAX_BYTES = 1 << 20  # largest such file: prompts and names take kilobytes
 PROMPTS = ("system_prompt", "prompt_template")
 SAMPLING = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p")
 WITH_SYSTEM_ROLE = (

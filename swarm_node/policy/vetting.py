@@ -27,29 +27,21 @@ from torch.nn.modules.module import (
 from protocol.limits import MAX_LAYERS
 from swarm_node.errors import UserError
 
-MAX_JSON_BYTES = 16 * 2**20
-"""A config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB."""
-MAX_LABELS = 2**16
-"""Classes of a classifier: the config library makes a name for each."""
-MAX_HEADER_BYTES = 32 * 2**20
-"""JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes."""
+MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
+MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each
+MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
 MAX_TENSORS = 2**17
 """Tensors in all files of a model, and modules, parameters and buffers that its config makes: the largest mixture of
 experts known has 91,991. So many take some seconds."""
-MAX_VALUES = 2**42
-"""Values of all parameters: four times the largest open model."""
-MAX_BUFFER_VALUES = 2**28
-"""Values of all buffers, which are in no file: a causal mask of 16,384 positions."""
-VALUES_PER_BYTE = 4
-"""Most values that a byte of the files stands for: weights in 4 bits have two."""
-MAX_RANK = 4096
-"""Largest rank of an adapter; the largest in use are 256."""
+MAX_VALUES = 2**42  # values of all parameters: four times the largest open model
+MAX_BUFFER_VALUES = 2**28  # values of all buffers, which are in no file: a causal mask of 16,384 positions
+VALUES_PER_BYTE = 4  # most values that a byte of the files stands for: weights in 4 bits have two
+MAX_RANK = 4096  # largest rank of an adapter; the largest in use are 256
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 CONVERT = "have it saved as safetensors (`model.save_pretrained(DIR)` writes it), or take a copy of it that is"
 PICKLED = re.compile(r"\.(bin|pt|pth|pkl|pickle|ckpt)$")
-COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
-"""Keys of a config whose numbers become loops in the library."""
+COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks?)$")  # keys of a config whose numbers become loops in the library
 LOADED = {
     "configuration_files": "names another config",
     "transformers_weights": "names another file of weights",

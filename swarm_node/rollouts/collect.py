@@ -18,8 +18,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.tasks.rewards import has_signal, judge
 from swarm_node.types import Group, Sampling, Score, Task
 
-DRAWS = 20
-"""Times that tasks are drawn anew because some were too long, before the round goes on with fewer."""
+DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer
 
 DrawTasks = Callable[[int], list[Task]]
 
@@ -36,14 +35,11 @@ class Judge(Protocol):
 class Collected:
     """The result of a round's sampling."""
 
-    groups: list[Group] = field(default_factory=list)
-    """All groups sampled, those without a learning signal included."""
+    groups: list[Group] = field(default_factory=list)  # all groups sampled, those without a learning signal included
     kept: list[Group] = field(default_factory=list)
     """Groups that are trained on; they differ from `groups` only under dynamic sampling."""
-    too_long: int = 0
-    """Tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions."""
-    seconds: float = 0.0
-    """Time spent generating (not scoring)."""
+    too_long: int = 0  # tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions
+    seconds: float = 0.0  # time spent generating (not scoring)
 
     @property
     def num_tokens(self) -> int:

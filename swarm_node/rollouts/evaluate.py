@@ -36,10 +36,8 @@ class Held(msgspec.Struct):
 class Evaluation(msgspec.Struct, frozen=True):
     """Held-out figures at one time."""
 
-    table: dict[str, Held] = {}
-    """Figures by task label, and under `all` for all of them."""
-    by_question: list[float] = []
-    """Share of right answers to each question, in the order asked."""
+    table: dict[str, Held] = {}  # figures by task label, and under `all` for all of them
+    by_question: list[float] = []  # share of right answers to each question, in the order asked
 
 
 def evaluate(

@@ -44,10 +44,8 @@ from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 
 MEMBERS_CHECK_S = 0.5
-NO_ADDRESS_S = 30.0
-"""A bootstrap that had no address for so long is unhealthy: nobody can join through it."""
-TRAFFIC_LINE_S = 60.0
-"""Time between two lines about its state; one comes at once when a member comes or goes."""
+NO_ADDRESS_S = 30.0  # a bootstrap that had no address for so long is unhealthy: nobody can join through it
+TRAFFIC_LINE_S = 60.0  # time between two lines about its state; one comes at once when a member comes or goes
 
 
 def run_bootstrap(config: NodeConfig) -> int:

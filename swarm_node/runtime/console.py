@@ -26,11 +26,9 @@ from swarm_node.observability.progress import Lasting, ProgressDisplay
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
-PASSING = {"start", "estimate", "link", "completion"}
-"""Kinds of sentences that need not stay in view."""
+PASSING = {"start", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
 
-Show = Callable[[str, str], None]
-"""(sentence, its kind)"""
+Show = Callable[[str, str], None]  # (sentence, its kind)
 
 
 def say(text: str, kind: str = "note") -> None:

@@ -25,10 +25,8 @@ from swarm_node.observability.tally import Buckets
 from swarm_node.observability.thinning import rounds_of
 
 HOUR_S = 3600.0
-LEAST_ROUNDS = 10
-"""Rewards behind each of the two means: the reward of one round is mostly noise."""
-ERRORS = 2.0
-"""A gain counts if it exceeds so many standard errors."""
+LEAST_ROUNDS = 10  # rewards behind each of the two means: the reward of one round is mostly noise
+ERRORS = 2.0  # a gain counts if it exceeds so many standard errors
 
 
 class Costs(msgspec.Struct):

@@ -15,14 +15,10 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.averaging import Averager
     from swarm_node.swarm.join import JoinedSwarm
 
-WEIGHTS_CHECK_S = 0.5
-"""Longest time between two looks for others' weights, while training waits for them."""
-AFTER_EXCHANGE_S = 4.0
-"""Time kept free after a last exchange of weights, to save its result and leave the swarm."""
-AFTER_COPY_S = 2.5
-"""Time kept free after the last checkpoint was copied elsewhere, to leave the swarm."""
-LAST_COPY_S = 600.0
-"""Longest time that a finished run waits for the copy of its last checkpoint."""
+WEIGHTS_CHECK_S = 0.5  # longest time between two looks for others' weights, while training waits for them
+AFTER_EXCHANGE_S = 4.0  # time kept free after a last exchange of weights, to save its result and leave the swarm
+AFTER_COPY_S = 2.5  # time kept free after the last checkpoint was copied elsewhere, to leave the swarm
+LAST_COPY_S = 600.0  # longest time that a finished run waits for the copy of its last checkpoint
 
 
 def last_exchange(averager: Averager, average: Callable[[], object], left_s: Callable[[], float]) -> bool:

@@ -34,28 +34,20 @@ from swarm_node.runtime.shutdown import Stopper
 from swarm_node.say import Once, Say
 from swarm_node.storage.rundir import RunDir
 
-MACHINE_CHECK_S = 2.0
-"""Time between two looks at the machine."""
-PAUSE_CHECK_S = 0.5
-"""Time between two looks whether a paused node may go on, and between two looks at its memory."""
-CPU_CHECK_S = 0.05
-"""CPU time of this process between two looks at the CPU time of all its processes."""
-BURST_S = 1.0
-"""CPU time of so many seconds that was not taken may be taken later."""
+MACHINE_CHECK_S = 2.0  # time between two looks at the machine
+PAUSE_CHECK_S = 0.5  # time between two looks whether a paused node may go on, and between two looks at its memory
+CPU_CHECK_S = 0.05  # CPU time of this process between two looks at the CPU time of all its processes
+BURST_S = 1.0  # CPU time of so many seconds that was not taken may be taken later
 NAP_S, MAX_NAPS_S = 0.25, 5.0
 """Longest single sleep, and longest sleep in one look: training goes on a little, whatever other threads take."""
-CHILDREN_CHECK_S = 5.0
-"""Time between two looks for new child processes."""
-WATCH_END_S = 0.1
-"""Longest that a node which leaves waits for its watch thread, which may be asking the system."""
-MEMORY_LEAVE_S = 12.0
-"""Time that a node which takes too much memory has to save and leave."""
+CHILDREN_CHECK_S = 5.0  # time between two looks for new child processes
+WATCH_END_S = 0.1  # longest that a node which leaves waits for its watch thread, which may be asking the system
+MEMORY_LEAVE_S = 12.0  # time that a node which takes too much memory has to save and leave
 LOWER = (
     "lower grpo.microbatch_tokens, rollouts.groups, rollouts.group_size or rollouts.max_new_tokens, choose a smaller "
     "--model"
 )
-NETWORK_BYTES = 2**28
-"""Memory of p2pd and the gossip process, which no estimate of a round counts."""
+NETWORK_BYTES = 2**28  # memory of p2pd and the gossip process, which no estimate of a round counts
 
 
 def be_nice(config: ResourcesConfig) -> None:
@@ -200,10 +192,8 @@ class ResourceLimits:
         member: bool = False,
         machine: Machine | None = None,
     ) -> None:
-        self.reason = ""
-        """Why the node is paused; empty = it is not."""
-        self.over = ""
-        """Why the node had to leave, if it took too much memory; else empty."""
+        self.reason = ""  # why the node is paused; empty = it is not
+        self.over = ""  # why the node had to leave, if it took too much memory; else empty
         self._paused_s = 0.0
         self._waits_since: float | None = None
         self._config = config

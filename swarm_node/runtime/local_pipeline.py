@@ -37,8 +37,7 @@ RESTART_S, MAX_RESTART_S = 1.0, 60.0
 """
 ENDED_RESTART_S = 10.0
 """A process that ended well restarts no sooner: it may have heard that the run is over before this one has."""
-USER_ERROR = 2
-"""Exit code of a process whose output ends with what the user has to do."""
+USER_ERROR = 2  # exit code of a process whose output ends with what the user has to do
 
 
 def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
@@ -111,8 +110,7 @@ class Others:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: dict[int, float] = {}
         self._wait_s: dict[int, float] = {}
-        self._again: dict[int, float] = {}
-        """Stage -> when its process starts again."""
+        self._again: dict[int, float] = {}  # stage -> when its process starts again
         self._ended = threading.Event()
 
     @contextmanager

@@ -112,8 +112,7 @@ class Run:
             self.progress.waiting = self.console.health.waiting = self.limits.waiting
             self.progress.paused_s = lambda: self.limits.paused_s
         self._mirror = mirror_of(config, run, swarm) if crew is None else None
-        self.finished = False
-        """Whether all rounds are over."""
+        self.finished = False  # whether all rounds are over
         self._changing = False
         self.after = Evaluation()
         if self._mirror is not None:
@@ -131,8 +130,7 @@ class Run:
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
         self.state.catch_up()
-        self.began_at = self.node.round
-        """The round after which this start resumed; 0 if it began anew."""
+        self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
         if crew is None:
             self.checkpoints.check_room(self.state.checkpoint_bytes)
         if resumed:

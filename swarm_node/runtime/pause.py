@@ -20,12 +20,9 @@ from swarm_node.errors import UserError
 from swarm_node.say import Once, Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
-OWNER_CHECK_S = 10.0
-"""Time between two looks whether the owner is active; each starts a process."""
-COOLER_C = 5.0
-"""A node that paused for heat goes on so many degrees below `hot_c`."""
-BOOTSTRAP = "bootstrap"
-"""Role of a run in swarm.json."""
+OWNER_CHECK_S = 10.0  # time between two looks whether the owner is active; each starts a process
+COOLER_C = 5.0  # a node that paused for heat goes on so many degrees below `hot_c`
+BOOTSTRAP = "bootstrap"  # role of a run in swarm.json
 _PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
 
 

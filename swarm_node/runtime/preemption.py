@@ -40,16 +40,11 @@ NOTICE_CHECK_S = 2.0
 METADATA_TIMEOUT_S = 1.0
 CLOUD_WATCH_END_S = 0.1
 """Longest that a node which leaves waits for the watch thread, which may be waiting for an answer."""
-SENTENCE_S = 1.0
-"""Longest that a sentence may take: a terminal may be stopped, a pipe be full."""
-MAX_BYTES = 1 << 18
-"""Longest answer; Azure lists up to a hundred machines in one."""
-MAX_NOTICE_S = 120.0
-"""A longer notice counts as this one: a node that leaves is of no use meanwhile."""
-OVERDUE_S = 10.0
-"""Time left by a notice that is overdue, has begun, or does not say when it is due."""
-TOKEN_LIFE_S = 21600
-"""Lifetime of AWS's token in seconds; a new one is asked for after half of it."""
+SENTENCE_S = 1.0  # longest that a sentence may take: a terminal may be stopped, a pipe be full
+MAX_BYTES = 1 << 18  # longest answer; Azure lists up to a hundred machines in one
+MAX_NOTICE_S = 120.0  # a longer notice counts as this one: a node that leaves is of no use meanwhile
+OVERDUE_S = 10.0  # time left by a notice that is overdue, has begun, or does not say when it is due
+TOKEN_LIFE_S = 21600  # lifetime of AWS's token in seconds; a new one is asked for after half of it
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 ADDRESS = "169.254.169.254"
 """Address of all three services. The name metadata.google.internal is this, too, but may take long to resolve."""
@@ -63,8 +58,7 @@ class Notice:
     """The notice of a cloud."""
 
     text: str
-    left_s: float
-    """Seconds left; infinite = it may happen soon, but is not decided."""
+    left_s: float  # seconds left; infinite = it may happen soon, but is not decided
 
 
 class Cloud(Protocol):
@@ -72,8 +66,7 @@ class Cloud(Protocol):
         """Ask once; None = no notice. Raises OSError or HTTPException, or ValueError for a malformed answer."""
 
 
-Ask = Callable[..., tuple[int, bytes]]
-"""(path, headers, method) -> (status, body)"""
+Ask = Callable[..., tuple[int, bytes]]  # (path, headers, method) -> (status, body)
 
 
 def detect(dmi: Path = DMI) -> str | None:

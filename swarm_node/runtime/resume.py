@@ -27,8 +27,7 @@ from swarm_node.storage.rundir import RunDir
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
 
-STALE_S = 600.0
-"""A node whose checkpoint is older looks for a peer of its cohort that is ahead."""
+STALE_S = 600.0  # a node whose checkpoint is older looks for a peer of its cohort that is ahead
 
 
 class RunState:
@@ -54,15 +53,11 @@ class RunState:
         self.checkpoints = checkpoints
         self.crew = crew
         self.own = own
-        self.settings: dict[str, Any] | None = None
-        """The settings in the checkpoint from which this start resumed."""
+        self.settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
         self.cost = cost
-        self.tally = Tally()
-        """Figures of all rounds so far."""
-        self.before = Evaluation()
-        """Held-out figures from before training."""
-        self.saved: int | None = None
-        """The round of the last checkpoint."""
+        self.tally = Tally()  # figures of all rounds so far
+        self.before = Evaluation()  # held-out figures from before training
+        self.saved: int | None = None  # the round of the last checkpoint
 
     def save(self, anew: bool = False) -> None:
         """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then."""

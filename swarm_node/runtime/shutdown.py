@@ -28,20 +28,15 @@ from types import FrameType, TracebackType
 
 from swarm_node.errors import StopRequested
 
-DEADLINE_S = 8.0
-"""Time from a signal to the last resort; spot instances and `docker stop` give at least ten seconds."""
+DEADLINE_S = 8.0  # time from a signal to the last resort; spot instances and `docker stop` give at least ten seconds
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = signal.SIGHUP
 """The terminal was closed. It never counts as a first signal, since the shell and the kernel may both send it, and a
 SIGTERM may follow. A process that ignores it (nohup) goes on."""
-NOTICE = signal.SIGUSR1
-"""The signal with which a notice reaches the main thread."""
-SAFE_EXIT_S = 1.0
-"""Time after the deadline for a run that is safe."""
-LAST_RESORT_S = 600.0
-"""Longest time for the last resort: writing a large state takes long."""
-NOTICE_RESERVE_S = 2.0
-"""Part of a notice's time that is kept free for writing, and for clocks that differ."""
+NOTICE = signal.SIGUSR1  # the signal with which a notice reaches the main thread
+SAFE_EXIT_S = 1.0  # time after the deadline for a run that is safe
+LAST_RESORT_S = 600.0  # longest time for the last resort: writing a large state takes long
+NOTICE_RESERVE_S = 2.0  # part of a notice's time that is kept free for writing, and for clocks that differ
 
 
 class Stopper:
@@ -49,8 +44,7 @@ class Stopper:
 
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
-        self.advised = False
-        """Whether this machine may soon be taken back: a checkpoint is due."""
+        self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
         self._ends = math.inf
         self._signalled = False
         self._notice_s = deadline_s

@@ -29,24 +29,18 @@ from swarm_node.rollouts import Collected
 from swarm_node.swarm.member import Member
 from swarm_node.tasks import TaskSet, load_tasks
 
-START = 1_800_000_000.0
-"""Unix time at which simulations begin."""
-SIMULATED_CHECK_S = 0.05
-"""Virtual time between two looks of a node that waits for others' weights."""
-WALL_CLOCK = ("perf/trained_tok_s",)
-"""Metrics that are left out, because they measure this machine."""
+START = 1_800_000_000.0  # Unix time at which simulations begin
+SIMULATED_CHECK_S = 0.05  # virtual time between two looks of a node that waits for others' weights
+WALL_CLOCK = ("perf/trained_tok_s",)  # metrics that are left out, because they measure this machine
 
 
 @dataclass(frozen=True)
 class Speed:
     """How fast a simulated machine is."""
 
-    generate_tok_s: float = 5000.0
-    """Sampled tokens per second."""
-    train_tok_s: float = 10_000.0
-    """Trained tokens per second, prompts included."""
-    overhead_s: float = 0.01
-    """Seconds of a round besides sampling and training."""
+    generate_tok_s: float = 5000.0  # sampled tokens per second
+    train_tok_s: float = 10_000.0  # trained tokens per second, prompts included
+    overhead_s: float = 0.01  # seconds of a round besides sampling and training
 
 
 @dataclass
@@ -56,21 +50,16 @@ class Peer:
     config: NodeConfig
     speed: Speed = Speed()
     link: LinkModel = LinkModel()
-    policy: Policy | None = None
-    """None = load it from `config.policy`."""
-    tasks: TaskSet | None = None
-    """None = load them from `config.tasks`."""
-    starts_at: float = 0.0
-    """Virtual seconds from the beginning of the simulation to the start of the node."""
+    policy: Policy | None = None  # None = load it from `config.policy`
+    tasks: TaskSet | None = None  # None = load them from `config.tasks`
+    starts_at: float = 0.0  # virtual seconds from the beginning of the simulation to the start of the node
     sleeps: Sequence[tuple[float, float]] = ()
     """(from, to) in virtual seconds in which the node starts no round, as a laptop whose lid is closed."""
-    silo: bool = False
-    """Whether the node trains alone, on the same tasks."""
+    silo: bool = False  # whether the node trains alone, on the same tasks
     protocol: int = PROTOCOL_VERSION
     """The newest version of the protocol that the node understands; it also understands the one before."""
     node_type: type[Node] = Node
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    """One record per round, as in metrics.jsonl."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # one record per round, as in metrics.jsonl
     said: list[str] = field(default_factory=list)
     dead: bool = False
     node: Node = field(init=False)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
     from swarm_node.swarm.member import Member
 
-STATUS_S = 2.0
-"""Time between two writings of swarm.json."""
+STATUS_S = 2.0  # time between two writings of swarm.json
 
 
 @contextmanager

@@ -26,24 +26,20 @@ from swarm_node.grpo.advantage import group_std
 from swarm_node.tasks.rewards import is_judged
 from swarm_node.types import Group, Rollout
 
-FLOOR = 0.25
-"""A quarter of the distance between right and wrong: the spread of a success rate of 7 %."""
+FLOOR = 0.25  # a quarter of the distance between right and wrong: the spread of a success rate of 7 %
 DECAY = 0.95
 """Weight of earlier answers after each group: about the last twenty groups of a kind of task count. That is long enough
 for a mean, and short enough to follow a policy that learns."""
-MIN_ANSWERS = 16.0
-"""Answers below which a mean is not worth comparing with: two groups of eight."""
+MIN_ANSWERS = 16.0  # answers below which a mean is not worth comparing with: two groups of eight
 
 
 @dataclass
 class RewardStatistics:
     """Decayed sums over own answers to one kind of task."""
 
-    n: float = 0.0
-    """Answers."""
+    n: float = 0.0  # answers
     rewards: float = 0.0
-    squares: float = 0.0
-    """Sum of squared rewards."""
+    squares: float = 0.0  # sum of squared rewards
 
     @property
     def known(self) -> bool:

@@ -31,14 +31,11 @@ from swarm_node.policy.policy import Policy
 from swarm_node.tasks.rewards import ScoreCompletions
 from swarm_node.types import Group, Rollout
 
-FIXED = -6.0
-"""B of a node with too few answers of its own: it would draw such a token once in 400 times."""
+FIXED = -6.0  # B of a node with too few answers of its own: it would draw such a token once in 400 times
 STRICTEST = -4.0
 """B of a node that is nearly sure of all it writes: answers that it would write itself now and then are no payloads."""
-MARGIN = 2.0
-"""Distance in nats below its own right answers, or below the plainer text."""
-OWN = 256
-"""Latest own right answers that are remembered: about the last ten rounds of a node that is often right."""
+MARGIN = 2.0  # distance in nats below its own right answers, or below the plainer text
+OWN = 256  # latest own right answers that are remembered: about the last ten rounds of a node that is often right
 OWN_MIN = 32
 """With fewer right answers, all of this node's answers count: they are as long and as odd as its right ones will be.
 With fewer of those too, the fixed bound holds."""
@@ -53,10 +50,8 @@ are left out."""
 GROUP_S = 3.0
 """Seconds that one group may take, because reward functions may be slow. Each group has time of its own, so a liar's
 group takes none from others."""
-SPAN = 4
-"""Tokens deleted together: one character may take three or four."""
-ROUNDING = 1e-9
-"""Rewards that differ by less are equal."""
+SPAN = 4  # tokens deleted together: one character may take three or four
+ROUNDING = 1e-9  # rewards that differ by less are equal
 
 Logprobs = Callable[[Sequence[Group]], list[list[list[float]]] | None]
 """Groups -> log-probability of each token of each rollout; None if it cannot be computed now."""
@@ -68,10 +63,8 @@ class _Suspect:
 
     group: Group
     rollout: Rollout
-    least: float
-    """Log-probability of the least likely of them."""
-    places: list[int]
-    """Places of its unlikely tokens, the least likely first."""
+    least: float  # log-probability of the least likely of them
+    places: list[int]  # places of its unlikely tokens, the least likely first
 
 
 class _Undecided(Exception):

@@ -32,17 +32,12 @@ UNSAID = frozenset({"duplicate", "surplus", "muted", "newer"})
 MUTE_AFTER = 8
 FORGIVE_S = 60.0
 MUTE_S = 300.0
-MAX_PEERS = 1024
-"""Peers with an account, and peers with a trust below 1; the one silent longest is forgotten."""
-MAX_SAID = 200
-"""Peers whose muting is reported; of the rest only the number is known."""
+MAX_PEERS = 1024  # peers with an account, and peers with a trust below 1; the one silent longest is forgotten
+MAX_SAID = 200  # peers whose muting is reported; of the rest only the number is known
 MINUTE_S = 60.0
-MAX_MINUTES = 32
-"""Minutes of a peer that are remembered: three times what is not too old by default, in 5 kB."""
-PAYLOAD_DECAY = 0.95
-"""About the last twenty groups of a peer are remembered."""
-DISTRUSTED = 0.5
-"""Trust below which a peer is named."""
+MAX_MINUTES = 32  # minutes of a peer that are remembered: three times what is not too old by default, in 5 kB
+PAYLOAD_DECAY = 0.95  # about the last twenty groups of a peer are remembered
+DISTRUSTED = 0.5  # trust below which a peer is named
 
 
 @dataclass
@@ -50,12 +45,10 @@ class PeerAccount:
     """One peer, as this node sees it."""
 
     minutes: Minutes
-    received: int = 0
-    """Groups, in batches with a valid signature."""
+    received: int = 0  # groups, in batches with a valid signature
     received_bytes: int = 0
     admitted: int = 0
-    age_sum: float = 0.0
-    """Seconds between sampling and admission, over all admitted."""
+    age_sum: float = 0.0  # seconds between sampling and admission, over all admitted
     last_seen: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
     offences: float = 0.0
@@ -70,12 +63,9 @@ class PeerAccounts:
         self._limits = limits
         self._now = now
         self._say = say
-        self.accounts: dict[str, PeerAccount] = {}
-        """Accounts by peer, the one heard last at the end."""
-        self.rejected: Counter[str] = Counter()
-        """Rejections by reason, over all senders; running totals."""
-        self._said: set[str] = set()
-        """Reasons that were reported."""
+        self.accounts: dict[str, PeerAccount] = {}  # accounts by peer, the one heard last at the end
+        self.rejected: Counter[str] = Counter()  # rejections by reason, over all senders; running totals
+        self._said: set[str] = set()  # reasons that were reported
         self._said_muted: set[str] = set()
 
     def account(self, peer: str) -> PeerAccount:
@@ -158,10 +148,8 @@ class _Payloads:
     """Decayed sums over one peer's groups."""
 
     groups: float = 0.0
-    payloads: float = 0.0
-    """Sum of shares of payloads."""
-    refused: int = 0
-    """Groups with a payload, a running total."""
+    payloads: float = 0.0  # sum of shares of payloads
+    refused: int = 0  # groups with a payload, a running total
 
 
 class Trust:

@@ -26,14 +26,10 @@ from swarm_node.tasks.rewards import has_signal
 from swarm_node.tasks.text import prompt_digest
 from swarm_node.types import Group, Rollout, Sampling
 
-FLUSH_S = 1.0
-"""Batches leave at most this often, unless one is full."""
-FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512
-"""Groups that fill a batch; the rest of it takes under 400 bytes."""
-MAX_ANSWERED = 16_384
-"""Slots remembered as answered: those of four epochs, in 2 MB."""
-QUOTA_SHARE = 0.9
-"""Part of the swarm's limits that is used: what was sent evenly may arrive in bursts."""
+FLUSH_S = 1.0  # batches leave at most this often, unless one is full
+FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512  # groups that fill a batch; the rest of it takes under 400 bytes
+MAX_ANSWERED = 16_384  # slots remembered as answered: those of four epochs, in 2 MB
+QUOTA_SHARE = 0.9  # part of the swarm's limits that is used: what was sent evenly may arrive in bursts
 
 
 class Quota:

@@ -41,11 +41,9 @@ from swarm_node.types import Group, Rollout, Sampling
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024
 """Messages that wait during a round. With `INBOX_BYTES`, this bounds the time that one `admit` takes to open them."""
-OPENED = 64
-"""Messages opened in one `admit`: 0.2 ms each."""
+OPENED = 64  # messages opened in one `admit`: 0.2 ms each
 MAX_WAITING = 1024
-WAITING_BYTES = 16 * MAX_BATCH_BYTES
-"""Bounds what was opened and waits to be examined; the oldest makes room."""
+WAITING_BYTES = 16 * MAX_BATCH_BYTES  # bounds what was opened and waits to be examined; the oldest makes room
 MAX_SEEN = 2**16
 """Slots remembered with the groups that answered them: ten minutes of a hundred groups a second, in about 20 MB."""
 LATE_S = 60.0
@@ -96,8 +94,7 @@ class Receiver:
         self._now = now
         self._spent = spent
         self._admitted_at = spent()
-        self._debt = 0.0
-        """Seconds that earlier calls of `admit` took beyond what they were allowed."""
+        self._debt = 0.0  # seconds that earlier calls of `admit` took beyond what they were allowed
         self._admission = Admission(manifest, policy, sampling, tasks)
         self._accounts = PeerAccounts(manifest.limits, now, say)
         self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}

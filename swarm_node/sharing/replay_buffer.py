@@ -32,30 +32,23 @@ from swarm_node.types import Group
 ROUNDS = 4
 """Rounds of this node's that the waiting groups would last. Measured with 4 + 4 groups and eight peers: at most 16
 waiting, 1.4 rounds old in the mean, gave 3 and 9 % more reward (two seeds) than all of ten minutes, 20 rounds old."""
-LULL_S = 2.0
-"""Messages of a peer come about once a second: groups of one have to last until the next."""
+LULL_S = 2.0  # messages of a peer come about once a second: groups of one have to last until the next
 DRAWS = 3
 """Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
 policy is made of each draw."""
-MAX_NAMED = 200
-"""Peers that are named for their payloads in a run: a stranger's key costs nothing."""
+MAX_NAMED = 200  # peers that are named for their payloads in a run: a stranger's key costs nothing
 
 
 @dataclass(frozen=True)
 class Offer:
     """A waiting group, as samplers see it."""
 
-    id: int
-    """Tells it apart in this run."""
+    id: int  # tells it apart in this run
     group: Group
-    age: float
-    """Seconds since it was sampled."""
-    uses: int
-    """How often it was trained on."""
-    best: float
-    """Best reward in it, as judged here."""
-    own: RewardStatistics
-    """How well this node does on that kind of task."""
+    age: float  # seconds since it was sampled
+    uses: int  # how often it was trained on
+    best: float  # best reward in it, as judged here
+    own: RewardStatistics  # how well this node does on that kind of task
 
 
 Sampler = Callable[[Sequence[Offer]], Sequence[float]]
@@ -66,10 +59,8 @@ Sampler = Callable[[Sequence[Offer]], Sequence[float]]
 class _Entry:
     id: int
     group: Group
-    size: int
-    """Bytes of memory, estimated from above."""
-    best: float
-    """Largest reward."""
+    size: int  # bytes of memory, estimated from above
+    best: float  # largest reward
     uses: int = 0
 
 

@@ -23,12 +23,9 @@ from typing import NamedTuple, TypeVar
 from swarm_node.errors import UserError
 from swarm_node.storage.checkpoints import NAME, order
 
-GROWTH_CHECK_S = 0.2
-"""Time between two looks at whether a file that is read has grown."""
-ANSWER_S = 60.0
-"""Longest wait for a list, or for the next bytes of a file."""
-CHECKPOINTS = "checkpoints"
-"""The folder of whole policies; those of a crew's stages are `stages/<number>`."""
+GROWTH_CHECK_S = 0.2  # time between two looks at whether a file that is read has grown
+ANSWER_S = 60.0  # longest wait for a list, or for the next bytes of a file
+CHECKPOINTS = "checkpoints"  # the folder of whole policies; those of a crew's stages are `stages/<number>`
 NEEDED = {"state.json", "SHA256SUMS"}
 FILE = re.compile(
     rf"([^/]+)/({CHECKPOINTS}|stages/[0-9]{{1,5}})/(round-[0-9]{{8,}}(?:-[0-9]+)?)/"
@@ -74,8 +71,7 @@ class Bucket:
         except ValueError as error:
             raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error
         self.url = url
-        self.place: str = place
-        """Path of the URL on its file system."""
+        self.place: str = place  # path of the URL on its file system
         self.root = f"{place.rstrip('/')}/{swarm[:16]}"
         self._local = isinstance(self.fs, LocalFileSystem)
         self._has_folders = scheme not in EXTRAS

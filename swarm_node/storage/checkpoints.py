@@ -50,12 +50,10 @@ Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct
 class Checkpoint:
     """A checkpoint that passed every check."""
 
-    round: int
-    """Rounds completed when it was taken."""
+    round: int  # rounds completed when it was taken
     tensors: dict[str, dict[str, Tensor]]
     """File stem -> name -> tensor, on the CPU; tensors that shared their memory when saved are one object."""
-    state: dict[str, Any]
-    """The saved state as JSON gives it back: tuples have become lists."""
+    state: dict[str, Any]  # the saved state as JSON gives it back: tuples have become lists
 
 
 class ForeignCheckpoint(CheckpointError):

@@ -34,22 +34,16 @@ from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order
 from swarm_node.storage.rundir import os_error_text
 
-NEW_CHECKPOINT_CHECK_S = 1.0
-"""Time between two looks for a new checkpoint."""
-END_CHECK_S = 0.2
-"""Time between two looks at how long the last copy may still take."""
-MENTION_S = 2.0
-"""A wait that is longer is mentioned."""
-COPY_RETRY_S = 30.0
-"""Time from a copy that failed to the next try."""
-SLOW_S = 600.0
-"""A copy that takes longer is mentioned: drivers may hang for ever."""
+NEW_CHECKPOINT_CHECK_S = 1.0  # time between two looks for a new checkpoint
+END_CHECK_S = 0.2  # time between two looks at how long the last copy may still take
+MENTION_S = 2.0  # a wait that is longer is mentioned
+COPY_RETRY_S = 30.0  # time from a copy that failed to the next try
+SLOW_S = 600.0  # a copy that takes longer is mentioned: drivers may hang for ever
 KEPT, STAGES_KEPT = 2, 3
 """Copies kept of a folder, and of a stage: a stage saved at a time of its own must not displace the newest update of
 which all stages have copies."""
 
-Accept = Callable[[dict[str, Any]], str | None]
-"""(state) -> why a checkpoint does not belong to this run, or None."""
+Accept = Callable[[dict[str, Any]], str | None]  # (state) -> why a checkpoint does not belong to this run, or None
 
 
 class RunFolders:
@@ -103,10 +97,8 @@ class Mirror:
         self._once = Once(lambda sentence: None if self._over else say(sentence))
         self._done: dict[str, list[str]] = {}
         """Folder -> rounds whose copies equal those here, oldest first; as many as are kept."""
-        self._failed: dict[str, float] = {}
-        """Folder whose last copy failed -> when."""
-        self._torn: set[Path] = set()
-        """Checkpoints here that are torn, and so are not copied."""
+        self._failed: dict[str, float] = {}  # folder whose last copy failed -> when
+        self._torn: set[Path] = set()  # checkpoints here that are torn, and so are not copied
         self._last = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None

@@ -39,8 +39,7 @@ class RunSettings:
         self._before: NodeConfig | None = None
         self._pending = False
         self._once = Once(say)
-        self.of_weights = self._for_checkpoints(config)
-        """Settings behind the present weights, for their checkpoint."""
+        self.of_weights = self._for_checkpoints(config)  # settings behind the present weights, for their checkpoint
 
     def begin(self, trained: bool, checkpoint: Mapping[str, Any] | None = None) -> None:
         """Write config.toml, unless rounds were `trained` under one that exists. Raises UserError.

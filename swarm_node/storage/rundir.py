@@ -57,8 +57,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
-LOCK_WAIT_S = 0.2
-"""Longest wait for the lock: longer than `in_use` holds it."""
+LOCK_WAIT_S = 0.2  # longest wait for the lock: longer than `in_use` holds it
 
 
 class RunDir:

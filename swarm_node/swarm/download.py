@@ -18,10 +18,8 @@ from urllib.parse import urlsplit
 from protocol.hosts import is_public
 from swarm_node.errors import UserError
 
-TIMEOUT_S = 10.0
-"""The longest silence of a server."""
-DEADLINE_S = 300.0
-"""The longest download, unless the caller sets another limit: 64 MiB at two megabits a second."""
+TIMEOUT_S = 10.0  # the longest silence of a server
+DEADLINE_S = 300.0  # the longest download, unless the caller sets another limit: 64 MiB at two megabits a second
 CHUNK = 64 * 1024
 
 

@@ -36,12 +36,10 @@ class JoinedSwarm:
     manifest: Manifest
     identity: Identity
     transport: Transport
-    tasks: TaskSet
-    """All tasks of the swarm; if the user chose some, only those are drawn."""
+    tasks: TaskSet  # all tasks of the swarm; if the user chose some, only those are drawn
     model: str | None = None
     """Where the swarm's model is, as `policy.model` takes it; `None` if it has none or the user trains another."""
-    waited_s: float = 0.0
-    """How long members took to give the manifest."""
+    waited_s: float = 0.0  # how long members took to give the manifest
 
     def with_model(self, config: NodeConfig) -> NodeConfig:
         """`config` with the swarm's model, if there is one."""

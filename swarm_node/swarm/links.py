@@ -27,24 +27,18 @@ from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
 
 Say = Callable[[str], None]
-MAX_BOOTSTRAP = 64
-"""Bootstrap addresses in a kept manifest."""
-MAX_NAMED = 3
-"""Other members that a join link names: people type it."""
+MAX_BOOTSTRAP = 64  # bootstrap addresses in a kept manifest
+MAX_NAMED = 3  # other members that a join link names: people type it
 
 
 class Swarm(msgspec.Struct, frozen=True):
     """A swarm that a node may join."""
 
     id: str
-    manifest: Manifest | None
-    """`None` if a link named the swarm and no member has given the manifest yet."""
-    peers: list[str]
-    """Addresses to begin with: those of the link, or else of the manifest."""
-    folder: Path | None = None
-    """The directory of the manifest, in which question files may lie, too."""
-    named: str = ""
-    """The path, address or link that named it; empty if this process made the swarm."""
+    manifest: Manifest | None  # `None` if a link named the swarm and no member has given the manifest yet
+    peers: list[str]  # addresses to begin with: those of the link, or else of the manifest
+    folder: Path | None = None  # the directory of the manifest, in which question files may lie, too
+    named: str = ""  # the path, address or link that named it; empty if this process made the swarm
 
 
 def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda sentence: None) -> Swarm:

@@ -25,15 +25,11 @@ from swarm_node.swarm.links import MAX_NAMED, Say, Swarm, distinct, join_link, w
 
 MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
 """How long a member may take to give the manifest, also when the user's time (`--minutes`) is nearly over."""
-FIRST_REPORT_S, REPORT_EVERY_S = 5.0, 20.0
-"""When a node says that it is still waiting for an answer, and how often."""
+FIRST_REPORT_S, REPORT_EVERY_S = 5.0, 20.0  # when a node says that it is still waiting for an answer, and how often
 ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.2, 3.0
-ASKED_IN_A_ROW = 8
-"""Members asked for one thing, in random order, before the list of members is read again."""
-LOOK_AROUND_S = 20.0
-"""How long to look for members of a swarm before calling it empty."""
-SETTLE_S = 3.0
-"""If no new member turns up for so long, all are found."""
+ASKED_IN_A_ROW = 8  # members asked for one thing, in random order, before the list of members is read again
+LOOK_AROUND_S = 20.0  # how long to look for members of a swarm before calling it empty
+SETTLE_S = 3.0  # if no new member turns up for so long, all are found
 DIAL_S = 3.0
 MAX_DIALS = 32
 T = TypeVar("T")

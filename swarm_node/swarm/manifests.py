@@ -31,8 +31,7 @@ from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
 
 PEERS_PER_SHARD = 32
-MAX_FILE_BYTES = MAX_RESPONSE_BYTES
-"""The largest question file: members give it to each other in one response."""
+MAX_FILE_BYTES = MAX_RESPONSE_BYTES  # the largest question file: members give it to each other in one response
 
 
 def make_manifest(

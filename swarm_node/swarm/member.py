@@ -32,8 +32,7 @@ from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
 
-MAX_SHOWN = 500
-"""Peers in a status: those with the most admitted groups."""
+MAX_SHOWN = 500  # peers in a status: those with the most admitted groups
 SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
 RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/", "swarm/payloads")
 
@@ -68,8 +67,7 @@ class Member:
         self.serves_relay = config.network.serve_relay
         self.now = now
         self._spoken = spoken
-        self._outdated = False
-        """A message of a newer protocol was heard, and that was said."""
+        self._outdated = False  # a message of a newer protocol was heard, and that was said
         self.swarm = swarm = manifest.swarm_id  # kept, because it is a hash
         self.tasks = tasks
         self.shard = shard_of(self.peer_id, manifest.shards)
@@ -106,8 +104,7 @@ class Member:
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
         """The card's entry for this node's crew, and the layers that this node holds."""
         self._cohort = ""
-        self._names: dict[str, str] = {}
-        """Peer -> name as of the last `status`; includes peers that have left."""
+        self._names: dict[str, str] = {}  # peer -> name as of the last `status`; includes peers that have left
         self._say = say
         self._first_refusals = FirstRefusals(say)
         self._too_slow = False

@@ -25,10 +25,8 @@ from swarm_node.swarm.manifests import as_table, read_questions
 ALL_FILES_S = 120.0
 """How long question files may delay the start of a node, whatever their sources and members do: as long as the largest
 set that a manifest may name takes at nine megabits a second."""
-HOLDER_S = 20.0
-"""How long a node looks for a member that holds a file, before it starts without."""
-FILE_PACE = Pace(10.0, 2**20)
-"""How long one question file may take."""
+HOLDER_S = 20.0  # how long a node looks for a member that holds a file, before it starts without
+FILE_PACE = Pace(10.0, 2**20)  # how long one question file may take
 
 
 def gather_files(

@@ -38,18 +38,13 @@ class Environment:
 class TaskSource(Environment):
     """An environment with its options, and the tasks that it makes; both are named so that others can make them too."""
 
-    environment: str
-    """Its name, the same on every machine."""
-    config: str
-    """Hash of its options: 16 hex digits."""
+    environment: str  # its name, the same on every machine
+    config: str  # hash of its options: 16 hex digits
     generator: str
     """Name and version of the code that makes the tasks. Other versions may make other tasks of one name."""
-    label: str
-    """Short name for people."""
-    path: str
-    """How the user asked for it, for example `small/gcd`."""
-    size: int
-    """Indices of tasks run from 0 to here."""
+    label: str  # short name for people
+    path: str  # how the user asked for it, for example `small/gcd`
+    size: int  # indices of tasks run from 0 to here
 
     def task(self, index: int) -> Task | None:
         """Task number `index`; None if there is none."""

@@ -12,8 +12,7 @@ from decimal import Decimal
 
 from swarm_node.tasks.text import normalise
 
-FULL_MARKS = 0.999
-"""A score from here on is right: the library adds floats up to 1."""
+FULL_MARKS = 0.999  # a score from here on is right: the library adds floats up to 1
 
 # --- text and numbers ---
 
@@ -57,8 +56,7 @@ def matrix(answer: str, reference: str) -> float:
 _BINDS = {"↔": 1, "→": 2, "∨": 3, "∧": 4, "¬": 5}
 """Operators, loosest first; binary ones associate to the left, as in reasoning-gym."""
 
-MAX_VARIABLES = 11
-"""P to Z: the library names no more, and a truth table has 2^11 rows at most."""
+MAX_VARIABLES = 11  # P to Z: the library names no more, and a truth table has 2^11 rows at most
 
 
 def conclusion(answer: str, premises: list[str], variables: list[str]) -> float:

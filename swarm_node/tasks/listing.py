@@ -11,11 +11,9 @@ class Entry(NamedTuple):
     """A row of `swarm-node tasks`."""
 
     name: str
-    sets: list[str]
-    """Sets that the environment belongs to."""
+    sets: list[str]  # sets that the environment belongs to
     checker: Literal["library", "own"]
-    question: str
-    """An example, with the library's default options."""
+    question: str  # an example, with the library's default options
     answer: str
 
 

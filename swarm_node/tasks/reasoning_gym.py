@@ -27,8 +27,7 @@ from swarm_node.types import Task
 FIXED = {"seed", "size", "data_file"}
 """Options that are not the user's: the index stands for the seed, the size is always the same, and a file of one's own
 would make items that nobody else can."""
-MAX_DIVIDEND_DIGITS = 24
-"""Up to this many digits, all divisors of a number are found in well under a second."""
+MAX_DIVIDEND_DIGITS = 24  # up to this many digits, all divisors of a number are found in well under a second
 
 
 ENDLESS: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -33,14 +33,11 @@ from swarm_node.types import Score, Task
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
-CHECKER = "checker"
-"""Name of the task's own checker among the rewards."""
+CHECKER = "checker"  # name of the task's own checker among the rewards
 
-DRAWS = 1000
-"""Tries to find a question of the training split before giving up; four in five are."""
+DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 
-MISSES = 1000
-"""Indices without a new held-out question after which a source counts as exhausted."""
+MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
 
 
 class TaskSet:
@@ -51,8 +48,7 @@ class TaskSet:
         self._weights = list(sources.values())
         self._by_name = {(source.environment, source.config): source for source in sources}
         self._partial = rewards.partial
-        self.reward_weights: dict[str, float] = {}
-        """Weight of each reward; the keys of every `Score.rewards`."""
+        self.reward_weights: dict[str, float] = {}  # weight of each reward; the keys of every `Score.rewards`
         if rewards.checker_weight > 0:
             self.reward_weights[CHECKER] = rewards.checker_weight
         self._functions: dict[str, RewardFunction] = {}

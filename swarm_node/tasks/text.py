@@ -70,8 +70,7 @@ def _hashed(text: str) -> str | None:
     return numbers[-1].rstrip(".,/") if numbers else None
 
 
-EVALUATION_SHARE = 5
-"""One question in five is for evaluation."""
+EVALUATION_SHARE = 5  # one question in five is for evaluation
 
 
 def normalise(text: str) -> str:

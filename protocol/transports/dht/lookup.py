@@ -14,24 +14,19 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-BEAM = 8
-"""Peers asked for each key at least, if there are so many. Five of them keep what is stored there."""
-WORKERS = 8
-"""Calls under way at a time."""
+BEAM = 8  # peers asked for each key at least, if there are so many. Five of them keep what is stored there.
+WORKERS = 8  # calls under way at a time
 SEARCH_S = 6.0
 """Twice the time limit of a call: with a store after it, still below the time limit of calls to the plane."""
-MAX_SEARCH_CALLS = 256
-"""Calls of one search: sixteen keys, eight peers for each, and as many on the way to them."""
+MAX_SEARCH_CALLS = 256  # calls of one search: sixteen keys, eight peers for each, and as many on the way to them
 
 SMALL_SWARM = 64
 """In a swarm of up to this many members, connected peers are asked for all keys; in a larger one, for fewer."""
 ASKED_BOOTSTRAP, ASKED_OLDEST, ASKED_RANDOM = 3, 3, 2
 """Connected peers that a node asks, and gives its card to, wherever their ids lie. An attacker can choose keys whose
 ids surround a bucket; it cannot choose a node's bootstrap peers, or the peers that were connected first."""
-LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1
-"""The same numbers in a larger swarm, so that bootstrap peers are not overloaded."""
-BLIND = 64
-"""The same number while nobody is known: all connected peers, up to a number that takes seconds at most."""
+LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1  # the same numbers in a larger swarm, so that bootstrap peers are not overloaded
+BLIND = 64  # the same number while nobody is known: all connected peers, up to a number that takes seconds at most
 
 Peer = TypeVar("Peer", bound=Hashable)
 AskPeer = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
@@ -68,8 +63,7 @@ class _Search(Generic[Peer]):
         id_of: Callable[[Peer], int],
     ) -> None:
         self._keys, self._ask, self._id_of = keys, ask, id_of
-        self._known = {peer: id_of(peer) for peer in (*known, *also)}
-        """Peers that did not fail, with their ids."""
+        self._known = {peer: id_of(peer) for peer in (*known, *also)}  # peers that did not fail, with their ids
         self._failed: set[Peer] = set()
         self._asked: dict[Peer, set[int]] = {}
         self._also = dict(also)

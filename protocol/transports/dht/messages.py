@@ -23,18 +23,15 @@ from protocol.codec import decode_as
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CARD_BYTES, MEMBERSHIP_BUCKETS
 
-EXT_BUCKET = 0x50
-"""hivemind's code for a dictionary of records."""
+EXT_BUCKET = 0x50  # hivemind's code for a dictionary of records
 KEY_BYTES = DHTID.HASH_NBYTES
 MAX_BUCKET_CARDS = 1500
 """Cards of a bucket, stored or read: of the largest size they take 3 MB, less than a message of p2pd can hold."""
 MAX_PEER_ID_BYTES = 64
 """Ids of Ed25519 keys have 38 bytes. base58 takes time with the square of the length: minutes for a megabyte."""
 MAX_PEER_ID_CHARS = 80
-MAX_VALUE_BYTES = MAX_CARD_BYTES + 8
-"""A signed card and its msgpack header."""
-MAX_NEAREST = 20
-"""Peers that an answer may name for each key: as many as nodes name, and hivemind's k."""
+MAX_VALUE_BYTES = MAX_CARD_BYTES + 8  # a signed card and its msgpack header
+MAX_NEAREST = 20  # peers that an answer may name for each key: as many as nodes name, and hivemind's k
 
 CardRecord = tuple[
     Annotated[str, Meta(max_length=MAX_PEER_ID_CHARS)],

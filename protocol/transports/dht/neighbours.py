@@ -13,8 +13,7 @@ from hivemind.p2p import PeerID
 from protocol.transports.dht.messages import MAX_NEAREST, node_id_of
 from protocol.transports.refusals import Refusals
 
-DEPTH_MODULO = 5
-"""hivemind's default: how far a table is split that this node is not in itself."""
+DEPTH_MODULO = 5  # hivemind's default: how far a table is split that this node is not in itself
 AVOIDED_S = 5.0
 """A peer that did not answer, or answered with nonsense, is not asked for so long: about one round of lookups, so that
 a bootstrap peer that was busy once is asked in the next."""
@@ -45,8 +44,7 @@ class Neighbours:
         """`ping` asks a peer whether it still answers."""
         self.table = BoundedTable(node_id_of(me), MAX_NEAREST, DEPTH_MODULO)
         self._me, self._refusals, self._ping = me, refusals, ping
-        self._avoided: dict[PeerID, float] = {}
-        """Peer -> end of the time (monotonic) in which it is not asked."""
+        self._avoided: dict[PeerID, float] = {}  # peer -> end of the time (monotonic) in which it is not asked
         self._pings: set[asyncio.Task[bool]] = set()
 
     def meet(self, peer: PeerID, claimed: bytes) -> bool:

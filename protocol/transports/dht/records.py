@@ -22,10 +22,8 @@ from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, CardRecord
 
-MAX_DATED = 256
-"""Peers whose clocks are compared with this node's."""
-MAX_OFF_S = 86_400.0
-"""A card whose time differs more than this is not compared, nor opened for long."""
+MAX_DATED = 256  # peers whose clocks are compared with this node's
+MAX_OFF_S = 86_400.0  # a card whose time differs more than this is not compared, nor opened for long
 
 _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 _text_decoder = msgspec.msgpack.Decoder(str)
@@ -41,8 +39,7 @@ class CardValidator:
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
         self.open = lru_cache(4096)(partial(_open, swarm))
         """Signed card -> (peer id, card); each is seen many times, from every replica."""
-        self.too_new = ""
-        """See `Transport.too_new`."""
+        self.too_new = ""  # see `Transport.too_new`
         self.made: dict[str, float] = {}
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
 
@@ -100,8 +97,7 @@ class CardStorage:
     Unix time, in seconds."""
 
     def __init__(self) -> None:
-        self.connected: Collection[str] = ()
-        """Peers whose cards are not displaced."""
+        self.connected: Collection[str] = ()  # peers whose cards are not displaced
         self._own: dict[bytes, set[str]] = {}
         """Key -> peers that brought their cards themselves; a few of them may be gone."""
         self._rng = random.Random()

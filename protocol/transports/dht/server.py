@@ -36,10 +36,8 @@ from protocol.transports.dht.neighbours import Neighbours
 from protocol.transports.dht.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
-REPLICAS = 5
-"""Nearest peers that keep a card: hivemind's default."""
-DHT_CALL_S = 3.0
-"""Longest that a peer may take to answer; hivemind's default."""
+REPLICAS = 5  # nearest peers that keep a card: hivemind's default
+DHT_CALL_S = 3.0  # longest that a peer may take to answer; hivemind's default
 MAX_ANSWER_CARDS_BYTES = 3 * 2**20
 """Cards in one answer: with the peers named beside them (20 KB) it stays well below the 4 MiB of a message of p2pd."""
 MAX_GIVEN_BYTES = 32 * 2**20
@@ -54,10 +52,8 @@ round while nobody takes it, and pings when it connects. Each takes this node a 
 MAX_REFUSED = 600
 """Calls of one peer that are refused in a minute before it is hung up on: an answer, also a refusal, costs as much as a
 store. A handshake costs the peer as much as this node."""
-ASKERS = 1024
-"""Peers whose use of the budgets is remembered: more than p2pd has connections."""
-BREATHE = 64
-"""Records checked before others get their turn: some 10 ms of signatures."""
+ASKERS = 1024  # peers whose use of the budgets is remembered: more than p2pd has connections
+BREATHE = 64  # records checked before others get their turn: some 10 ms of signatures
 STORED_EACH, STORED_ALL = 128, 512
 """Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
 of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
@@ -69,8 +65,7 @@ _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError
 that is known only by name and cannot be dialled."""
 
 T = TypeVar("T")
-Found = dict[str, tuple[bytes, float]]
-"""Peer id -> value and expiration of its newest card."""
+Found = dict[str, tuple[bytes, float]]  # peer id -> value and expiration of its newest card
 
 
 class Accounts:
@@ -114,12 +109,10 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._client = client
         self._named = named
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
-        self._mine: tuple[bytes, CardRecord] | None = None
-        """This node's own card, and its key."""
+        self._mine: tuple[bytes, CardRecord] | None = None  # this node's own card, and its key
         self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
         self._calls = Budgets(ASKERS, MAX_FINDS, MAX_PINGS_AND_STORES, MAX_REFUSED)
-        self._ending: dict[PeerID, asyncio.Future[Any]] = {}
-        """Peers that are being hung up on."""
+        self._ending: dict[PeerID, asyncio.Future[Any]] = {}  # peers that are being hung up on
         self._rng = random.Random()
 
     async def serve(self) -> None:

@@ -14,15 +14,13 @@ from collections.abc import Collection
 
 from protocol.budgets import Budgets
 
-FIRST_WAIT_S = 2.0
-"""Time until the second lookup for a peer: a card is stored within a round or two of connecting."""
+FIRST_WAIT_S = 2.0  # time until the second lookup for a peer: a card is stored within a round or two of connecting
 LAST_WAIT_S = 120.0
 """Longest time between two lookups for one peer: the lookups made anyhow find its card within a card's life."""
 LOOKUPS = 12
 """Lookups a minute because of peers without a card: one every five seconds, as often as small swarms look anyhow. As
 many can come at once, when a swarm starts."""
-MEMBERS = 200
-"""Members known up to which a lookup counts once; one of more cards counts as many times."""
+MEMBERS = 200  # members known up to which a lookup counts once; one of more cards counts as many times
 MAX_REMEMBERED = 1024
 """Peers without a card that are remembered, some 200 bytes each; those looked for longest ago are forgotten first."""
 

@@ -24,14 +24,10 @@ from protocol.limits import MAX_ADDRESSES
 from protocol.messages import Address
 from protocol.peers import peer_of
 
-METHOD = "addresses"
-"""Request: a peer id in ASCII. Answer: msgpack list of its addresses, empty if they are not known."""
-MAX_ADDRESSES_BYTES = 2048
-"""Eight addresses of 192 characters, with room for their headers."""
-WHEREABOUTS_S = 3.0
-"""Time limit of the question: as long as a call in the DHT may take."""
-MAX_NAMERS = 4096
-"""Peers whose namer is remembered, some 200 bytes each. Those named longest ago are forgotten first."""
+METHOD = "addresses"  # request: a peer id in ASCII. Answer: msgpack list of its addresses, empty if they are not known.
+MAX_ADDRESSES_BYTES = 2048  # eight addresses of 192 characters, with room for their headers
+WHEREABOUTS_S = 3.0  # time limit of the question: as long as a call in the DHT may take
+MAX_NAMERS = 4096  # peers whose namer is remembered, some 200 bytes each. Those named longest ago are forgotten first.
 
 _decoder = msgspec.msgpack.Decoder(Annotated[list[Address], Meta(max_length=2 * MAX_ADDRESSES)])
 

@@ -38,24 +38,18 @@ from protocol.transports.gossip.pipe import (
 from protocol.transports.ports import Port
 
 SIDECAR = "protocol.transports.gossip.sidecar"
-SIDECAR_START_S = 30.0
-"""A start takes a second or two; on a machine that swaps, longer."""
+SIDECAR_START_S = 30.0  # a start takes a second or two; on a machine that swaps, longer
 SIDECAR_RESTART_S = 0.5, 30.0
 """First and longest pause before a restart; doubled each time, until a process has lived for `SIDECAR_SETTLED_S`."""
 SIDECAR_SETTLED_S = 20.0
 GOSSIP_STATUS_S = 5.0
-PROBE_S = 10.0
-"""A sidecar that answers none of two probes in a row is killed: it hangs, or was stopped."""
-MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGE_BYTES = 64, 16 * 2**20
-"""Messages waiting for the sidecar."""
-MAX_COMMANDS = 1024
-"""Other commands waiting for it."""
-LOG_LINES, LOG_CHARS = 40, 400
-"""Lines of the process's stderr that are kept, and characters of each."""
+PROBE_S = 10.0  # a sidecar that answers none of two probes in a row is killed: it hangs, or was stopped
+MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGE_BYTES = 64, 16 * 2**20  # messages waiting for the sidecar
+MAX_COMMANDS = 1024  # other commands waiting for it
+LOG_LINES, LOG_CHARS = 40, 400  # lines of the process's stderr that are kept, and characters of each
 
 
-NO_STATUS = Status(0, [], {}, 0, 0, 0, 0, 0, {})
-"""The status of a process that was never asked."""
+NO_STATUS = Status(0, [], {}, 0, 0, 0, 0, 0, {})  # the status of a process that was never asked
 
 
 class GossipClient:
@@ -77,13 +71,10 @@ class GossipClient:
         self.report = report
         self.on_restart: Callable[[], None] | None = None
         """Called when a new process is up: `gossip_id` and `addresses` have changed, and all connections are gone."""
-        self.gossip_id = ""
-        """Gossip id of the process that runs now or ran last."""
-        self.addresses: list[str] = []
-        """Multiaddresses of it, those worth telling first; none if it only dials."""
+        self.gossip_id = ""  # gossip id of the process that runs now or ran last
+        self.addresses: list[str] = []  # multiaddresses of it, those worth telling first; none if it only dials
         self.restarts = 0
-        self.pid: int | None = None
-        """None while it is away."""
+        self.pid: int | None = None  # None while it is away
         self._topics: dict[str, None] = {}
         self._messages: deque[Publish] = deque()
         self._queued = 0  # bytes

@@ -19,15 +19,11 @@ from protocol.budgets import Budgets
 from protocol.errors import RemoteProtocolError
 from protocol.transports.gossip.pipe import GossipSettings
 
-BUDGETED_AUTHORS = 4096
-"""Authors whose rate is remembered. Those heard of longest ago are forgotten first."""
-BUDGETED_CONNECTIONS = 1024
-"""Connections whose budgets are remembered: twice as many as there can be at a time."""
-SEEN = 65_536
-"""Digests of messages let in that are remembered (16 bytes each)."""
+BUDGETED_AUTHORS = 4096  # authors whose rate is remembered. Those heard of longest ago are forgotten first.
+BUDGETED_CONNECTIONS = 1024  # connections whose budgets are remembered: twice as many as there can be at a time
+SEEN = 65_536  # digests of messages let in that are remembered (16 bytes each)
 
-SHARD_AUTHORS = 64
-"""Twice as many as a shard should have."""
+SHARD_AUTHORS = 64  # twice as many as a shard should have
 CONNECTION_MESSAGES = 4 * SHARD_AUTHORS * 60
 """Messages a minute over one connection: four times the need of a shard whose authors speak every second, and more than
 a Python process forwards (7 ms of CPU a message, measured at 5 KB)."""
@@ -62,8 +58,7 @@ class GossipGate:
         self._offered = Budgets(BUDGETED_CONNECTIONS, BLAMED_NEWCOMERS * newcomers)
         self._introduced = Budgets(BUDGETED_CONNECTIONS, newcomers)
         """New authors over a connection: all, and those let in."""
-        self._met = Budgets(1, GATE_NEWCOMERS * newcomers)
-        """New authors let in over any."""
+        self._met = Budgets(1, GATE_NEWCOMERS * newcomers)  # new authors let in over any
 
     def refusal(self, topic: str, data: bytes, origin: str, forwarder: str, now: float) -> str | None:
         """Why `data`, signed by gossip process `origin` and brought by `forwarder`, is refused at Unix time `now`;

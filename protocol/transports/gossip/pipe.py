@@ -25,12 +25,10 @@ from protocol.transports.settings import NetworkSettings
 FRAME_HEAD_BYTES = 4
 MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
 """A whole signed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
-MAX_CONNECTIONS = 512
-"""A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
+MAX_CONNECTIONS = 512  # a Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub
 MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52
 """Length of an announced host: with port and gossip id it must fit into an address."""
-PIPE_READ_BYTES = 256 * 1024
-"""Bytes read from the pipe at a time."""
+PIPE_READ_BYTES = 256 * 1024  # bytes read from the pipe at a time
 STRETCH = 2
 """Factor on the swarm's limits. Messages sent within them may be delayed for up to a minute and arrive with new
 ones."""
@@ -43,8 +41,7 @@ GossipId = Annotated[str, Meta(max_length=64)]
 PortNumber = Annotated[int, Meta(ge=0, lt=65536)]
 Slug = Annotated[str, Meta(max_length=64)]
 Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
-MAX_STATUS_SOURCES = 32
-"""Sources of refusals in a status."""
+MAX_STATUS_SOURCES = 32  # sources of refusals in a status
 SourceName = Annotated[str, Meta(max_length=64)]
 
 
@@ -53,12 +50,9 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     swarm: Hash64
     shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
-    listen: Annotated[str, Meta(max_length=64)] = "0.0.0.0"
-    """IP address to listen on."""
-    port: PortNumber = 0
-    """TCP port to listen on, or the next free one; 0 = any."""
-    dial_only: bool = False
-    """Never listen."""
+    listen: Annotated[str, Meta(max_length=64)] = "0.0.0.0"  # IP address to listen on
+    port: PortNumber = 0  # TCP port to listen on, or the next free one; 0 = any
+    dial_only: bool = False  # never listen
     announce: Annotated[list[Host], Meta(max_length=MAX_ADDRESSES)] = []
     """IP addresses or host names under which others reach this port; announced first."""
     degree: Annotated[int, Meta(ge=1, le=64)] = 6
@@ -69,14 +63,10 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Messages of one author, and of one connected process. More are refused and not forwarded."""
     bytes_per_minute: Annotated[int, Meta(ge=1)] = 8 * 2**20
     """Bytes of one author, and of one connected process. More are refused and not forwarded."""
-    max_age_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Older batches are refused."""
-    max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S
-    """Batches from further in the future are refused."""
-    upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Limit on what all connections send together; 0 = no limit."""
-    download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Limit on what all connections receive together; 0 = no limit."""
+    max_age_s: Annotated[float, Meta(gt=0)] = 600.0  # older batches are refused
+    max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S  # batches from further in the future are refused
+    upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections send together; 0 = no limit
+    download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections receive together; 0 = no limit
     spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
     """Protocol versions that the node understands. The process may have been restarted from files that were upgraded
     meanwhile. Empty = the versions of its own code."""
@@ -116,8 +106,7 @@ class GossipReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     gossip_id: GossipId
     addresses: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)]
-    port: PortNumber
-    """0 if it does not listen."""
+    port: PortNumber  # 0 if it does not listen
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -130,21 +119,16 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Levels now, totals since the process began."""
 
-    number: Count
-    """Number of the `Ask`."""
-    peers: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]
-    """Peers that speak gossip with this node."""
-    mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]
-    """Peers that messages on a topic go to directly."""
+    number: Count  # number of the `Ask`
+    peers: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]  # peers that speak gossip with this node
+    mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]  # peers that messages on a topic go to directly
     bytes_in: Count
     """Read from TCP sockets: encryption, multiplexing and gossip's own talk included; without TCP and IP headers."""
     bytes_out: Count
     messages_in: Count
     messages_out: Count
-    dropped: Count
-    """Messages that the node was too slow to take."""
-    rejected: Reasons
-    """Messages, frames and connections refused, by reason."""
+    dropped: Count  # messages that the node was too slow to take
+    rejected: Reasons  # messages, frames and connections refused, by reason
     ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
     sources: Annotated[dict[SourceName, Refused], Meta(max_length=MAX_STATUS_SOURCES)] = {}

@@ -34,10 +34,8 @@ from dataclasses import dataclass
 MAX_ARRIVING = 128
 """A handshake takes 10 to 50 ms on an idle machine, and some 50 KB; with 512 places the process stays below the 1,024
 file descriptors that systems usually allow."""
-HANDSHAKE_S = 3.0
-"""Four round trips by satellite; honest peers on a line need a tenth."""
-PATIENCE_S = 10.0
-"""While half of the room is free, a machine that is busy training may take longer."""
+HANDSHAKE_S = 3.0  # four round trips by satellite; honest peers on a line need a tenth
+PATIENCE_S = 10.0  # while half of the room is free, a machine that is busy training may take longer
 MAX_HANDSHAKE_BYTES = 2**16
 """Bytes of a handshake. An honest one takes less than 2 KB; the library would buffer any length that it is told."""
 WINDOW_BYTES = 4 * 2**20
@@ -46,29 +44,21 @@ MAX_BUFFERED = 2 * WINDOW_BYTES
 """Bytes that a connection may have lying unread: one gossip stream's, and room for another after the first broke."""
 STAY_S = 10.0
 """The messages of the last seconds are sent to a newcomer again: with ten seconds each, nobody hears nothing."""
-PLACE_TURN_S = 60.0
-"""A hundred peers behind one address lose their link to a full hub at most once a minute."""
-SETTLED_S = 60.0
-"""The node hangs up within some ten seconds on ids that are on no member's card, so this is a member's."""
-OWN_SHARE = 16
-"""One in this many places is for connections that this node dials: 4 of 64, twice what a mesh needs."""
+PLACE_TURN_S = 60.0  # a hundred peers behind one address lose their link to a full hub at most once a minute
+SETTLED_S = 60.0  # the node hangs up within some ten seconds on ids that are on no member's card, so this is a member's
+OWN_SHARE = 16  # one in this many places is for connections that this node dials: 4 of 64, twice what a mesh needs
 
 
 @dataclass(eq=False)
 class Link:
     """One TCP connection, as far as admission goes."""
 
-    address: str
-    """Neighbourhood of the connection's other end (`hosts`)."""
+    address: str  # neighbourhood of the connection's other end (`hosts`)
     inbound: bool
-    since: float
-    """When it arrived, or took its place (seconds of a monotonic clock)."""
-    heard: float = 0.0
-    """When it last sent anything."""
-    heard_bytes: int = 0
-    """Bytes that it sent during its handshake."""
-    valid: bool = False
-    """Whether it brought a message that was accepted."""
+    since: float  # when it arrived, or took its place (seconds of a monotonic clock)
+    heard: float = 0.0  # when it last sent anything
+    heard_bytes: int = 0  # bytes that it sent during its handshake
+    valid: bool = False  # whether it brought a message that was accepted
 
     def proven(self, now: float) -> bool:
         return self.valid or now - self.since >= SETTLED_S

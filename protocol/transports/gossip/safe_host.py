@@ -74,8 +74,7 @@ class Wire(ReadWriteCloser):
         self._stream, self._tcp = stream, tcp
         self.address: tuple[str, int] | None = stream.get_remote_address()
         self.link = Link(neighbourhood(self.address[0] if self.address else ""), inbound, trio.current_time())
-        self.bytes_in = self.bytes_weighed = 0
-        """Bytes that arrived; those of them that `heaviest` has counted."""
+        self.bytes_in = self.bytes_weighed = 0  # bytes that arrived; those of them that `heaviest` has counted
         self.closed = trio.Event()
         _keep_alive(stream.stream)
         tcp.live[self.link] = self
@@ -123,12 +122,9 @@ class CountedTCP(TCP):
         self.upload, self.download = upload, download
         self.live: dict[Link, Wire] = {}
         self.bytes_in = self.bytes_out = 0
-        self.rejected: Counter[str] = Counter()
-        """What was refused, by reason; here and in `SafePubsub`."""
-        self.refusals = Refusals(self.rejected)
-        """Refusals by the neighbourhood that they came from (`hosts`)."""
-        self.streams = Budgets(BUDGETED_CONNECTIONS, STREAMS_PER_MINUTE)
-        """Streams that each peer opened."""
+        self.rejected: Counter[str] = Counter()  # what was refused, by reason; here and in `SafePubsub`
+        self.refusals = Refusals(self.rejected)  # refusals by the neighbourhood that they came from (`hosts`)
+        self.streams = Budgets(BUDGETED_CONNECTIONS, STREAMS_PER_MINUTE)  # streams that each peer opened
         self.flooding: dict[ID, tuple[str, int] | None] = {}
         """Peers that `SafePubsub` has still to ban, and where they are connected from."""
 

@@ -36,8 +36,7 @@ class Flooded(trio.TooSlowError):
 class SafeYamux(Yamux):
     """One connection's streams."""
 
-    on_flood: Callable[[], None] | None = None
-    """Called before the connection ends because of what its peer sent."""
+    on_flood: Callable[[], None] | None = None  # called before the connection ends because of what its peer sent
 
     def unread(self) -> int:
         """Bytes that arrived and that nothing here has read."""

@@ -40,18 +40,13 @@ from protocol.transports.gossip.safe_host import CountedTCP
 
 log = logging.getLogger("gossip")
 
-MAX_RPC_BYTES = 1 << 20
-"""Larger frames end the stream; the library drops larger ones on the way out."""
-MAX_RPC_MESSAGES = 32
-"""Messages in a frame; honest peers send one, or a few when asked for missed ones."""
-MAX_RPC_CONTROLS = 64
-"""Control entries of a kind in a frame, and message ids in an entry."""
+MAX_RPC_BYTES = 1 << 20  # larger frames end the stream; the library drops larger ones on the way out
+MAX_RPC_MESSAGES = 32  # messages in a frame; honest peers send one, or a few when asked for missed ones
+MAX_RPC_CONTROLS = 64  # control entries of a kind in a frame, and message ids in an entry
 MAX_BACKOFF_S = 60
-BAN_S = 120.0
-"""A banned peer may come back after this; a fresh key is free anyway."""
+BAN_S = 120.0  # a banned peer may come back after this; a fresh key is free anyway
 MAX_BANS = 4096
-STUCK_S = 20.0
-"""A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
+STUCK_S = 20.0  # a peer that reads nothing for so long, or does not speak gossip, is hung up on
 WATCH_S, BUFFERS_S = 1.0, 0.1
 """Time between two checks of peers; and of all unread bytes, while these are more than a quarter of the limit. Some 5
 MB can arrive within the shorter time, and less than three quarters of the limit within the longer one."""
@@ -59,8 +54,7 @@ MAX_ALL_BUFFERED = 128 * 2**20
 """Unread bytes of all connections together. With 100 MB of its own, the process stays far below `MAX_RSS`."""
 MAX_GOSSIP_STREAMS = 3
 """Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
-MAX_STREAMS = 64
-"""Streams of a connection; an honest one has three or four."""
+MAX_STREAMS = 64  # streams of a connection; an honest one has three or four
 HOUSEKEEPING_S = 30.0
 MAX_SEEN_IDS = 100_000
 """Message ids remembered, some 20 MB. If there are ever more, all are forgotten; `GossipGate` still knows the accepted
@@ -104,8 +98,7 @@ class SafePubsub(Pubsub):
         self.banned: OrderedDict[ID, float] = OrderedDict()
         self._write_locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
         self._stuck: dict[ID, tuple[object, float]] = {}
-        self._reading: Counter[ID] = Counter()
-        """Gossip streams of each peer."""
+        self._reading: Counter[ID] = Counter()  # gossip streams of each peer
 
     # ------------------------------------------------------------ from peers
 

@@ -54,22 +54,16 @@ from protocol.transports.gossip.safe_pubsub import SafePubsub
 from protocol.transports.pacing import Bandwidth
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
-PACE_S = 0.05
-"""Time between two of our messages: the library drops messages beyond 32 in a peer's queue."""
-MAX_PUBLISH = 8
-"""Messages waiting to be published; then the pipe is not read, and fills."""
-MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20
-"""Events waiting for the parent; then the oldest is dropped."""
+PACE_S = 0.05  # time between two of our messages: the library drops messages beyond 32 in a peer's queue
+MAX_PUBLISH = 8  # messages waiting to be published; then the pipe is not read, and fills
+MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20  # events waiting for the parent; then the oldest is dropped
 SIDECAR_DIAL_S = 10.0
-MAX_SIDECAR_DIALS = 64
-"""Dials under way at a time. The node asks again for the others."""
-MAX_SIDECAR_RSS = 512 * 2**20
-"""A healthy process takes 90 to 150 MB."""
+MAX_SIDECAR_DIALS = 64  # dials under way at a time. The node asks again for the others.
+MAX_SIDECAR_RSS = 512 * 2**20  # a healthy process takes 90 to 150 MB
 HIGH_RSS, GROWTH_BYTES = MAX_SIDECAR_RSS // 2, 4 * 2**20
 """Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the connection that brought
 the most since then. So floods end one after another, and the other links live."""
-MEMORY_S = 1.0
-"""Time between two checks of memory; some 50 MB can arrive in it."""
+MEMORY_S = 1.0  # time between two checks of memory; some 50 MB can arrive in it
 
 log = logging.getLogger("gossip")
 

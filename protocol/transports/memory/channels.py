@@ -35,19 +35,14 @@ class MemoryChannel:
         self.other = other or owner
         self._far: MemoryChannel | None = None
         self.listener: Listener | None = None
-        self.taken = False
-        """Whether the peer opened the channel, and `owner` accepted it."""
-        self._open = False
-        """Whether the channel is open, so that messages may leave."""
-        self._severed = False
-        """Whether a fault has cut the connection: nothing arrives any more."""
-        self._why = ""
-        """Why the channel is closed; empty while it is not."""
+        self.taken = False  # whether the peer opened the channel, and `owner` accepted it
+        self._open = False  # whether the channel is open, so that messages may leave
+        self._severed = False  # whether a fault has cut the connection: nothing arrives any more
+        self._why = ""  # why the channel is closed; empty while it is not
         self._queue: deque[tuple[bytes, list[memoryview], int]] = deque()
         """Head, body, and bytes of both. The first message is leaving if the channel is open."""
         self._queued = 0
-        self._arrival = 0.0
-        """When the message sent last arrives. No later message overtakes it."""
+        self._arrival = 0.0  # when the message sent last arrives. No later message overtakes it.
 
     # ----------------------------------------------------------------- the port
 

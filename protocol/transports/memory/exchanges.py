@@ -38,10 +38,8 @@ class MemoryExchange:
         self._ours = ours
         self._answered = answered
         self._theirs: Accepted | None = None
-        self._sink: Sink | None = None
-        """Where the caller's side puts the acceptor's body."""
-        self._missing = 2
-        """Number of bodies that have not arrived."""
+        self._sink: Sink | None = None  # where the caller's side puts the acceptor's body
+        self._missing = 2  # number of bodies that have not arrived
         self._over = False
         self.future.set_running_or_notify_cancel()
         self._after(timeout, self._fail, PeerUnreachable(f"no answer within {timeout:g} s"))

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
     from protocol.transports.memory.transport import Component, MemoryTransport
 
-MESH_REBUILD_S = 1.0
-"""Shortest time between two rebuilds of a mesh."""
+MESH_REBUILD_S = 1.0  # shortest time between two rebuilds of a mesh
 
 
 @dataclass
@@ -21,8 +20,7 @@ class Mesh:
     """Which nodes of one component forward messages of one topic to which others."""
 
     built: float
-    state: tuple[int, int]
-    """Counts of changes of the component and of the topic for which it was built."""
+    state: tuple[int, int]  # counts of changes of the component and of the topic for which it was built
     neighbours: dict[MemoryTransport, dict[MemoryTransport, None]]
 
 

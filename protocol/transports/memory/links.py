@@ -55,14 +55,10 @@ class LinkModel:
     delays add up, and either link may lose the message."""
 
     latency_s: float = 0.02
-    jitter_s: float = 0.0
-    """Largest random delay in addition to the latency."""
-    bandwidth_bytes_s: float = math.inf
-    """Bandwidth of the uplink. Messages leave one after the other."""
-    loss: float = 0.0
-    """Probability that a message is lost. Requests are never lost: they run over streams."""
-    duplicate: float = 0.0
-    """Probability that a message arrives twice."""
+    jitter_s: float = 0.0  # largest random delay in addition to the latency
+    bandwidth_bytes_s: float = math.inf  # bandwidth of the uplink. Messages leave one after the other.
+    loss: float = 0.0  # probability that a message is lost. Requests are never lost: they run over streams.
+    duplicate: float = 0.0  # probability that a message arrives twice
 
 
 class Uplink:
@@ -71,8 +67,7 @@ class Uplink:
     def __init__(self, model: LinkModel) -> None:
         self.model = model
         self.bytes_out = 0
-        self.free_at = 0.0
-        """Time at which everything queued so far has left."""
+        self.free_at = 0.0  # time at which everything queued so far has left
 
     def send(self, size: int, now: float) -> float:
         """Queue `size` bytes. Returns the time at which they have left."""

@@ -29,14 +29,10 @@ from protocol.transports.streams.requests import check_method
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
 
-SPREAD_S = 2.0
-"""Delay until others find a card, and until components that meet become one."""
-LOOKUP_S = 5.0
-"""Mean time between two lookups of cards by a node; after each, it dials."""
-LOOKUP_CARDS = 32
-"""Number of other peers' cards in a node's own table. `members` returns all of them."""
-MAX_BACKLOG_S = 10.0
-"""A gossip message that would wait longer than this for its sender's uplink is dropped."""
+SPREAD_S = 2.0  # delay until others find a card, and until components that meet become one
+LOOKUP_S = 5.0  # mean time between two lookups of cards by a node; after each, it dials
+LOOKUP_CARDS = 32  # number of other peers' cards in a node's own table. `members` returns all of them.
+MAX_BACKLOG_S = 10.0  # a gossip message that would wait longer than this for its sender's uplink is dropped
 
 
 class Component:
@@ -44,12 +40,9 @@ class Component:
 
     def __init__(self, nodes: Iterable[MemoryTransport], cards: Mapping[str, tuple[PeerCard, float]]) -> None:
         self.nodes = dict.fromkeys(nodes)
-        self.cards = dict(cards)
-        """Peer id -> card, and when it expires."""
-        self.meshes: dict[str, Mesh] = {}
-        """Topic -> gossip mesh."""
-        self.changes = 0
-        """Number of nodes that joined and left."""
+        self.cards = dict(cards)  # peer id -> card, and when it expires
+        self.meshes: dict[str, Mesh] = {}  # topic -> gossip mesh
+        self.changes = 0  # number of nodes that joined and left
 
 
 class MemoryTransport:
@@ -79,8 +72,7 @@ class MemoryTransport:
         self._network = network
         self._identity = who if isinstance(who, Identity) else None
         self.alive = True
-        self.side = 0
-        """Number of the part of a partitioned network that the node is in."""
+        self.side = 0  # number of the part of a partitioned network that the node is in
         self.edges: dict[MemoryTransport, None] = {}
         self.component = Component([self], {})
         self.handlers: dict[str, list[Handler]] = {}

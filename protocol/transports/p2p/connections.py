@@ -20,10 +20,8 @@ from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.refusals import Refusals, ip_of
 from protocol.transports.settings import endpoint
 
-P2PD_DIAL_S = 8.0
-"""Longest that p2pd may take to connect to a peer."""
-KNOCK_S = 4.0
-"""Longest that a TCP connection may take which only shows whether somebody listens at an address."""
+P2PD_DIAL_S = 8.0  # longest that p2pd may take to connect to a peer
+KNOCK_S = 4.0  # longest that a TCP connection may take which only shows whether somebody listens at an address
 LOCATE_EVERY_S = 1.0
 """Shortest time between two looks at where refused peers are connected from: a hostile one causes thousands of refusals
 a second."""
@@ -36,8 +34,7 @@ class Connections:
 
     def __init__(self, daemon: Daemon, dials: Dials, refusals: Refusals, storage: CardStorage) -> None:
         self.dials = dials
-        self.serving: dict[str, None] = {}
-        """Connected peers that keep a part of the DHT, longest connected first."""
+        self.serving: dict[str, None] = {}  # connected peers that keep a part of the DHT, longest connected first
         self._daemon = daemon
         self._refusals = refusals
         self._storage = storage

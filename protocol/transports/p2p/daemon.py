@@ -37,28 +37,22 @@ if TYPE_CHECKING:
     from protocol.transports.p2p.plane import HivemindPlane
 
 P2PD_START_S = 15.0
-P2PD_CALL_S = 10.0
-"""Longest that p2pd may take over a call that does not have a time limit of its own."""
-DAEMON_GOODBYE_S = 2.0
-"""Longest that p2pd may take to end before it is killed."""
-MAX_RESTART_WAIT_S = 10.0
-"""Longest pause before p2pd is started again."""
-STEADY_S = 10.0
-"""A p2pd that lived this long did not die of its own start."""
+P2PD_CALL_S = 10.0  # longest that p2pd may take over a call that does not have a time limit of its own
+DAEMON_GOODBYE_S = 2.0  # longest that p2pd may take to end before it is killed
+MAX_RESTART_WAIT_S = 10.0  # longest pause before p2pd is started again
+STEADY_S = 10.0  # a p2pd that lived this long did not die of its own start
 ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
 """Exit codes that are not reported: systemd, for example, may end all processes of a node at once."""
 IN_ITS_OWN_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 """Starts p2pd in a session of its own: Ctrl-C is for the node, which says goodbye through p2pd and then ends it."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """Errors that calls to p2pd raise, besides running into their time limit."""
-NO_WAY = "failed to dial"
-"""go-libp2p's words when it has no address of a peer, or nobody answers there."""
+NO_WAY = "failed to dial"  # go-libp2p's words when it has no address of a peer, or nobody answers there
 MAX_CALL_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """Size of the largest answer to a call that fits, with its envelope, into a message to p2pd."""
 SHORT_CHARACTERS = 40
 """Longest path of a folder for sockets. A Unix socket's path has 104 bytes on macOS; ours need half of the rest."""
-NEW_S = 60.0
-"""A folder younger than this may belong to a process that has not locked it yet."""
+NEW_S = 60.0  # a folder younger than this may belong to a process that has not locked it yet
 T = TypeVar("T")
 
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))  # faults are counted instead
@@ -79,22 +73,17 @@ class Daemon:
     ) -> None:
         self.plane, self.settings, self.traffic, self.paces = plane, settings, traffic, paces
         self.port = port
-        self.port_number = settings.port
-        """TCP port on which p2pd listens, or listened last."""
+        self.port_number = settings.port  # TCP port on which p2pd listens, or listened last
         self.restarts = 0
         self.p2pd: P2P | None = None
-        self.panic = ""
-        """Why p2pd died, if it said so before its last line."""
-        self.folder = ""
-        """Folder of the sockets of p2pd."""
+        self.panic = ""  # why p2pd died, if it said so before its last line
+        self.folder = ""  # folder of the sockets of p2pd
         self.closing = False
-        self._is_ready = False
-        """Whether p2pd has started and takes calls."""
+        self._is_ready = False  # whether p2pd has started and takes calls
         self._folder_lock = -1
         self._identity_path = identity_path
         self._report = report
-        self._ended: asyncio.Future[int] = asyncio.Future()
-        """Exit code of the p2pd that runs now."""
+        self._ended: asyncio.Future[int] = asyncio.Future()  # exit code of the p2pd that runs now
         self._keeper: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- life

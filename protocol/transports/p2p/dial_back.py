@@ -28,10 +28,8 @@ from protocol.hosts import is_public
 from protocol.transports.settings import endpoint
 
 MAX_PORTS = 4
-FIRST_PORT = 1024
-"""Lower ports are the system's: no node listens there by default."""
-MAX_ASKERS = 4
-"""Askers at a time."""
+FIRST_PORT = 1024  # lower ports are the system's: no node listens there by default
+MAX_ASKERS = 4  # askers at a time
 PORTS_A_MINUTE, PORTS_A_MINUTE_EACH = 64, 8
 """Connected to, of all askers and of those from one address: a doctor asks for two, of up to five peers."""
 CONNECT_S = 3.0
@@ -55,8 +53,7 @@ class DialBack:
         self._told = told
         self._clock = clock
         self._asked = 0
-        self._looked: deque[tuple[float, str, int]] = deque()
-        """(time, address, number of ports) of the last minute."""
+        self._looked: deque[tuple[float, str, int]] = deque()  # (time, address, number of ports) of the last minute
 
     async def serve(self, came_from: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the one question on a stream of a peer at the multiaddress `came_from`, and close it; without an

@@ -28,12 +28,9 @@ class GossipSide:
         self._shard_of_topic = {rollout_topic(settings.swarm, shard): shard for shard in range(settings.shards)}
         self._handlers: dict[str, list[Handler]] = {}
         self.client = self._new_client()
-        self.stat = NO_STATUS
-        """What the gossip process said last."""
-        self.has_dialled = False
-        """Whether `tend` dialled when it was called last."""
-        self.refused = 0
-        """Messages that the queue to the gossip process did not take."""
+        self.stat = NO_STATUS  # what the gossip process said last
+        self.has_dialled = False  # whether `tend` dialled when it was called last
+        self.refused = 0  # messages that the queue to the gossip process did not take
         self.handler_faults = 0
 
     def _new_client(self) -> GossipClient:

@@ -33,16 +33,13 @@ from protocol.transports.streams.requests import Traffic
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.plane import HivemindPlane
 
-LAST_CARD_S = 2.0
-"""Longest time to tell the others that this node leaves."""
-HASTE_S = 1.0
-"""Longest pause after a round that dialled a gossip process."""
+LAST_CARD_S = 2.0  # longest time to tell the others that this node leaves
+HASTE_S = 1.0  # longest pause after a round that dialled a gossip process
 CARDS_PER_LOOKUP = 32
 """About as many cards are looked up at a time: up to some 200 members, traffic does not grow with the swarm."""
 GREET_AGAIN_S = 30.0
 """A node that finds nobody although peers are connected makes itself known to them again, this often at most."""
-CACHE_S = 60.0
-"""Time between two writes of the cache file, which keeps the addresses of peers."""
+CACHE_S = 60.0  # time between two writes of the cache file, which keeps the addresses of peers
 
 
 class Membership:
@@ -75,29 +72,22 @@ class Membership:
             report(f"{address} does not end in /p2p/<peer id>: nobody can be dialled there")
         self._read_cache()
         self.members: dict[str, PeerCard] = {}
-        self.card: PeerCard | None = None
-        """This node's card, without addresses."""
+        self.card: PeerCard | None = None  # this node's card, without addresses
         self.connected: set[str] = set()
-        self.failed_steps = 0
-        """Steps of a round that raised an error which was not expected."""
-        self._told: tuple[object, ...] = ()
-        """The addresses, among others, that the card stored last names."""
+        self.failed_steps = 0  # steps of a round that raised an error which was not expected
+        self._told: tuple[object, ...] = ()  # the addresses, among others, that the card stored last names
         self._renew_at = 0.0  # like all deadlines here of the monotonic clock, which nobody sets back
-        self._greeted: set[str] = set()
-        """Connected peers whose DHT table has this node."""
+        self._greeted: set[str] = set()  # connected peers whose DHT table has this node
         self._greet_again_at = 0.0
-        self._newcomers: frozenset[str] = frozenset()
-        """Peers that were connected after the last lookup of cards."""
-        self._places: dict[str, float] = {}
-        """Relay at which this node has a place -> when to ask for the place again."""
+        self._newcomers: frozenset[str] = frozenset()  # peers that were connected after the last lookup of cards
+        self._places: dict[str, float] = {}  # relay at which this node has a place -> when to ask for the place again
         self._reach = Reach(random.Random(), wake.set)
         self._strangers = Strangers()
         self._look_at = self._sweep_s = 0.0
         self._next_bucket = random.randrange(MEMBERSHIP_BUCKETS)
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._cached_at = time.monotonic()
-        self._cached: set[str] = set()
-        """Peers that are in the cache file."""
+        self._cached: set[str] = set()  # peers that are in the cache file
 
     async def round(self, plane: HivemindPlane) -> None:
         """Run all steps once. A step that p2pd or the gossip process cannot take now is left to the next round."""

@@ -10,15 +10,13 @@ import psutil
 MAX_P2PD_RSS = 512 * 2**20
 """A p2pd of a node with `FEW` connections takes 60 to 100 MB; four large exchanges and four large answers at a time may
 have go-libp2p's largest window, 16 MB, in flight each way: 256 MB."""
-FEW = 64
-"""Connections that `MAX_P2PD_RSS` is for."""
+FEW = 64  # connections that `MAX_P2PD_RSS` is for
 RSS_PER_CONNECTION = 256 * 2**10
 """Bytes for each further connection. An idle one takes 75 KB (measured with 25 to 200); three times that leaves room
 for calls under way and for memory that Go frees late."""
 MOST_CONNECTIONS = 4096
 """Connections beyond these, with which p2pd may take 1.5 GB, add nothing: strangers can make many."""
-P2PD_MEMORY_CHECK_S = 5.0
-"""Time between two checks; at 100 Mbit/s, p2pd can grow by 60 MB in it."""
+P2PD_MEMORY_CHECK_S = 5.0  # time between two checks; at 100 Mbit/s, p2pd can grow by 60 MB in it
 
 
 def rss(pid: int) -> int:

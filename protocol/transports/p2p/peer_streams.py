@@ -23,8 +23,7 @@ from protocol.transports.streams.requests import Answers, ask
 if TYPE_CHECKING:
     from protocol.transports.p2p.plane import HivemindPlane
 
-EXCHANGE_END_S = 2.0
-"""Longest wait for callbacks of an exchange that was given up."""
+EXCHANGE_END_S = 2.0  # longest wait for callbacks of an exchange that was given up
 NOT_SPOKEN = "protocols not supported"
 """go-libp2p's words when a peer is there but does not know the protocol. The swarm's id is in the protocol's name."""
 Serve = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]

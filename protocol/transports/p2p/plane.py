@@ -37,10 +37,8 @@ from protocol.transports.settings import NetworkSettings, best_first
 from protocol.transports.streams.channels import Channels
 from protocol.transports.streams.requests import Traffic
 
-PLANE_END_S = 2.0
-"""Longest wait for tasks to end when the plane is closed."""
-CHANNEL_GOODBYE_S = 0.2
-"""Time that p2pd gets to pass on the last messages of channels."""
+PLANE_END_S = 2.0  # longest wait for tasks to end when the plane is closed
+CHANNEL_GOODBYE_S = 0.2  # time that p2pd gets to pass on the last messages of channels
 
 
 class HivemindPlane:
@@ -63,12 +61,10 @@ class HivemindPlane:
         """`dials` decides which addresses may be dialled (default: any, once). `known` returns the addresses of a peer,
         `told` those of them that others may learn (default for both: the addresses on cards stored here). Any thread
         may call `told`."""
-        self.addresses: list[str] = []
-        """Addresses at which others reach this node, the most useful ones first."""
+        self.addresses: list[str] = []  # addresses at which others reach this node, the most useful ones first
         self._channels = channels or Channels(Traffic(), report)
         self.traffic = self._channels.traffic
-        self.refusals = self.traffic.refusals
-        """What peers were refused, on the DHT and on streams."""
+        self.refusals = self.traffic.refusals  # what peers were refused, on the DHT and on streams
         self.restarted = on_restart
         self._identity = identity
         self._settings = settings

@@ -27,8 +27,7 @@ a relay connects back to 64 ports a minute."""
 class Plane(Protocol):
     """The part of `HivemindPlane` that is used here."""
 
-    addresses: list[str]
-    """Addresses at which others reach this node, as far as p2pd knows, most useful first."""
+    addresses: list[str]  # addresses at which others reach this node, as far as p2pd knows, most useful first
 
     async def connections(self) -> Mapping[str, list[str]]:
         """Peer id -> addresses at the other ends of its connections."""

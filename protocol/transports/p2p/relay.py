@@ -17,8 +17,7 @@ PLACE_S = 60.0
 """A place is asked for again after this long. Relays keep it for an hour, but not if the connection ends meanwhile."""
 MAX_RELAY_ANSWER_BYTES = 4096
 _RESERVE = b"\x08\x00"
-_GRANTED = b"\x28\x64"
-"""Status 100. go-libp2p writes the fields of a message in order, and this one is the last."""
+_GRANTED = b"\x28\x64"  # status 100. go-libp2p writes the fields of a message in order, and this one is the last.
 
 
 async def reserve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

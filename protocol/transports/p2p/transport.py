@@ -39,10 +39,8 @@ if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own threa
     from protocol.transports.p2p.plane import HivemindPlane
 
 T = TypeVar("T")
-CLOSE_S = 8.0
-"""Longest that `close` takes."""
-LEFT_TASKS_S = 1.0
-"""Longest wait for tasks that are left when everything else has ended."""
+CLOSE_S = 8.0  # longest that `close` takes
+LEFT_TASKS_S = 1.0  # longest wait for tasks that are left when everything else has ended
 
 
 class P2PTransport:
@@ -87,8 +85,7 @@ class P2PTransport:
         self._servers: dict[str, Server] = {}
         self._acceptors: dict[str, Acceptor] = {}
         self._channels = Channels(self._traffic, self._report)
-        self._calls: set[Future[None]] = set()
-        """Exchanges and channels that this node began."""
+        self._calls: set[Future[None]] = set()  # exchanges and channels that this node began
         self._loose_ends = 0
         self._loop = asyncio.new_event_loop()
         self._main: asyncio.Task[None] | None = None

@@ -46,8 +46,7 @@ from protocol.transports.streams.requests import (
 
 BEAT_S = 0.5
 SILENT_BEATS = 8
-SILENCE_S = BEAT_S * SILENT_BEATS
-"""A peer of which nothing was heard for so long has gone: seven beats may be late."""
+SILENCE_S = BEAT_S * SILENT_BEATS  # a peer of which nothing was heard for so long has gone: seven beats may be late
 MAX_CHANNELS, MAX_CHANNELS_PER_PEER = 64, 4
 """Channels taken at a time, from all peers and from one: room for a new one while the last is still found to be
 dead."""
@@ -60,8 +59,7 @@ or why it could not be opened, in words."""
 
 _BEAT, _MESSAGE, _GOODBYE = b"\0", b"\1", b"\2"
 _SIZES = struct.Struct(">HI")
-_SMALL = 2**14
-"""Bodies up to this leave in one piece with their heads."""
+_SMALL = 2**14  # bodies up to this leave in one piece with their heads
 Opened = Callable[[Channel], Listener]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -82,22 +80,15 @@ class StreamChannel:
         self._loop = loop
         self._traffic = traffic
         self._report = report
-        self._task: asyncio.Task[Any] | None = None
-        """The task in which the channel lives."""
-        self._why = ""
-        """Why it is closed, if it is, or about to be."""
-        self._lock = threading.Lock()
-        """Guards the attributes that follow."""
+        self._task: asyncio.Task[Any] | None = None  # the task in which the channel lives
+        self._why = ""  # why it is closed, if it is, or about to be
+        self._lock = threading.Lock()  # guards the attributes that follow
         self._told = False
-        self._queue: deque[tuple[memoryview, ...]] = deque()
-        """Frames that have not begun to leave."""
-        self._queued = 0
-        """Bytes of those that have not left."""
+        self._queue: deque[tuple[memoryview, ...]] = deque()  # frames that have not begun to leave
+        self._queued = 0  # bytes of those that have not left
         self._wake = asyncio.Event()
-        self._quiet = 0
-        """Beats since anything was heard."""
-        self._between = True
-        """Whether no message is on its way out."""
+        self._quiet = 0  # beats since anything was heard
+        self._between = True  # whether no message is on its way out
 
     # ---------------------------------------------------------------- any thread
 
@@ -141,8 +132,7 @@ class StreamChannel:
         assert self._task is not None
         if self._why:  # closed before it began
             self._task.cancel()
-        counted = ""
-        """Reason that is counted without blaming the peer."""
+        counted = ""  # reason that is counted without blaming the peer
         try:
             why = await life
         except asyncio.CancelledError:
@@ -279,8 +269,7 @@ class Channels:
     """All channels of one node, its own and those that others open."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
-        self.openings: dict[str, Opened] = {}
-        """Method -> function that takes channels of the method."""
+        self.openings: dict[str, Opened] = {}  # method -> function that takes channels of the method
         self.traffic = traffic
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)

@@ -66,10 +66,8 @@ class Exchanges:
     """All exchanges of one node, its own and those that others ask for."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
-        self.acceptors: dict[str, Acceptor] = {}
-        """Method -> acceptor."""
-        self.piece_s = PIECE_S
-        """See `PIECE_S`."""
+        self.acceptors: dict[str, Acceptor] = {}  # method -> acceptor
+        self.piece_s = PIECE_S  # see `PIECE_S`
         self._traffic = traffic
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)

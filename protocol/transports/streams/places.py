@@ -34,8 +34,7 @@ class Room:
         self.most, self.of_peer = most, of_peer
         self._report = report
         self._reported = False
-        self._guests: dict[_Guest, None] = {}
-        """The oldest first."""
+        self._guests: dict[_Guest, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._guests)

@@ -33,8 +33,7 @@ from protocol.transports.streams.places import Room, Shares
 
 LARGE_METHODS = frozenset({FILE_METHOD})
 """Methods whose answers may have `MAX_RESPONSE_BYTES`; all others have `MAX_SHORT_BYTES`."""
-MAX_SHORT_BYTES = 2**20
-"""Largest answer that a caller accepts by default."""
+MAX_SHORT_BYTES = 2**20  # largest answer that a caller accepts by default
 PROMPT_METHODS = frozenset({MANIFEST_METHOD})
 """Methods with places of their own: their answers are small and ready, and a newcomer can do nothing without them."""
 MAX_PROMPT = 32
@@ -43,14 +42,11 @@ MAX_UNREAD, MAX_UNREAD_PER_PEER = 128, 8
 """Requests being read, of all peers and of one: 8 MiB in memory at most. The oldest make room."""
 MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
 """Requests being answered, of all peers and of one, after they were read. Others are told to come back later."""
-MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
-"""Large answers among these: 256 MiB in memory at most."""
-ANSWER_READY_S = 180.0
-"""Longest time until an answer is ready. `write_frame` limits the time in which it is taken."""
+MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1  # large answers among these: 256 MiB in memory at most
+ANSWER_READY_S = 180.0  # longest time until an answer is ready. `write_frame` limits the time in which it is taken.
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 """Slowest rate at which an answer may be taken, after a grace of ten seconds: 64 MiB at 4 Mbit/s take two minutes."""
-REQUEST_READ_S = 10.0
-"""Longest time in which a request may arrive. Waits for this node's own limit do not count."""
+REQUEST_READ_S = 10.0  # longest time in which a request may arrive. Waits for this node's own limit do not count.
 MAX_REFUSAL_CHARS = 200
 MAX_REFUSAL_BYTES = 2 * MAX_REFUSAL_CHARS
 ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
@@ -64,8 +60,7 @@ class Traffic:
     bytes_in: int = 0
     bytes_out: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    refusals: Refusals = field(init=False)
-    """Refusals by source; `rejected` counts them too."""
+    refusals: Refusals = field(init=False)  # refusals by source; `rejected` counts them too
 
     def __post_init__(self) -> None:
         self.refusals = Refusals(self.rejected)
@@ -119,14 +114,12 @@ class Answers:
     """Answers requests, a few at a time, whatever their senders do."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
-        self.servers: dict[str, Server] = {}
-        """Method -> server."""
+        self.servers: dict[str, Server] = {}  # method -> server
         self._traffic = traffic
         self._report = report
         self._unread = Room(MAX_UNREAD, MAX_UNREAD_PER_PEER, report)
         self._prompt = Room(MAX_PROMPT, MAX_ANSWERS_PER_PEER, report)
-        self._prompt_thread = ThreadPoolExecutor(1, "prompt")
-        """Slow answers may hold all other threads."""
+        self._prompt_thread = ThreadPoolExecutor(1, "prompt")  # slow answers may hold all other threads
         self._running = Shares(MAX_ANSWERS, MAX_ANSWERS_PER_PEER)
         self._large = Shares(MAX_LARGE, MAX_LARGE_PER_PEER)
 

@@ -20,16 +20,14 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     verdict: Literal["ok", "warn", "fail"]
     detail: str
-    remedy: str = ""
-    """The command that fixes it, if there is one."""
+    remedy: str = ""  # the command that fixes it, if there is one
 
 
 class StartCommand(msgspec.Struct, frozen=True):
     """The command that starts this node. Parts that are not known are words in capitals."""
 
     verb: Literal["join", "bootstrap", "local"] = "join"
-    swarm: str = ""
-    """A manifest's path or address, or a link, as the user named it."""
+    swarm: str = ""  # a manifest's path or address, or a link, as the user named it
     run_dir: str = ""
 
     def having(self, options: str = "", elsewhere: bool = False) -> str:

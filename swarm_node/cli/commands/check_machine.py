@@ -21,10 +21,8 @@ from swarm_node.install import install_command, reinstall_command, torch_command
 
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
 """Package -> start of its tested versions."""
-CREW_BYTES = 6
-"""Random bytes in a proposed crew name, which is the crew's password."""
-TIGHT = 0.8
-"""Above this part of the free memory, sampling may exhaust it."""
+CREW_BYTES = 6  # random bytes in a proposed crew name, which is the crew's password
+TIGHT = 0.8  # above this part of the free memory, sampling may exhaust it
 GIB = 2**30
 INSTALL_COMPILER = (
     "xcode-select --install; brew install gmp"

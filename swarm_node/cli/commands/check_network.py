@@ -25,12 +25,9 @@ from swarm_node.config import NetworkConfig
 from swarm_node.install import PACKAGE, upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 
-ASKED = 5
-"""Most members asked to connect back."""
-WITNESSES = 2
-"""Answers about connecting back that suffice."""
-ATTACK = 10
-"""Refusals of one source that suggest an attack: a faulty peer causes one or two."""
+ASKED = 5  # most members asked to connect back
+WITNESSES = 2  # answers about connecting back that suffice
+ATTACK = 10  # refusals of one source that suggest an attack: a faulty peer causes one or two
 LATELY_S = 3600.0
 """Older refusals are not reported. The counts are of the whole run, and the address may belong to another by then."""
 MAP_PORTS = "--set network.nat_port_map=true"

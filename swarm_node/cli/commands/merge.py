@@ -39,26 +39,19 @@ from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
 
 Method = Literal["uniform", "task-arithmetic"]
-SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)
-"""Scales to try besides 1/k."""
+SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)  # scales to try besides 1/k
 
 
 @dataclass(frozen=True)
 class Cohort:
     """Weights that can be merged: with the same names and shapes, trained from the same start."""
 
-    policy: Policy
-    """The policy with the weights that all sources started from."""
-    config: NodeConfig
-    """Settings of sampling and judging."""
-    tasks: list[str | TaskConfig]
-    """Tasks of all sources."""
-    weights: dict[str, State]
-    """Source -> trained weights; the tensors may be mapped files."""
-    rounds: dict[str, int] = field(default_factory=dict)
-    """Run -> rounds of training."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """Member -> optimiser updates, as it claims."""
+    policy: Policy  # the policy with the weights that all sources started from
+    config: NodeConfig  # settings of sampling and judging
+    tasks: list[str | TaskConfig]  # tasks of all sources
+    weights: dict[str, State]  # source -> trained weights; the tensors may be mapped files
+    rounds: dict[str, int] = field(default_factory=dict)  # run -> rounds of training
+    versions: dict[str, int] = field(default_factory=dict)  # member -> optimiser updates, as it claims
 
 
 class Tried(msgspec.Struct):
@@ -74,36 +67,27 @@ class Merged(msgspec.Struct):
     out: str
     method: Method
     scale: float
-    rounds: dict[str, int] = {}
-    """Run -> rounds of training."""
-    versions: dict[str, int] = {}
-    """Member -> optimiser updates, as it claims."""
+    rounds: dict[str, int] = {}  # run -> rounds of training
+    versions: dict[str, int] = {}  # member -> optimiser updates, as it claims
     norms: dict[str, float] = {}
     """Source -> length of its task vector before clipping to the median length (task arithmetic)."""
-    tried: list[Tried] = []
-    """Empty if the scale was given."""
+    tried: list[Tried] = []  # empty if the scale was given
     questions: int = 0
     samples: int = 0
-    runs: dict[str, dict[str, Held]] = {}
-    """Source -> held-out figures; empty without questions."""
-    mean_pass_1: float | None = None
-    """Mean over the sources."""
+    runs: dict[str, dict[str, Held]] = {}  # source -> held-out figures; empty without questions
+    mean_pass_1: float | None = None  # mean over the sources
     merged: dict[str, Held] = {}
-    better: str = ""
-    """The best source, if it is better than the merged model."""
+    better: str = ""  # the best source, if it is better than the merged model
 
 
 @dataclass(frozen=True)
 class MergeRequest:
     """Options of `swarm-node merge`. Raises UserError for a scale that means nothing."""
 
-    out: Path
-    """New directory for the merged model."""
+    out: Path  # new directory for the merged model
     method: Method = "uniform"
-    scale: float | None = None
-    """Factor of task arithmetic; None = the best of a few."""
-    questions: int | None = None
-    """Held-out questions; None = as many as the first run has, 0 = none."""
+    scale: float | None = None  # factor of task arithmetic; None = the best of a few
+    questions: int | None = None  # held-out questions; None = as many as the first run has, 0 = none
     json_output: bool = False
 
     def __post_init__(self) -> None:

@@ -38,14 +38,11 @@ from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import visitor
 from swarm_node.swarm.question_files import gather_files
 
-QUIET_S = 60.0
-"""The search ends after this many seconds without a new member, even if too few were found."""
-MANIFEST_S = 20.0
-"""Longest wait for a member that sends the manifest, in seconds."""
+QUIET_S = 60.0  # the search ends after this many seconds without a new member, even if too few were found
+MANIFEST_S = 20.0  # longest wait for a member that sends the manifest, in seconds
 MAX_SOURCES = 64
 """Most members whose weights are fetched, chosen at random. Each needs its size on disk, and cards are easily faked."""
-ASTRAY = 10.0
-"""Members are left out whose weights are this many times further from the start than the median member's."""
+ASTRAY = 10.0  # members are left out whose weights are this many times further from the start than the median member's
 
 
 def main(
@@ -80,8 +77,7 @@ def main(
 
 # --------------------------------------------------------------------- the cohort and its members
 
-Members = Mapping[str, PeerCard]
-"""Peer id -> card."""
+Members = Mapping[str, PeerCard]  # peer id -> card
 
 
 def cohorts(members: Members) -> dict[str, dict[str, PeerCard]]:

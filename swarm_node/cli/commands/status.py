@@ -28,8 +28,7 @@ from swarm_node.swarm.links import find_swarm, no_address
 from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor
 
-SCHEMA = 1
-"""Version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added."""
+SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
 PATIENT_S = 40.0
 """Seconds to look for members if an address answers. On a busy machine the network needs long to start."""
 

@@ -10,12 +10,9 @@ import msgspec
 from swarm_node.observability.reasons import words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 
-PARTNERS_LISTED = 8
-"""Most averaging partners that are named."""
-WORST = 5
-"""Most sources of refusals that are named."""
-STATUS_FRESH_S = 30.0
-"""A run whose status is older than this stands still or has ended."""
+PARTNERS_LISTED = 8  # most averaging partners that are named
+WORST = 5  # most sources of refusals that are named
+STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Cells = Callable[[Mapping[str, Any]], list[str]]
 
 

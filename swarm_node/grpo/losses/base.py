@@ -13,27 +13,17 @@ from torch import Tensor
 class Tokens:
     """N completion tokens of a step, laid end to end; all tokens of a rollout are there. Tensors are [N]."""
 
-    logprobs: Tensor
-    """Log-probabilities under the policy that is trained, with a gradient."""
-    old: Tensor
-    """Log-probabilities that ratios are taken to."""
-    sampled: Tensor
-    """Log-probabilities that the sampler recorded; NaN where there are none."""
-    foreign: Tensor
-    """Whether a peer sampled the token."""
-    ratio: Tensor
-    """exp(logprobs - old) of the token, or of its mean over the rollout; with a gradient."""
+    logprobs: Tensor  # log-probabilities under the policy that is trained, with a gradient
+    old: Tensor  # log-probabilities that ratios are taken to
+    sampled: Tensor  # log-probabilities that the sampler recorded; NaN where there are none
+    foreign: Tensor  # whether a peer sampled the token
+    ratio: Tensor  # exp(logprobs - old) of the token, or of its mean over the rollout; with a gradient
     advantage: Tensor
-    sequence: Tensor
-    """Number of the rollout that the token belongs to."""
-    rollouts: int
-    """Rollouts of the step: numbers are below it."""
-    low: float
-    """Lower clip range."""
-    high: float
-    """Upper clip range."""
-    delta: float | None
-    """Bound on the ratio where the advantage is negative; None = none."""
+    sequence: Tensor  # number of the rollout that the token belongs to
+    rollouts: int  # rollouts of the step: numbers are below it
+    low: float  # lower clip range
+    high: float  # upper clip range
+    delta: float | None  # bound on the ratio where the advantage is negative; None = none
 
 
 class Loss:
@@ -41,8 +31,7 @@ class Loss:
 
     level: Literal["token", "sequence"] = "token"
     """What has one ratio: a token, or a whole rollout (the geometric mean of its tokens' ratios)."""
-    clip: tuple[float, float] = (0.2, 0.28)
-    """Lower and upper clip range if the configuration sets none."""
+    clip: tuple[float, float] = (0.2, 0.28)  # lower and upper clip range if the configuration sets none
 
     def surrogate(self, tokens: Tokens) -> Tensor:
         """l_t [N], with a gradient."""

@@ -29,8 +29,7 @@ FILES = {
     "/nodes.js": ("nodes.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-FILES_CHECK_S = 0.5
-"""Time between two looks at the files for a page."""
+FILES_CHECK_S = 0.5  # time between two looks at the files for a page
 PAGE_ALIVE_S = 10.0
 """A page gets an event at least this often, and takes the connection for lost otherwise (SILENT_MS in dashboard.js). It
 must be an event: the browser keeps comment lines to itself."""

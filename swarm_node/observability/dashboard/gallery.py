@@ -19,14 +19,10 @@ from swarm_node.observability.dashboard.view import Glance, View
 from swarm_node.storage.rundir import RunDir
 
 RUNS = Path("runs")
-LISTED = 200
-"""Most runs in the list, the newest first."""
-SHOWN = 8
-"""Most runs on one page."""
-KEPT = 16
-"""Most runs kept in memory: those looked at last."""
-AT_MOST_EACH_S = 0.4
-"""Least time between two looks at the files, however many pages are open."""
+LISTED = 200  # most runs in the list, the newest first
+SHOWN = 8  # most runs on one page
+KEPT = 16  # most runs kept in memory: those looked at last
+AT_MOST_EACH_S = 0.4  # least time between two looks at the files, however many pages are open
 
 
 class Gallery:

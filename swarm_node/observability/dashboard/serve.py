@@ -19,8 +19,7 @@ from swarm_node.observability.dashboard.app import make_app
 from swarm_node.observability.dashboard.gallery import Gallery
 
 PORT = 31380
-TRIED = 20
-"""Number of ports to try from PORT on, if the user asks for none."""
+TRIED = 20  # number of ports to try from PORT on, if the user asks for none
 CONNECTIONS = 64
 UNASKED_S = 5.0
 """Longest time that a connection may be without a whole request. uvicorn has no such limit, and CONNECTIONS strangers

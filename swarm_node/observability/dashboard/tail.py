@@ -8,10 +8,8 @@ from typing import Any
 
 import msgspec
 
-CHUNK = 4 << 20
-"""Bytes read at a time; a longer line is no record."""
-MARK = 64
-"""Bytes before the position that must still be the same; otherwise the file is another one."""
+CHUNK = 4 << 20  # bytes read at a time; a longer line is no record
+MARK = 64  # bytes before the position that must still be the same; otherwise the file is another one
 
 
 class Tail:
@@ -59,8 +57,7 @@ class Tail:
         self._skipping = False
         self._lines = 0
         self.behind = False
-        self.damaged: list[int] = []
-        """Numbers of lines that are no records, counted from where reading began."""
+        self.damaged: list[int] = []  # numbers of lines that are no records, counted from where reading began
         self.from_start = True
 
     def _records(self, data: bytes) -> list[dict[str, Any]]:

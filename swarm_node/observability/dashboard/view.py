@@ -18,25 +18,17 @@ from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.reasons import words
 from swarm_node.storage.rundir import RunDir
 
-EVENTS = 300
-"""Most events shown: the newest."""
-EVENT_BYTES = 512 << 10
-"""Bytes at the end of events.jsonl in which events are looked for."""
-GLANCE_BYTES = 64 << 10
-"""Bytes at the end of metrics.jsonl in which its last line is looked for."""
+EVENTS = 300  # most events shown: the newest
+EVENT_BYTES = 512 << 10  # bytes at the end of events.jsonl in which events are looked for
+GLANCE_BYTES = 64 << 10  # bytes at the end of metrics.jsonl in which its last line is looked for
 STATUS_BYTES = 16 << 20
 CONFIG_BYTES = 1 << 20
-TEXT = 4000
-"""Most characters shown of a sentence (TEXT), and of shorter texts (NAME)."""
+TEXT = 4000  # most characters shown of a sentence (TEXT), and of shorter texts (NAME)
 NAME = 200
-ITEMS = 1000
-"""Most items shown of a list or table in the status."""
-FRESH_S = 30.0
-"""A run that shows no activity for longer than this, and for longer than four rounds, waits."""
-LATELY = 10
-"""Rounds behind the speed that is shown."""
-BOOTSTRAP = "bootstrap"
-"""Role in swarm.json of a run that trains nothing."""
+ITEMS = 1000  # most items shown of a list or table in the status
+FRESH_S = 30.0  # a run that shows no activity for longer than this, and for longer than four rounds, waits
+LATELY = 10  # rounds behind the speed that is shown
+BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 
 State = str
 """training | paused (by its owner, or for the sake of the machine) | waiting | serving (it trains nothing) | starting |
@@ -71,8 +63,7 @@ class View:
         self.id = id
         self.run = run
         self.curves = Curves()
-        self.readings = 0
-        """How often metrics.jsonl was read anew, which makes known rows void."""
+        self.readings = 0  # how often metrics.jsonl was read anew, which makes known rows void
         self.status: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.lock = threading.RLock()

@@ -25,10 +25,8 @@ from swarm_node.errors import UserError
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, skeleton
 
-UNKNOWN = 0.0
-"""Capacity of a machine whose capacity is not known."""
-ADAPTED = "base_model.model."
-"""How all names of a policy with an adapter begin (PEFT's)."""
+UNKNOWN = 0.0  # capacity of a machine whose capacity is not known
+ADAPTED = "base_model.model."  # how all names of a policy with an adapter begin (PEFT's)
 
 
 @dataclass(frozen=True, order=True)
@@ -121,12 +119,10 @@ def _best(
 class Parts:
     """Names of the parts of a model family."""
 
-    decoder: str
-    """The model under the head; it has `layers`."""
+    decoder: str  # the model under the head; it has `layers`
     embed: str
     norm: str
-    heads: tuple[str, ...] = ("lm_head",)
-    """The head, under its present name and those in older files."""
+    heads: tuple[str, ...] = ("lm_head",)  # the head, under its present name and those in older files
 
     @property
     def layers(self) -> str:

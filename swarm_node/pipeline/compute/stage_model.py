@@ -37,8 +37,7 @@ from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing
 from swarm_node.policy.logprobs import additive
 from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
 
-SAMPLED = 1024
-"""Values of a tensor that are compared to tell files apart: 4 KiB."""
+SAMPLED = 1024  # values of a tensor that are compared to tell files apart: 4 KiB
 
 
 class Stage(nn.Module):
@@ -50,13 +49,10 @@ class Stage(nn.Module):
         self.span = span
         self.model = model
         """The stage's Hugging Face model, or the PEFT model around it if one of its modules has an adapter."""
-        self.norm = norm
-        """The final norm, at the last stage."""
+        self.norm = norm  # the final norm, at the last stage
         self.config = config
-        self.is_lora = is_lora
-        """Whether the policy is trained by an adapter, even if this stage has no part of it."""
-        self.tied: bool = config.tie_word_embeddings
-        """Whether embedding and head are one matrix."""
+        self.is_lora = is_lora  # whether the policy is trained by an adapter, even if this stage has no part of it
+        self.tied: bool = config.tie_word_embeddings  # whether embedding and head are one matrix
         self._parts = model_parts(config)
 
     @property

@@ -31,10 +31,8 @@ class _Wave:
 
     cache: LayerCache
     sampling: Sampling
-    shape: tuple[int, int]
-    """Prompts, and samples of each."""
-    step: int = 0
-    """Tokens that have been appended."""
+    shape: tuple[int, int]  # prompts, and samples of each
+    step: int = 0  # tokens that have been appended
 
 
 class _Engine:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import BLOCK
 
-BLOCK_BYTES = 2**24
-"""Most bytes of a block in float32, so that other messages can come in between."""
+BLOCK_BYTES = 2**24  # most bytes of a block in float32, so that other messages can come in between
 
 
 def rows_of(block: int, height: int, width: int) -> slice:

@@ -53,10 +53,8 @@ class _Pass:
     microbatches: int
     swapped: bool
     operations: tuple[Operation, ...]
-    done: int = 0
-    """Number of operations that are done."""
-    waiting: dict[Operation, StageMessage] = field(default_factory=dict)
-    """Messages whose operation is not next yet."""
+    done: int = 0  # number of operations that are done
+    waiting: dict[Operation, StageMessage] = field(default_factory=dict)  # messages whose operation is not next yet
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """Input and output of a place, by (microbatch, place)."""
 
@@ -90,18 +88,13 @@ class Worker:
         self.codec = codec
         self.index = stage.span.index
         self.count = stage.span.count
-        self.updates = optimizer.updates
-        """Updates of the crew that are in its weights; set by the builder of a stage."""
-        self.new = True
-        """See `StageStatus`: it has neither been told how far the crew is nor begun a gradient."""
-        self.omega = 0.0
-        """Norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)."""
+        self.updates = optimizer.updates  # updates of the crew that are in its weights; set by the builder of a stage
+        self.new = True  # see `StageStatus`: it has neither been told how far the crew is nor begun a gradient
+        self.omega = 0.0  # norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)
         self.reference: Stage | None = None
         """The stage before training, for the KL term. With an adapter there is none: the adapter is switched off."""
-        self.longest_held = 0
-        """Most microbatches held at a time so far."""
-        self.tied: TiedWeights | None = None
-        """The trained matrix that the stage at the other end holds too."""
+        self.longest_held = 0  # most microbatches held at a time so far
+        self.tied: TiedWeights | None = None  # the trained matrix that the stage at the other end holds too
         if stage.shared is not None:
             self.tied = TiedWeights(stage.shared, stage.named()[stage.shared], self.count - 1 - self.index)
         self._device, self._dtype = stage.device, stage.dtype

@@ -26,8 +26,7 @@ Sources = Callable[[int, Spans, Mapping[str, Holding], int, Settings], Sequence[
 first."""
 Tell = Callable[[int, Source, int, int], str]
 """(stage, its source, its updates, updates of the crew) -> a sentence for people: what was done, what is lost."""
-Costs = Callable[[Spans], Sequence[int]]
-"""Layers of all stages -> bytes that each stage takes."""
+Costs = Callable[[Spans], Sequence[int]]  # layers of all stages -> bytes that each stage takes
 
 
 @dataclass(frozen=True)
@@ -35,42 +34,29 @@ class PeerSpec:
     """This peer's place in its crew, and the functions that the crew's decisions need."""
 
     me: str
-    name: str
-    """Name of this peer, for people."""
+    name: str  # name of this peer, for people
     swarm: str
-    crew: str
-    """Name of the crew. It is a password: only this machine shows it."""
-    key: bytes
-    """`crew_key` of the crew's name."""
+    crew: str  # name of the crew. It is a password: only this machine shows it.
+    key: bytes  # `crew_key` of the crew's name
     architecture: str
-    settings: Settings
-    """How the crew works if this peer becomes its first leader."""
-    spans: Spans
-    """Layers of each stage if this peer becomes the first leader: of its checkpoints, or else equal shares."""
+    settings: Settings  # how the crew works if this peer becomes its first leader
+    spans: Spans  # layers of each stage if this peer becomes the first leader: of its checkpoints, or else equal shares
     sources: Sources
     tell: Tell
     costs: Costs
     divide: Callable[[Sequence[float]], Spans]
     """Bytes that the holder of each stage has room for (0 = not known) -> layers of each stage. ValueError if they do
     not fit."""
-    wanted: int | None = None
-    """Stage that it would like to hold; `None` = any."""
-    capacity: int = 0
-    """Bytes that it can hold; 0 = not known."""
-    started: float = 0.0
-    """When this peer started, in seconds since the Unix epoch."""
-    spare_wait_s: float = 10.0
-    """A lost stage waits so long for a peer without one, before a neighbour takes it."""
-    stall_s: float = 60.0
-    """A peer that keeps a message for longer is given up."""
+    wanted: int | None = None  # stage that it would like to hold; `None` = any
+    capacity: int = 0  # bytes that it can hold; 0 = not known
+    started: float = 0.0  # when this peer started, in seconds since the Unix epoch
+    spare_wait_s: float = 10.0  # a lost stage waits so long for a peer without one, before a neighbour takes it
+    stall_s: float = 60.0  # a peer that keeps a message for longer is given up
     absent_s: float = 0.0
     """This peer waits so much longer for another one to begin the crew, which may have newer weights."""
-    run: Lineage = NO_RUN
-    """Run of its newest checkpoint."""
-    round: int = 0
-    """Round of its newest checkpoint."""
-    draw: Callable[[], str] = partial(secrets.token_hex, 8)
-    """Draws an id for a segment of a run."""
+    run: Lineage = NO_RUN  # run of its newest checkpoint
+    round: int = 0  # round of its newest checkpoint
+    draw: Callable[[], str] = partial(secrets.token_hex, 8)  # draws an id for a segment of a run
 
     @property
     def id(self) -> str:
@@ -92,8 +78,7 @@ class PeerLink:
 
     peer: str
     method: str
-    dialled: bool = False
-    """This node opened it."""
+    dialled: bool = False  # this node opened it
 
 
 @dataclass(frozen=True)

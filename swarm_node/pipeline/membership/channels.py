@@ -13,15 +13,12 @@ from collections.abc import Callable, Mapping
 from protocol.crew import STAGE_METHOD
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, PeerLink
 
-PART_S = 3.0
-"""A channel is closed so long after the last record was sent over it, which must arrive first."""
-NEIGHBOUR_REDIAL_S = 1.0
-"""Time between two attempts to reach a neighbour."""
+PART_S = 3.0  # a channel is closed so long after the last record was sent over it, which must arrive first
+NEIGHBOUR_REDIAL_S = 1.0  # time between two attempts to reach a neighbour
 STRANGER_S = 10.0
 """A peer that has not proved to be of the crew, or is no neighbour yet, may keep a channel for so long: plans may be
 late."""
-MAX_STRANGERS = 32
-"""Most channels of such peers."""
+MAX_STRANGERS = 32  # most channels of such peers
 
 
 class PeerChannels:
@@ -29,17 +26,13 @@ class PeerChannels:
 
     def __init__(self, out: ActionQueue, gone: Callable[[PeerLink], None]) -> None:
         """`gone` is called with each channel that is no more."""
-        self.neighbours: dict[str, PeerLink] = {}
-        """Channel to each peer that holds a neighbouring stage, or says so."""
+        self.neighbours: dict[str, PeerLink] = {}  # channel to each peer that holds a neighbouring stage, or says so
         self._out = out
         self._gone = gone
         self._links: set[PeerLink] = set()
-        self._strangers: dict[PeerLink, float] = {}
-        """Channels of strangers -> when they are closed."""
-        self._parting: dict[PeerLink, float] = {}
-        """Channels that are not needed any more -> when they are closed."""
-        self._redial: dict[str, float] = {}
-        """When each neighbour may be dialled again."""
+        self._strangers: dict[PeerLink, float] = {}  # channels of strangers -> when they are closed
+        self._parting: dict[PeerLink, float] = {}  # channels that are not needed any more -> when they are closed
+        self._redial: dict[str, float] = {}  # when each neighbour may be dialled again
 
     def __contains__(self, link: PeerLink) -> bool:
         return link in self._links

@@ -17,8 +17,7 @@ from swarm_node.pipeline.membership.following import Following
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.roster import short
 
-MAX_NAMES = 512
-"""Peers whose names are remembered."""
+MAX_NAMES = 512  # peers whose names are remembered
 NAMELESS = "it does not know the crew's name"
 
 
@@ -26,12 +25,9 @@ class Directory:
     """Cards and names of the crew's peers."""
 
     def __init__(self, spec: PeerSpec, queue: ActionQueue) -> None:
-        self.members: Mapping[str, PeerCard] = {}
-        """Members of the swarm, as last looked up."""
-        self.cards: dict[str, CrewCard] = {}
-        """Cards of other peers of this crew."""
-        self.names: dict[str, str] = {}
-        """Names that peers of the crew give themselves, latest last."""
+        self.members: Mapping[str, PeerCard] = {}  # members of the swarm, as last looked up
+        self.cards: dict[str, CrewCard] = {}  # cards of other peers of this crew
+        self.names: dict[str, str] = {}  # names that peers of the crew give themselves, latest last
         self._spec = spec
         self._queue = queue
 

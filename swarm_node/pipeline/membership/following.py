@@ -29,14 +29,10 @@ class Following:
         """`holding`: checkpoints of earlier runs."""
         self.link: PeerLink | None = None
         """The channel to the leader that this peer follows; `None` while it seeks one, or leads."""
-        self.plan: Plan | None = None
-        """The last plan that this peer went by."""
-        self.whole = False
-        """All stages of the plan are held, as far as this peer knows."""
-        self.live: dict[int, int] = {}
-        """Stages in memory here -> their updates."""
-        self.run = spec.run
-        """The run that this peer's stages, replicas and checkpoints belong to."""
+        self.plan: Plan | None = None  # the last plan that this peer went by
+        self.whole = False  # all stages of the plan are held, as far as this peer knows
+        self.live: dict[int, int] = {}  # stages in memory here -> their updates
+        self.run = spec.run  # the run that this peer's stages, replicas and checkpoints belong to
         self.progress = Progress(spec.round, 0.0) if spec.round else None
         """Progress of the run, as the leader last told it."""
         self._ready: dict[int, Source | None] = {}
@@ -45,13 +41,10 @@ class Following:
         self._spec = spec
         self._channels = channels
         self._queue = queue
-        self._ordered: dict[int, BuildStage] = {}
-        """Stages that are being built."""
-        self._sources: dict[int, tuple[Source, ...]] = {}
-        """Sources that the plan gave for each stage that was built."""
+        self._ordered: dict[int, BuildStage] = {}  # stages that are being built
+        self._sources: dict[int, tuple[Source, ...]] = {}  # sources that the plan gave for each stage that was built
         self._planned_at = now
-        self._severed: set[str] = set()
-        """Neighbours lost since the last plan."""
+        self._severed: set[str] = set()  # neighbours lost since the last plan
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -35,8 +35,7 @@ from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink,
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
 from swarm_node.pipeline.membership.roster import CrewPeer, CrewRoster, short
 
-REPLAN_S = 2.0
-"""Shortest time between two plans that only begin work anew."""
+REPLAN_S = 2.0  # shortest time between two plans that only begin work anew
 
 
 class Leader:
@@ -59,21 +58,15 @@ class Leader:
         self.roster = CrewRoster(spec.me, hello, before, lost, now)
         self.planning = Planning(spec, before, bool(before or hello.spans), self.roster, queue)
         self.whole = False
-        self.won = 0
-        """Last term in which the crew was whole."""
-        self.lost: set[int] = set()
-        """Stages lost since `resume`; none if only messages were."""
-        self.why = ""
-        """Why they were lost, or what else broke the pipeline."""
+        self.won = 0  # last term in which the crew was whole
+        self.lost: set[int] = set()  # stages lost since `resume`; none if only messages were
+        self.why = ""  # why they were lost, or what else broke the pipeline
         self._queue = queue
         self._before = before
         self._number = before.number if before else 0
-        self._reached = 0
-        """Updates that the run had made, as far as is known, when the last plan was made."""
-        self._ready: set[int] = set()
-        """Stages of the plan that are held."""
-        self._anew = ""
-        """Why work must begin anew although nobody is lost; empty = it need not."""
+        self._reached = 0  # updates that the run had made, as far as is known, when the last plan was made
+        self._ready: set[int] = set()  # stages of the plan that are held
+        self._anew = ""  # why work must begin anew although nobody is lost; empty = it need not
         self._began = self._replan_at = self._issued_at = now
         vacated = self.planning.begin(lost, now)
         if before is not None and vacated:

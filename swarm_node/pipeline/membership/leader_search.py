@@ -22,56 +22,39 @@ from swarm_node.pipeline.membership.channels import PeerChannels
 
 FIND_LEADER_S = 3.0
 """A peer that finds no leader for so long, after it first saw members of its swarm, becomes the first one."""
-NO_MEMBERS_S = 6.0
-"""A peer that sees no members of its swarm for so long concludes that there are none."""
-FIRST_ANSWER_S = 3.0
-"""A peer that is asked must answer within this time."""
+NO_MEMBERS_S = 6.0  # a peer that sees no members of its swarm for so long concludes that there are none
+FIRST_ANSWER_S = 3.0  # a peer that is asked must answer within this time
 NEXT_ANSWER_S = 8.0
 """A peer that answers, but knows no leader yet, is waited for so long: it may have to notice first that one is lost."""
-RETRY_PEER_S = 5.0
-"""A peer that could not be reached is not asked again before this time has passed."""
-MAX_RETRY_PEER_S = 160.0
-"""Longest such time: it doubles for a peer that has never proved to know the crew's name."""
-UNPROVEN_WAIT_S = 20.0
-"""A peer that may lead waits so long for peers without proof, and then leads."""
-MAX_TALKS = 8
-"""Most peers that are asked at a time."""
-MAX_KNOWN = 1024
-"""Most peers of which it is remembered whether they could be reached."""
-VOUCHED_S = 30.0
-"""This peer does not take the lost leader's place for so long after another peer said that it lives."""
+RETRY_PEER_S = 5.0  # a peer that could not be reached is not asked again before this time has passed
+MAX_RETRY_PEER_S = 160.0  # longest such time: it doubles for a peer that has never proved to know the crew's name
+UNPROVEN_WAIT_S = 20.0  # a peer that may lead waits so long for peers without proof, and then leads
+MAX_TALKS = 8  # most peers that are asked at a time
+MAX_KNOWN = 1024  # most peers of which it is remembered whether they could be reached
+VOUCHED_S = 30.0  # this peer does not take the lost leader's place for so long after another peer said that it lives
 
 
 class LeaderSearch:
     """The search for the leader."""
 
     def __init__(self, spec: PeerSpec, channels: PeerChannels, out: ActionQueue, now: float) -> None:
-        self.lost = ""
-        """The leader that is lost, until there is another."""
+        self.lost = ""  # the leader that is lost, until there is another
         self._talks: dict[PeerLink, float] = {}
         """Channels to peers that were asked -> until when the next answer is waited for."""
-        self._in_line = False
-        """The peers in line after the lost leader are being asked, one by one."""
+        self._in_line = False  # the peers in line after the lost leader are being asked, one by one
         self._post = spec
         self._channels = channels
         self._out = out
         self._begun = now
-        self._looked: float | None = None
-        """When members of the swarm were first seen."""
-        self._queue: list[str] = []
-        """Peers to ask next; this peer itself stands for its own turn to lead."""
+        self._looked: float | None = None  # when members of the swarm were first seen
+        self._queue: list[str] = []  # peers to ask next; this peer itself stands for its own turn to lead
         self._vouched_until = now
-        self._since = now
-        """When this search began."""
+        self._since = now  # when this search began
         self._avoid: dict[str, float] = {}
-        self._known: dict[str, None] = {}
-        """Peers that have proved to know the crew's name, latest last."""
-        self._failed: dict[str, int] = {}
-        """Peers without proof -> how often they were asked in vain."""
-        self._asked: set[str] = set()
-        """Peers that knew no leader, since this peer last knew one."""
-        self._hoping: dict[PeerLink, None] = {}
-        """Channels to such peers, which may still tell of one."""
+        self._known: dict[str, None] = {}  # peers that have proved to know the crew's name, latest last
+        self._failed: dict[str, int] = {}  # peers without proof -> how often they were asked in vain
+        self._asked: set[str] = set()  # peers that knew no leader, since this peer last knew one
+        self._hoping: dict[PeerLink, None] = {}  # channels to such peers, which may still tell of one
 
     def look(self, anybody: bool, now: float) -> None:
         """`anybody`: there are members of the swarm."""

@@ -27,8 +27,7 @@ from swarm_node.pipeline.membership.leader_search import LeaderSearch
 from swarm_node.pipeline.membership.rivals import Rivals
 from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM, short
 
-MAX_GUESTS = 32
-"""Peers of the crew that wait here while it has no leader."""
+MAX_GUESTS = 32  # peers of the crew that wait here while it has no leader
 
 
 class CrewRole(StrEnum):
@@ -98,8 +97,7 @@ class Leadership:
         now: float,
     ) -> None:
         self.role = CrewRole.SEEKING
-        self.leader: Leader | None = None
-        """While this peer leads."""
+        self.leader: Leader | None = None  # while this peer leads
         self.term = 0
         self.search = LeaderSearch(spec, channels, queue, now)
         self._spec = spec
@@ -108,10 +106,8 @@ class Leadership:
         self._following = following
         self._directory = directory
         self._rivals: Rivals | None = None
-        self._guests: dict[PeerLink, Hello] = {}
-        """Peers that wait for a leader."""
-        self._barred = False
-        """This peer could not hold stage 0, and does not try again before ..."""
+        self._guests: dict[PeerLink, Hello] = {}  # peers that wait for a leader
+        self._barred = False  # this peer could not hold stage 0, and does not try again before ...
         self._barred_until = now
 
     def _move(self, event: Event) -> None:

@@ -21,18 +21,12 @@ class Claim:
     """A peer that may take a stage."""
 
     peer: str
-    arrived: int
-    """Counts arrivals at the leader: the peer that came first is served first."""
-    wanted: int | None = None
-    """Stage that it asks for."""
-    live: Mapping[int, int] = field(default_factory=dict)
-    """Stages in memory -> their updates."""
-    stored: Mapping[int, int] = field(default_factory=dict)
-    """Stages on disk -> their updates."""
-    room: int | None = None
-    """Bytes that it can take besides the stages that it holds; `None` = not known."""
-    unable: Collection[int] = ()
-    """Stages that it has failed to build."""
+    arrived: int  # counts arrivals at the leader: the peer that came first is served first
+    wanted: int | None = None  # stage that it asks for
+    live: Mapping[int, int] = field(default_factory=dict)  # stages in memory -> their updates
+    stored: Mapping[int, int] = field(default_factory=dict)  # stages on disk -> their updates
+    room: int | None = None  # bytes that it can take besides the stages that it holds; `None` = not known
+    unable: Collection[int] = ()  # stages that it has failed to build
 
     def fits(self, stage: int, costs: Sequence[int]) -> bool:
         """Whether the peer can take the stage."""
@@ -134,11 +128,9 @@ def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[in
 class Standing(NamedTuple):
     """Standing of a leader, to be compared with another leader's of the same crew."""
 
-    term: int
-    """Term of its last plan whose stages were all held."""
+    term: int  # term of its last plan whose stages were all held
     updates: int
-    started: float
-    """When the peer started, in seconds since the Unix epoch."""
+    started: float  # when the peer started, in seconds since the Unix epoch
     peer: str
 
 

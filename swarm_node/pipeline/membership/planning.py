@@ -35,21 +35,17 @@ class Planning:
         """`before`: the last plan that this peer went by. `fixed`: the layers may not be divided anew."""
         self.spans = before.spans if before else spec.spans
         self.settings = before.settings if before else spec.settings
-        self.costs = spec.costs(self.spans)
-        """Bytes that each stage takes."""
+        self.costs = spec.costs(self.spans)  # bytes that each stage takes
         self.holders = [row.peer for row in before.assignments] if before else [""] * len(spec.spans)
         """Peer id by stage, empty = nobody."""
         self.vacant_since: dict[int, float] = {}
-        self.fixed = fixed
-        """Some peer has stages, or files of stages, with just these layers."""
+        self.fixed = fixed  # some peer has stages, or files of stages, with just these layers
         self._spec = spec
         self._before = before
         self._roster = roster
         self._queue = queue
-        self._tried: list[float] = []
-        """Capacities by which it was last tried to divide layers."""
-        self._held_by_nobody: set[str] = set()
-        """Sentences about stages that nobody holds."""
+        self._tried: list[float] = []  # capacities by which it was last tried to divide layers
+        self._held_by_nobody: set[str] = set()  # sentences about stages that nobody holds
 
     def begin(self, lost: str, now: float) -> set[int]:
         """Vacate the stages of the peer `lost`, and take stage 0. The stages that were vacated."""

@@ -19,8 +19,7 @@ from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import RETRY_PEER_S, VOUCHED_S, LeaderSearch
 from swarm_node.pipeline.membership.placement import Standing, gives_way
 
-MAX_CALLS = 8
-"""Peers that a leader calls at a time."""
+MAX_CALLS = 8  # peers that a leader calls at a time
 
 
 class Rivals:
@@ -44,8 +43,7 @@ class Rivals:
         self._hello = hello
         self._links: dict[PeerLink, bool] = {}
         """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
-        self._call_again_at: dict[str, float] = {}
-        """When each peer may be called again."""
+        self._call_again_at: dict[str, float] = {}  # when each peer may be called again
 
     def call_all(self, cards: Mapping[str, CrewCard], now: float) -> None:
         """Call peers of the crew that are not in touch, those first that seem to lead."""

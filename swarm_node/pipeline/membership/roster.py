@@ -21,8 +21,7 @@ from swarm_node.pipeline.membership.actions import PeerLink
 GATHER_S = 10.0
 """A new leader waits so long for the peers of the last plan: each may need 4 s to notice that the old leader has gone,
 and 3 s to ask whether it has."""
-MAX_TERM = 2**20
-"""Leaders that a crew can count: turns of a later one would not fit into messages."""
+MAX_TERM = 2**20  # leaders that a crew can count: turns of a later one would not fit into messages
 BREAKS_S = 20.0
 """A peer that keeps losing touch with a neighbour for so long is given up; had the neighbour gone, that would be known
 much sooner."""
@@ -38,19 +37,13 @@ NOTHING = Holding()
 class CrewPeer:
     """A peer of the crew."""
 
-    arrived: int
-    """Counts arrivals: the peer that came first is served first."""
-    link: PeerLink | None
-    """`None` = the leader itself."""
+    arrived: int  # counts arrivals: the peer that came first is served first
+    link: PeerLink | None  # `None` = the leader itself
     hello: Hello
-    holding: Holding
-    """The part of its holding that belongs to the crew's run."""
-    unable: set[int] = field(default_factory=set)
-    """Stages that it could not build, or not in time."""
-    astray: bool = False
-    """Its stages went on without this crew: what it has in memory is another branch of the run."""
-    probed: float | None = None
-    """When it was asked how long a message has been waiting; `None` = it has answered."""
+    holding: Holding  # the part of its holding that belongs to the crew's run
+    unable: set[int] = field(default_factory=set)  # stages that it could not build, or not in time
+    astray: bool = False  # its stages went on without this crew: what it has in memory is another branch of the run
+    probed: float | None = None  # when it was asked how long a message has been waiting; `None` = it has answered
 
     @property
     def live(self) -> dict[int, int]:
@@ -69,8 +62,7 @@ class CrewRoster:
         self._me = me
         self._before = before
         planned = [*(row.peer for row in before.assignments), *before.spares] if before else []
-        self._awaited = {*planned} - {lost, me, ""}
-        """Peers of the last plan that have yet to come."""
+        self._awaited = {*planned} - {lost, me, ""}  # peers of the last plan that have yet to come
         self._gather_until = now + GATHER_S
         self._arrivals = 0
         self._breaks: dict[str, tuple[float, float]] = {}

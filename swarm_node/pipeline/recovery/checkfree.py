@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-RATE = 1.1
-"""Factor on the learning rate of a rebuilt stage; being rebuilt twice does not compound it."""
+RATE = 1.1  # factor on the learning rate of a rebuilt stage; being rebuilt twice does not compound it
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..+)")
 
 
@@ -33,10 +32,8 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..+)")
 class Neighbour:
     """A stage next to the lost one."""
 
-    tensors: Mapping[str, Tensor]
-    """By name; those that belong to no layer are ignored."""
-    norm: float = 1.0
-    """Norm of its last gradient, before clipping."""
+    tensors: Mapping[str, Tensor]  # by name; those that belong to no layer are ignored
+    norm: float = 1.0  # norm of its last gradient, before clipping
 
 
 def checkfree(before: Neighbour | None, after: Neighbour | None, layers: int, first: int = 0) -> dict[str, Tensor]:

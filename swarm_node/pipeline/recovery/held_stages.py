@@ -50,12 +50,10 @@ class HeldStages:
         """`loading`: the policy, and how it is loaded. `folder`: for checkpoints. `stands` says whether an order is
         still to be carried out."""
         self.config = config
-        self.reference = bool(config.grpo.beta)
-        """Whether stages that come keep their weights of before training."""
+        self.reference = bool(config.grpo.beta)  # whether stages that come keep their weights of before training
         self.weight_transfer = weight_transfer
         self.workers: dict[int, Worker] = {}
-        self.starts: dict[int, str] = {}
-        """Digests of stages before any training, by number."""
+        self.starts: dict[int, str] = {}  # digests of stages before any training, by number
         self.checkpoints = StageCheckpoints(folder, weight_transfer.place[1], config.checkpoints.keep, say)
         self.replicas = Replicas(weight_transfer, self.shapes_of, me, say)
         self._loading = loading
@@ -65,10 +63,8 @@ class HeldStages:
         self._builder = StageBuilder(
             loading, self._shapes, weight_transfer, self.checkpoints, me, self._weights, stands, say
         )
-        self._looked: dict[int, int] = {}
-        """Updates of stages when it was last considered whether a checkpoint is due."""
-        self._saved: dict[int, int] = {}
-        """Updates of the last checkpoint of each stage."""
+        self._looked: dict[int, int] = {}  # updates of stages when it was last considered whether a checkpoint is due
+        self._saved: dict[int, int] = {}  # updates of the last checkpoint of each stage
         self._spans: Spans = ()
 
     # ----------------------------------------------------------------- what is here

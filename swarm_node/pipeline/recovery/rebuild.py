@@ -39,14 +39,11 @@ from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.policy import lines, model_digest
 
-WAIT_S = 0.1
-"""Between two looks whether a stage that is being fetched is still wanted."""
+WAIT_S = 0.1  # between two looks whether a stage that is being fetched is still wanted
 REFETCH_S = 0.5
 """Before a peer that refused is asked again: it may not yet know the plan by which this peer takes the stage."""
-TRIES = 4
-"""Times that a peer is asked for a stage."""
-FAR = 10.0
-"""Weights of another crew must not be further from the start than so many times the start's own norm."""
+TRIES = 4  # times that a peer is asked for a stage
+FAR = 10.0  # weights of another crew must not be further from the start than so many times the start's own norm
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,8 @@ class Built:
     """A stage that was built."""
 
     worker: Worker
-    source: Source
-    """The source that worked."""
-    start: str
-    """Digest of the stage before any training: equal for peers that hold the same stage of one model."""
+    source: Source  # the source that worked
+    start: str  # digest of the stage before any training: equal for peers that hold the same stage of one model
 
 
 class StageBuilder:

@@ -27,8 +27,7 @@ OFFER_WAIT_S = 0.1
 """First pause between two questions whether an offered stage has arrived; also the shortest wait for an answer."""
 OFFER_BACKOFF, OFFER_PAUSE_S = 1.05, 1.0
 """Each pause is longer by this factor, up to so many seconds: fewer than MAX_ASKS questions in two minutes."""
-ANSWER_S = 2.0
-"""A peer that is asked to keep a stage answers within so long, or another peer is asked."""
+ANSWER_S = 2.0  # a peer that is asked to keep a stage answers within so long, or another peer is asked
 
 
 def replicated(config: NodeConfig, stage: int) -> Literal["whole", "rest", ""]:
@@ -87,8 +86,7 @@ class Replicas:
         self._shapes_of = shapes_of
         self._me = me
         self._say = say
-        self._cramped: set[int] = set()
-        """Stages whose replica does not fit here, as was said."""
+        self._cramped: set[int] = set()  # stages whose replica does not fit here, as was said
 
     def renew(self, plan: Plan, config: NodeConfig, lora: bool, updates: int) -> None:
         """Forget replicas that are not this peer's to keep, and fetch the others anew where they are due.

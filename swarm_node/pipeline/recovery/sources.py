@@ -25,8 +25,7 @@ from protocol.crew import Holding, Kept, Layers, Source, Way
 from protocol.lineage import AHEAD
 from protocol.messages import PeerCard
 
-PLUS_STAGES = 4
-"""CheckFree+ copies the ends only with so many stages; with fewer, replicas are kept."""
+PLUS_STAGES = 4  # CheckFree+ copies the ends only with so many stages; with fewer, replicas are kept
 
 
 def rank_sources(

@@ -38,19 +38,13 @@ class StageFile:
     path: Path
     stage: int
     updates: int
-    number: int
-    """Counts checkpoints of the same update."""
-    torn: bool
-    """Its description cannot be read, and the fields below are empty."""
-    run: Lineage
-    """The run that it belongs to; empty = it does not say."""
+    number: int  # counts checkpoints of the same update
+    torn: bool  # its description cannot be read, and the fields below are empty
+    run: Lineage  # the run that it belongs to; empty = it does not say
     architecture: str
-    spans: Spans
-    """Layers of all stages."""
-    round: int
-    """Rounds of the run that were done."""
-    made: float
-    """When it was made, in seconds since the Unix epoch."""
+    spans: Spans  # layers of all stages
+    round: int  # rounds of the run that were done
+    made: float  # when it was made, in seconds since the Unix epoch
 
     def counts(self, run: Lineage) -> bool:
         """Whether it belongs to `run`, or to a run that `run` continues."""
@@ -86,17 +80,14 @@ class StageCheckpoints:
 
     def __init__(self, folder: Path, architecture: str, keep: int, say: Callable[[str], None]) -> None:
         """`architecture`: of the policy, as files name it. `keep`: checkpoints of each stage that are kept."""
-        self.run = NO_RUN
-        """The run that the crew is on; a file of another run counts only up to where the two forked."""
-        self.round = 0
-        """Rounds of the run that the stages have behind them; written into each checkpoint."""
+        self.run = NO_RUN  # the run that the crew is on; a file of another run counts only up to where the two forked
+        self.round = 0  # rounds of the run that the stages have behind them; written into each checkpoint
         self._folder = folder
         self._architecture = architecture
         self._keep = keep
         self._say = say
         self._stores: dict[int, CheckpointStore] = {}
-        self._left_out = 0
-        """Files that do not count, as was said."""
+        self._left_out = 0  # files that do not count, as was said
 
     def files(self) -> list[StageFile]:
         """The checkpoints that count for this run, those of most updates first."""

@@ -46,14 +46,11 @@ from protocol.transports.transfer import (
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.policy.policy import some_of
 
-PACE = Pace(20.0, 2**17)
-"""Both sides give up a transfer that is slower than a megabit a second."""
-AT_ONCE, PER_PEER = 8, 2
-"""Transfers to peers of the crew at the same time, and to one of them."""
+PACE = Pace(20.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second
+AT_ONCE, PER_PEER = 8, 2  # transfers to peers of the crew at the same time, and to one of them
 OTHER_CREW_PAUSE_S = 60.0
 """Peers of other crews are served one at a time, and each waits so long before its next transfer."""
-MAX_ASKS = 256
-"""How often a peer that leaves may ask whether its stage is kept by now."""
+MAX_ASKS = 256  # how often a peer that leaves may ask whether its stage is kept by now
 
 
 @dataclass(frozen=True)
@@ -64,19 +61,16 @@ class Wanted:
     first: int
     end: int
     rest: bool
-    replica: bool = False
-    """The copy that the asked peer keeps for another, rather than its own."""
+    replica: bool = False  # the copy that the asked peer keeps for another, rather than its own
 
 
 @dataclass(frozen=True)
 class StageWeights:
     """Weights of (part of) a stage at a moment."""
 
-    tensors: Mapping[str, Tensor]
-    """Global name -> tensor."""
+    tensors: Mapping[str, Tensor]  # global name -> tensor
     updates: int
-    omega: float
-    """Norm of the stage's gradient at its last update, before clipping."""
+    omega: float  # norm of the stage's gradient at its last update, before clipping
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +79,7 @@ class _Copy(StageWeights):
     as long as a transfer of it."""
 
     tensors: dict[str, Tensor]
-    some: Tensor
-    """Some values of all tensors of the stage. They show whether averaging has changed the weights since."""
+    some: Tensor  # some values of all tensors of the stage. They show whether averaging has changed the weights since.
 
 
 @dataclass
@@ -96,10 +89,8 @@ class _Offer:
     peer: str
     updates: int
     asks: int = 0
-    begun: bool = False
-    """A fetch has begun; there is only one."""
-    told: bool = False
-    """The crew knows that it is here."""
+    begun: bool = False  # a fetch has begun; there is only one
+    told: bool = False  # the crew knows that it is here
 
 
 def nothing_kept(peer: str, stage: int) -> Mapping[str, Tensor]:
@@ -135,18 +126,14 @@ class WeightTransfer:
         self.shelved = shelved
         self.room = room
         self.place = swarm, architecture
-        self.replicas: dict[int, StageWeights] = {}
-        """Copies of others' stages."""
+        self.replicas: dict[int, StageWeights] = {}  # copies of others' stages
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
         self._crew_slots = UploadSlots(AT_ONCE, PER_PEER, now)
-        self._other_slots = UploadSlots(1, 1, now)
-        """For peers of other crews."""
-        self._keeping: dict[int, Future[StageWeights]] = {}
-        """Fetches of replicas, the last of each stage."""
-        self._offers: dict[int, _Offer] = {}
-        """The last one of each stage."""
+        self._other_slots = UploadSlots(1, 1, now)  # for peers of other crews
+        self._keeping: dict[int, Future[StageWeights]] = {}  # fetches of replicas, the last of each stage
+        self._offers: dict[int, _Offer] = {}  # the last one of each stage
         transport.accept(STATE_METHOD, self._accept)
         transport.accept(KEEP_METHOD, self._accept_offer)
 

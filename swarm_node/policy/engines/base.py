@@ -23,10 +23,8 @@ End = Literal["stop", "length", "cancelled"]
 class Request(msgspec.Struct, frozen=True):
     """`n` sequences to be sampled after one prompt."""
 
-    id: int
-    """Chosen by the caller; requests under way have different ones."""
-    prompt_ids: list[int]
-    """For a continuation: the prompt and what was sampled before."""
+    id: int  # chosen by the caller; requests under way have different ones
+    prompt_ids: list[int]  # for a continuation: the prompt and what was sampled before
     sampling: Sampling
     seed: int = 0
     n: int = 1
@@ -36,14 +34,10 @@ class Sample(msgspec.Struct, frozen=True):
     """One sampled sequence, without its prompt."""
 
     request: int
-    index: int
-    """Which of the request's `n` sequences it is, from 0."""
-    token_ids: list[int]
-    """The end-of-sequence token is included if and only if `end` is "stop"."""
-    logprobs: list[float]
-    """Log-probability of each token under the distribution that it was drawn from."""
-    versions: list[int]
-    """Version of the weights that each token was drawn with."""
+    index: int  # which of the request's `n` sequences it is, from 0
+    token_ids: list[int]  # the end-of-sequence token is included if and only if `end` is "stop"
+    logprobs: list[float]  # log-probability of each token under the distribution that it was drawn from
+    versions: list[int]  # version of the weights that each token was drawn with
     end: End
 
 
@@ -74,8 +68,7 @@ class Engine:
         raise NotImplementedError
 
 
-Completion = tuple[list[int], list[float], bool]
-"""Token ids, log-probabilities, whether it ended by itself."""
+Completion = tuple[list[int], list[float], bool]  # token ids, log-probabilities, whether it ended by itself
 
 
 class BatchEngine(Engine):

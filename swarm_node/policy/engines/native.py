@@ -30,10 +30,8 @@ from swarm_node.policy.engines.base import BatchEngine, Completion, sample
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-FUSED_COPY_BYTES = 512 * 2**20
-"""Fuse (that is copy) weights per call only while the copy is at most this big."""
-COMPACT_BELOW = 0.8
-"""Move the surviving rows together when the grid shrinks to this share of its cells."""
+FUSED_COPY_BYTES = 512 * 2**20  # fuse (that is copy) weights per call only while the copy is at most this big
+COMPACT_BELOW = 0.8  # move the surviving rows together when the grid shrinks to this share of its cells
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -222,13 +220,10 @@ class Cache:
     def __init__(self, layers: Slice, lengths: list[int], n: int, limit: int) -> None:
         self.slice, self.n, self.limit = layers, n, limit
         self.lengths = torch.tensor(lengths)
-        self.keys: list[Tensor] = []
-        """[P, K, G, T, D] of the completions, a tensor a layer."""
+        self.keys: list[Tensor] = []  # [P, K, G, T, D] of the completions, a tensor a layer
         self.values: list[Tensor] = []
-        self.prompt_keys: list[Tensor] = []
-        """[P, K, D, T]"""
-        self.prompt_values: list[Tensor] = []
-        """[P, K, T, D]"""
+        self.prompt_keys: list[Tensor] = []  # [P, K, D, T]
+        self.prompt_values: list[Tensor] = []  # [P, K, T, D]
 
     def prefill(self, x: Tensor) -> Tensor:
         """See `LayerCache`."""

@@ -35,24 +35,18 @@ from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER
 
 AT_FIRST, AT_ONCE, MOST_AT_ONCE = 2, 8, 24
 """Pieces on their way: before anything has come | at most (64 MiB in memory) | at most, stuck ones included."""
-ASKED_UNKNOWN = 4
-"""At most so many of them are asked of members that have given nothing yet."""
-NO_PIECE_S = 300.0
-"""If not a single byte has come for so long, no member can give the model."""
+ASKED_UNKNOWN = 4  # at most so many of them are asked of members that have given nothing yet
+NO_PIECE_S = 300.0  # if not a single byte has come for so long, no member can give the model
 FETCH_LOOP_S = 0.05
 PROGRESS_EVERY_S = 10.0
-RATE_HALF_LIFE_S = 10.0
-"""Bytes that came so long ago count half in the rate."""
-YOUNG_S = 5.0
-"""A piece that has been on its way for less is not called stuck."""
+RATE_HALF_LIFE_S = 10.0  # bytes that came so long ago count half in the rate
+YOUNG_S = 5.0  # a piece that has been on its way for less is not called stuck
 BEHIND = 4
 """A piece is stuck if it has got so many times less than its share of all that came meanwhile. Others are asked as if
 it were not on its way and, when all pieces are asked for, for the same piece."""
-MAX_ASKED = 4
-"""Members asked for one piece at the same time."""
+MAX_ASKED = 4  # members asked for one piece at the same time
 RETRY = Retry(busy_s=0.5, accident_s=1.0, max_accident_s=60.0, refused_s=20.0)
-WITHOUT_S = 20.0
-"""A member that has no right copy of a piece is not asked for it before."""
+WITHOUT_S = 20.0  # a member that has no right copy of a piece is not asked for it before
 LIES = frozenset({"size", "digest", "hash", "schema"})
 """Faults in an answer that no accident explains, found by this node. A member that names one only refuses."""
 
@@ -72,10 +66,8 @@ def wait(running: Collection[Future[None]], seconds: float) -> None:
 class PieceDonor(Donor):
     """A member that may have the model."""
 
-    asked: int = 0
-    """Pieces on their way from it."""
-    given: int = 0
-    """Bytes."""
+    asked: int = 0  # pieces on their way from it
+    given: int = 0  # bytes
     without: dict[str, float] = field(default_factory=dict)
     """sha256 of pieces that it lacks -> when it may be asked for them again."""
 
@@ -86,17 +78,13 @@ class PieceRequest:
 
     peer: str
     sha256: str
-    size: int | None
-    """`None` for the listing, whose size is not known."""
+    size: int | None  # `None` for the listing, whose size is not known
     began: float
     done: Future[None] = field(default_factory=Future)
-    answered: bool = False
-    """The peer did not refuse."""
+    answered: bool = False  # the peer did not refuse
     data: bytearray = field(default_factory=bytearray)
-    counted: int = 0
-    """Bytes of `data` that are in the rate."""
-    share: float = 0.0
-    """Bytes that it would have if all that came since it began had come to all alike."""
+    counted: int = 0  # bytes of `data` that are in the rate
+    share: float = 0.0  # bytes that it would have if all that came since it began had come to all alike
 
     def is_stuck(self, now: float) -> bool:
         """Whether it gets nothing, or much less than others. Streams deliver bytes in chunks: two are allowed for, as
@@ -129,8 +117,7 @@ class Donors:
     ) -> None:
         """`first`: addresses of members to begin with, which may have no card yet."""
         self.donors: dict[str, PieceDonor] = {}
-        self.liars: dict[str, str] = {}
-        """Peer -> what was wrong; never asked again."""
+        self.liars: dict[str, str] = {}  # peer -> what was wrong; never asked again
         self._transport = transport
         self._swarm = swarm
         self._first = [peer_of(address) for address in first]

@@ -35,12 +35,9 @@ from protocol.model_listing import (
 from swarm_node.errors import UserError
 
 LISTING = "listing.json"
-STARTER = "starter"
-"""The name, in `policy.model`, of the model that this package contains."""
-SPARE_BYTES = 256 * 2**20
-"""Disk space that is left free for the run itself."""
-MUCH_BYTES = 64 * 2**20
-"""Reading more than this takes a while: the node says so, and keeps the result."""
+STARTER = "starter"  # the name, in `policy.model`, of the model that this package contains
+SPARE_BYTES = 256 * 2**20  # disk space that is left free for the run itself
+MUCH_BYTES = 64 * 2**20  # reading more than this takes a while: the node says so, and keeps the result
 Mark = tuple[int, int, int]
 """Size of a file in bytes, time of its last change [ns], and its inode. While they are the same, so is its content."""
 Say = Callable[[str], None]
@@ -50,11 +47,9 @@ Say = Callable[[str], None]
 class Piece:
     """A part of one file of a model."""
 
-    number: int
-    """Counted through all files."""
+    number: int  # counted through all files
     sha256: str
-    name: str
-    """The name of the file."""
+    name: str  # the name of the file
     start: int
     size: int
 

@@ -43,8 +43,7 @@ from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_h
 
 PATTERNS = [*sorted(OTHER_NAMES), "model.safetensors", "model-*-of-*.safetensors"]
 """Names of the files that members give to each other."""
-SLOW_HUB_NO_PIECE_S = 60.0
-"""How long members are asked if the hub has the model as well, but sends it slowly."""
+SLOW_HUB_NO_PIECE_S = 60.0  # how long members are asked if the hub has the model as well, but sends it slowly
 
 
 def choose_model(

@@ -22,10 +22,8 @@ from swarm_node.swarm.base_weights.files import Model, is_right, pieces_of, read
 
 MAX_UPLOAD_SLOTS, UPLOAD_SLOTS_PER_PEER = 4, 2
 """Pieces that leave at once: 32 MiB in memory, and a quarter of the exchanges that a node takes part in."""
-SLOT_MBIT = 2.0
-"""Where sending is limited, there is one upload slot for each of so many Mbit/s."""
-PACE = Pace(30.0, 2**15)
-"""A quarter of a megabit a second: one piece may take five minutes."""
+SLOT_MBIT = 2.0  # where sending is limited, there is one upload slot for each of so many Mbit/s
+PACE = Pace(30.0, 2**15)  # a quarter of a megabit a second: one piece may take five minutes
 UNTAKEN_WAIT_S = 5.0
 """How long a peer waits that asked for a piece and did not take it. Reading and hashing one takes milliseconds."""
 FAST_BYTES_S = 2**20
@@ -46,8 +44,7 @@ class Giver:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
-        self.given: Counter[str] = Counter()
-        """Bytes that left, by peer."""
+        self.given: Counter[str] = Counter()  # bytes that left, by peer
         self._swarm = swarm
         self._say = say
         self._now = now
@@ -55,8 +52,7 @@ class Giver:
         self._slots = UploadSlots(slots, UPLOAD_SLOTS_PER_PEER, now)
         self._listing = encode_listing(model.listing)
         self._pieces = {piece.sha256: piece for piece in pieces_of(model.listing)}
-        self._damaged: set[str] = set()
-        """Files that were changed since they were listed."""
+        self._damaged: set[str] = set()  # files that were changed since they were listed
         transport.accept(MODEL_METHOD, self.accept)
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:

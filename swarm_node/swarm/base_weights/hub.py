@@ -21,12 +21,9 @@ from protocol.manifest import ManifestModel
 from protocol.model_listing import names_of
 from swarm_node.swarm.base_weights.files import SPARE_BYTES
 
-START_S = 60.0
-"""How long Python may take to start on a busy machine."""
-ANSWER_S = 6.0
-"""How long the hub may take to answer."""
-SLOW_S, LEAST_BYTES_S = 15.0, 2**18
-"""A hub that sends fewer bytes a second for so long is too slow."""
+START_S = 60.0  # how long Python may take to start on a busy machine
+ANSWER_S = 6.0  # how long the hub may take to answer
+SLOW_S, LEAST_BYTES_S = 15.0, 2**18  # a hub that sends fewer bytes a second for so long is too slow
 CHILD_LOOP_S = 0.1
 ASKING, ANSWERED = "asking", "answered"
 
@@ -73,8 +70,7 @@ class HubFailed(Exception):
 
     def __init__(self, why: str, slow: bool = False) -> None:
         super().__init__(why)
-        self.slow = slow
-        """The hub is sending the model, but slowly."""
+        self.slow = slow  # the hub is sending the model, but slowly
 
 
 def watch(
