@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -73,10 +74,8 @@ class Curves:
                 continue
             found[name] = {"mean": _listed(means[:, column])}
             if self.per_row > 1:
-                found[name] |= {
-                    "least": _listed(self._least[part, column]),
-                    "most": _listed(self._most[part, column]),
-                }
+                found[name]["least"] = _listed(self._least[part, column])
+                found[name]["most"] = _listed(self._most[part, column])
         return found
 
     def total(self, name: str) -> float | None:
@@ -152,11 +151,5 @@ def _number(value: Any) -> float | None:
 
 def _listed(values: np.ndarray, digits: int | None = DIGITS) -> list[float | None]:
     """A list for JSON: None where not finite, `digits` significant digits."""
-    return [
-        None
-        if value != value or value in (np.inf, -np.inf)
-        else value
-        if digits is None
-        else float(f"{value:.{digits}g}")
-        for value in values.tolist()
-    ]
+    shown = values.tolist() if digits is None else [float(f"{value:.{digits}g}") for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in shown]

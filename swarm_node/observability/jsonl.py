@@ -38,7 +38,7 @@ class JsonLines:
         self._path = path
         self._report = report
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        self._failure: str | None = None
+        self._failing = False  # whether the last write failed
         self._lock = Lock()
         with os_errors_explained(path):
             _temporary(path).unlink(missing_ok=True)  # of a process that was killed while it replaced the file
@@ -53,11 +53,10 @@ class JsonLines:
                 return
             self._waiting.append(line)
             error = self._write_waiting()
-            problem = os_error_text(error, self._path) if error else None
-            newly_failing = problem if self._failure is None else None
-            self._failure = problem
-        if newly_failing:
-            self._report(newly_failing)
+            newly_failing = error is not None and not self._failing
+            self._failing = error is not None
+        if error and newly_failing:
+            self._report(os_error_text(error, self._path))
 
     @property
     def size(self) -> int:
@@ -75,24 +74,20 @@ class JsonLines:
         with os_errors_explained(self._path):
             os.ftruncate(self._descriptor, size)
 
-    def replace(self, lines: Iterable[bytes]) -> bool:
+    def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the file by `lines`: readers see the old or the new file, also after a crash. `lines` may read the
-        old one.
-
-        Returns False if there is no room, which is reported, or if lines wait for room.
-        """
+        old one. Nothing happens if there is no room, which is reported, or if lines wait for room."""
         with self._lock:
             if self._descriptor < 0 or self._waiting:
-                return False
+                return
             try:
                 old, self._descriptor = self._descriptor, _replaced(self._path, lines)
             except OSError as error:
                 problem = os_error_text(error, self._path)
             else:
                 os.close(old)
-                return True
+                return
         self._report(problem)
-        return False
 
     def close(self) -> None:
         """Close the file. Raises UserError if lines are left for which the disk had no room."""
@@ -121,16 +116,9 @@ class JsonLines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole records, for short files; a torn last line is left out.
-
-    Raises UserError if the file cannot be read or another line is not a record.
-    """
-    return list(each_record(path))
-
-
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Each whole record in turn; a torn last line is left out. Raises UserError as `read_jsonl` does."""
+    """Each whole record in turn; a torn last line is left out. Raises UserError if the file cannot be read or another
+    line is not a record."""
     for number, line in enumerate(whole_lines(path), 1):
         yield parsed(line, path, number)
 

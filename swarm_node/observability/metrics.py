@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.errors import UserError
-from swarm_node.observability.jsonl import JsonLines, last_lines, read_jsonl
+from swarm_node.observability.jsonl import JsonLines, last_lines
 from swarm_node.observability.sinks import Sink
 from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
 
-read_metrics = read_jsonl
 EVENTS_BYTES = 16 << 20
 """Most bytes of events.jsonl: a month of a talkative run. When it is full, its newer half stays."""
 

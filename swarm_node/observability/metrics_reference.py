@@ -137,19 +137,21 @@ LAST_VALUE = COUNTERS | frozenset(
 )
 """Totals and positions: a line of several rounds has their values at its end. For all other numbers it has means."""
 
-REASON = "/<reason>"
 _MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
 
 
-def find_metric(key: str) -> str | None:
-    """The name in METRICS that describes `key` of a record, or None: `reward/gcd` -> `reward/<task>`."""
-    return _find(key, _MEANINGS)
+def find_metric(key: str, names: Iterable[str] = _MEANINGS) -> str | None:
+    """The one of `names` that describes `key` of a record, or None: `reward/gcd` -> `reward/<task>`."""
+    for name in names:
+        if re.fullmatch(re.sub(r"<\w+>", "[^ ]+", re.escape(name)), key):
+            return name
+    return None
 
 
 def describe_metric(key: str) -> tuple[str, bool] | None:
     """(meaning without Markdown, whether it is a counter) of `key` at /metrics; None if it is unknown."""
     every = _MEANINGS | OF_BOOTSTRAPS
-    name = _find(key, every)
+    name = find_metric(key, every)
     if name is None:
         return None
     return re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|`", "", every[name]), name in COUNTERS
@@ -158,23 +160,16 @@ def describe_metric(key: str) -> tuple[str, bool] | None:
 @lru_cache(4096)
 def has_last_value(key: str) -> bool:
     """Whether `key` of a record is one of LAST_VALUE."""
-    return _find(key, LAST_VALUE) is not None
+    return find_metric(key, LAST_VALUE) is not None
 
 
 def labelled(key: str) -> tuple[str, dict[str, str]]:
     """The name and the labels of `key` at /metrics: keys that differ only by a reason are one metric there."""
-    name = _find(key, _MEANINGS)
-    if name is None or not name.endswith(REASON):
+    name = find_metric(key)
+    if name is None or not name.endswith("/<reason>"):
         return key, {}
-    stem = name.removesuffix(REASON)
+    stem = name.removesuffix("/<reason>")
     return stem, {"reason": key.removeprefix(f"{stem}/")}
-
-
-def _find(key: str, names: Iterable[str]) -> str | None:
-    for name in names:
-        if re.fullmatch(re.sub(r"<\w+>", "[^ ]+", re.escape(name)), key):
-            return name
-    return None
 
 
 def metrics_reference() -> str:

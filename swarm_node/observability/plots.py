@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hls_to_rgb
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from swarm_node.errors import UserError
@@ -69,8 +69,7 @@ def plot_reward(
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    above = (0, 1)
-    axes.legend(handles=lines, loc="lower left", bbox_to_anchor=above, ncols=2, frameon=False, borderaxespad=0)
+    axes.legend(handles=lines, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderaxespad=0)
     if tasks:
         figure.legend(handles=tasks, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     drawn = io.BytesIO()
@@ -84,23 +83,15 @@ def plot_reward(
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean over the `window` values around each; fewer at both ends, so that the line spans the whole run."""
     before, after = (window - 1) // 2, window // 2
-    return [_mean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
 
 
 def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
     """The rewards of all rounds, in a bounded number of points."""
     curves, records = Curves(), iter(metrics)
     while some := list(islice(records, READ)):
-        curves.add([{name: value for name, value in record.items() if _is_drawn(name)} for record in some])
+        curves.add([{name: r[name] for name in r if name.split("/")[0] in ("round", "rounds", "reward")} for r in some])
     return curves
-
-
-def _is_drawn(name: str) -> bool:
-    return name in ("round", "rounds", "reward") or name.startswith("reward/")
 
 
 def _series(points: Mapping[str, Mapping[str, list[float | None]]], name: str) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,15 +28,12 @@ class Sink(Protocol):
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any], first_round: int) -> list[Sink]:
     """The sinks called `names`; `first_round` is the one after the checkpoint resumed from (1 in a new run)."""
-    sinks: list[Sink] = []
-    for name in names:
-        if name == "tensorboard":
-            sinks.append(TensorBoard(run_dir, first_round))
-        elif name == "trackio":
-            sinks.append(Trackio(run_dir, config))
-        else:
-            sinks.append(WandB(run_dir, config))
-    return sinks
+    kinds: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(run_dir, first_round),
+        "wandb": lambda: WandB(run_dir, config),
+        "trackio": lambda: Trackio(run_dir, config),
+    }
+    return [kinds[name]() for name in names]
 
 
 class TensorBoard:
@@ -45,10 +42,8 @@ class TensorBoard:
     name = "TensorBoard"
 
     def __init__(self, run_dir: Path, first_round: int) -> None:
-        try:
+        with _needed("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
         self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_round)
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -68,20 +63,15 @@ class WandB:
     name = "Weights & Biases"
 
     def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
-        try:
+        with _needed("wandb"):
             import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
-        run_id = run_dir / "wandb-id.txt"
-        if not run_id.exists():
-            run_id.write_text(secrets.token_hex(4))
         try:
             if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
                 raise UserError("no key for Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "swarm-node"),
                 name=run_dir.resolve().name,
-                id=run_id.read_text(),
+                id=_run_id(run_dir / "wandb-id.txt"),
                 resume="allow",
                 dir=run_dir,
                 config=config,
@@ -108,14 +98,10 @@ class Trackio:
     name = "Trackio"
 
     def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
-        try:
+        with _needed("trackio"):
             import trackio
-        except ImportError as error:
-            raise _missing("trackio") from error
-        run_id = run_dir / "trackio-id.txt"
-        if not run_id.exists():
-            run_id.write_text(secrets.token_hex(4))
-        name = f"{run_dir.resolve().name}-{run_id.read_text()}"  # one database for all runs, which it tells by name
+        # One database for all runs, which it tells by name.
+        name = f"{run_dir.resolve().name}-{_run_id(run_dir / 'trackio-id.txt')}"
         project = os.environ.get("TRACKIO_PROJECT", "swarm-node")
         own = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         try:
@@ -153,5 +139,16 @@ def _never_asking() -> Iterator[None]:
         huggingface_hub.login = ask
 
 
-def _missing(extra: str) -> UserError:
-    return UserError(f"log = [{extra!r}] needs a package: pip install 'swarm-node[{extra}]'")
+@contextmanager
+def _needed(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"log = [{extra!r}] needs a package: pip install 'swarm-node[{extra}]'") from error
+
+
+def _run_id(path: Path) -> str:
+    """The random id in the file at `path`, which is made at the first start of the run."""
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()

@@ -9,7 +9,7 @@ Totals of the swarm begin at 0 in each start. Where one falls, a start began, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ import msgspec
 from swarm_node.observability.thinning import rounds_of
 
 BUCKETS = 512  # most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB
-
 COUNTED = ("swarm/", "averaging/", "stages/")  # prefixes of the names of totals
 
 
@@ -110,20 +109,9 @@ class Tally(msgspec.Struct):
         self.num_tokens = record.get("num_tokens") or 0
         self.rewards.add(record.get("reward"), n)
         self.cost = {name: value for name, value in record.items() if name.startswith("cost/") and value is not None}
-        now = {
-            name: value
-            for name, value in record.items()
-            if name.startswith(COUNTED) and isinstance(value, int | float) and math.isfinite(value)
-        }
-        for name, value in now.items():
-            before = self.seen.get(name, 0.0)
-            self.totals[name] = self.totals.get(name, 0.0) + (value - before if value >= before else value)
-        self.seen = now
-
-
-def tallied(records: Iterable[Mapping[str, Any]]) -> Tally:
-    """The tally of `records`, in their order."""
-    tally = Tally()
-    for record in records:
-        tally.add(record)
-    return tally
+        before, self.seen = self.seen, {}
+        for name, value in record.items():
+            if name.startswith(COUNTED) and isinstance(value, int | float) and math.isfinite(value):
+                self.seen[name] = value
+                more = value - before.get(name, 0.0)
+                self.totals[name] = self.totals.get(name, 0.0) + (more if more >= 0 else value)

@@ -20,9 +20,9 @@ from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
+from tests.support.run_files import read_jsonl
 from tests.support.tiny_models import save
 
 
@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_metrics_events_plot_and_checkpoints(finished):
-    lines = read_metrics(finished / "metrics.jsonl")
+    lines = read_jsonl(finished / "metrics.jsonl")
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for name in ["step", "time", "reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "step_time"]:
         assert all(math.isfinite(line[name]) for line in lines), name
@@ -69,7 +69,7 @@ def test_a_run_leaves_metrics_events_plot_and_checkpoints(finished):
 
 
 def test_weights_change_every_round_that_has_a_signal(finished):
-    lines = read_metrics(finished / "metrics.jsonl")
+    lines = read_jsonl(finished / "metrics.jsonl")
     assert lines[-1]["step"] == sum(line["frac_reward_zero_std"] < 1 for line in lines)
     before, after = (load_file(p / "policy.safetensors") for p in sorted((finished / "checkpoints").iterdir()))
     assert all(not torch.equal(before[name], after[name]) for name in before)
@@ -179,7 +179,7 @@ def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
         config.model_dump() | {"rewards": {"functions": [{"path": f"{__file__}:parity"}], "checker_weight": 0}}
     )
     run_local(config, json_output=True)
-    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == 3
+    assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 3
     export_run(tmp_path / "run", tmp_path / "out", lambda text: None)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     trained = load_file(newest(tmp_path / "run") / "policy.safetensors")
@@ -210,7 +210,7 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
     node = start("local", "--rounds", "100000", run_dir=parts, sets=SETS)
     node.until(lambda: node.rounds >= 5)
     code = node.stop(number)
-    done = len(read_metrics(parts / "metrics.jsonl"))
+    done = len(read_jsonl(parts / "metrics.jsonl"))
     if number == signal.SIGTERM:
         assert code == 0 and f"stopping after round {done}" in node.output
         assert newest(parts).name == f"round-{done:08}"
@@ -219,7 +219,7 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
     run_local(settings(whole, rounds), json_output=True)
     assert same_tensors(newest(parts) / "policy.safetensors", newest(whole) / "policy.safetensors")
     assert same_tensors(newest(parts) / "optimizer.safetensors", newest(whole) / "optimizer.safetensors")
-    ours, theirs = (read_metrics(d / "metrics.jsonl") for d in (parts, whole))
+    ours, theirs = (read_jsonl(d / "metrics.jsonl") for d in (parts, whole))
     for a, b in zip(ours, theirs, strict=True):
         assert {k: a[k] for k in ("round", "step", "reward", "loss", "num_tokens")} == {
             k: b[k] for k in ("round", "step", "reward", "loss", "num_tokens")
@@ -233,7 +233,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys):
     torn.write_bytes(torn.read_bytes()[:-1])
     run_local(settings(run_dir, rounds=6), json_output=True)
     assert "round-00000004 refused" in capsys.readouterr().err
-    assert [line["round"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["round"] for line in read_jsonl(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_of_another_model_is_left_alone(tmp_path, finished):
@@ -260,7 +260,7 @@ def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
         rollouts={"groups": 6, "group_size": 4, "max_new_tokens": 8, "refill": 3.0},
     )
     run_local(config, json_output=True)
-    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert all(0 < line["kl"] < 1 for line in lines) and lines[-1]["step"] == 8
     whole = settings(tmp_path / "whole", rounds=8).model_copy(update={"grpo": config.grpo, "rollouts": config.rollouts})
     run_local(whole, json_output=True)
@@ -281,7 +281,7 @@ def test_resuming_with_other_tasks_trains_on_them(tmp_path, capsys):
     out = capsys.readouterr()
     assert "no figures from before training" in out.err
     assert json.loads(out.out.splitlines()[-1])["held_out_after"]["all"]["questions"] > 0
-    assert "reward/sums" in read_metrics(tmp_path / "run/metrics.jsonl")[-1]
+    assert "reward/sums" in read_jsonl(tmp_path / "run/metrics.jsonl")[-1]
 
 
 def test_starting_anew_keeps_the_metrics_that_were_there(tmp_path, capsys):
@@ -316,7 +316,7 @@ def test_a_failing_reward_function_saves_finished_rounds(tmp_path):
     with pytest.raises(UserError, match="out of order"):
         run_local(settings(tmp_path / "run", rewards=rewards), json_output=True)
     assert newest(tmp_path / "run").name == "round-00000003"
-    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 3
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 3
 
 
 def test_a_full_disk_leaves_the_configuration_whole(tmp_path):

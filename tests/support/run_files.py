@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from swarm_node.observability.jsonl import each_record
+from swarm_node.observability.tally import Tally
 
 
 def metrics(round: int, **more: Any) -> dict[str, Any]:
@@ -18,3 +21,16 @@ def write(path: Path, *records: Mapping[str, Any], mode: str = "a") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, mode) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a file."""
+    return list(each_record(path))
+
+
+def tallied(records: Iterable[Mapping[str, Any]]) -> Tally:
+    """The tally of `records`, in their order."""
+    tally = Tally()
+    for record in records:
+        tally.add(record)
+    return tally

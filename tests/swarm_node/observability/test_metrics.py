@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarm_node.errors import UserError
-from swarm_node.observability.jsonl import JsonLines, read_jsonl
-from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
+from swarm_node.observability.jsonl import JsonLines
+from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.sinks import open_sinks
+from tests.support.run_files import read_jsonl
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def write(path, *rounds):
 
 
 def rounds_in(path):
-    return [one["round"] for one in read_metrics(path)]
+    return [one["round"] for one in read_jsonl(path)]
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     write(path, 1, 2)
     write(path, 3)
-    assert read_metrics(path) == [record(1), record(2), record(3)]
+    assert read_jsonl(path) == [record(1), record(2), record(3)]
 
 
 def test_floats_are_rounded_sensibly_and_json_stays_json(path):
@@ -71,7 +72,7 @@ def test_floats_are_rounded_sensibly_and_json_stays_json(path):
     }
     writer.write({"round": 1} | values)
     writer.close()
-    assert read_metrics(path) == [
+    assert read_jsonl(path) == [
         {
             "round": 1,
             "third": 0.333333,
@@ -115,12 +116,12 @@ def test_a_damaged_middle_line_is_named(path):
     write(path, 1)
     path.write_bytes(path.read_bytes() + b"\0\0\0\n")
     with pytest.raises(UserError, match=r"line 2 of .*metrics.jsonl is not a record"):
-        read_metrics(path)
+        read_jsonl(path)
 
 
 def test_no_file_to_read(path):
     with pytest.raises(UserError, match="cannot read .*metrics.jsonl: No such file"):
-        read_metrics(path)
+        read_jsonl(path)
 
 
 def test_an_unwritable_place_is_one_clear_error(tmp_path):
@@ -136,7 +137,7 @@ pieces = st.sampled_from([b'{"round": 1}', b"[]", b"{", b"\n", b"\xff", b"1"])
 def test_any_file_reads_or_is_a_user_error(path, data):
     path.write_bytes(data)
     try:
-        assert all(isinstance(one, dict) for one in read_metrics(path))
+        assert all(isinstance(one, dict) for one in read_jsonl(path))
     except UserError as error:
         assert "is not a record" in str(error)
 

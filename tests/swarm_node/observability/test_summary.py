@@ -24,7 +24,7 @@ from swarm_node.observability.summary import (
     summary,
     whereabouts,
 )
-from swarm_node.observability.tally import tallied
+from tests.support.run_files import tallied
 
 HELD = HeldOut(questions=128, samples=8, pass_1=(0.199, 0.355), pass_k=(0.578, 0.395), interval=(0.112, 0.201))
 

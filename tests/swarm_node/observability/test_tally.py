@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from swarm_node.observability.tally import BUCKETS, Buckets, Tally, tallied
+from swarm_node.observability.tally import BUCKETS, Buckets, Tally
+from tests.support.run_files import tallied
 
 
 def filled(values: list[float]) -> Buckets:

@@ -16,11 +16,11 @@ import pytest
 
 from swarm_node.observability.curves import Curves
 from swarm_node.observability.dashboard.tail import Tail
-from swarm_node.observability.jsonl import each_record, last_record, read_jsonl
+from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.metrics_reference import COUNTERS, LAST_VALUE, METRICS
-from swarm_node.observability.tally import tallied
 from swarm_node.observability.thinning import EACH, LEVEL, WHOLE, merged_record, plan_lines, rounds_of
+from tests.support.run_files import read_jsonl, tallied
 
 LONG = 20_000
 

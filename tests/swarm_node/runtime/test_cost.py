@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from swarm_node.observability.metrics import MetricsWriter, read_metrics
+from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.observability.tally import Buckets
 from swarm_node.runtime.cost import LEAST_ROUNDS, CostMeter, gain, spent
+from tests.support.run_files import read_jsonl
 
 
 def gained(*rewards: float | None) -> float | None:
@@ -89,14 +90,14 @@ def run_rounds(path: Path, price: float | None, first: int, last: int) -> list[d
     writer = MetricsWriter(path, print)
     writer.truncate_after(first - 1)
     meter = CostMeter(price, 1000.0)
-    for record in read_metrics(path):
+    for record in read_jsonl(path):
         meter.go_on(record)
     for number in range(first, last + 1):
         reward = 0.0 if number <= LEAST_ROUNDS else 1.0
         figures = meter.round(reward, 4, 1000.0 + 10.0 * (number - first + 1))
         writer.write({"round": number, "reward": reward, **figures})
     writer.close()
-    return read_metrics(path)
+    return read_jsonl(path)
 
 
 def test_a_resumed_run_keeps_its_costs(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, ResourcesConfig, dump_toml, load_config
 from swarm_node.errors import StopRequested, UserError
-from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime.limits import (
     BURST_S,
     CPU_CHECK_S,
@@ -38,6 +37,7 @@ from swarm_node.runtime.limits import (
 from swarm_node.runtime.pause import Machine, hottest, on_battery, pause_asked, pause_run, quiet, resume_run, seconds_of
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir, goes_with_container
+from tests.support.run_files import read_jsonl
 from tests.support.virtual_time import VirtualTime
 from tests.support.waiting import until
 
@@ -343,7 +343,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
     def let_go() -> int:
         try:
             until(lambda: "paused: by `swarm-node pause`" in events.read_text(), 60.0)
-            return len(read_metrics(RunDir(paused).metrics))
+            return len(read_jsonl(RunDir(paused).metrics))
         finally:
             resume_run(RunDir(paused))
 
@@ -351,7 +351,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
         trained = owner.submit(let_go)
         run_local(settings(paused, rounds=3), json_output=True)
     assert trained.result() == 1, "nothing was trained while it was paused"
-    ours, theirs = (read_metrics(RunDir(path).metrics) for path in (paused, plain))
+    ours, theirs = (read_jsonl(RunDir(path).metrics) for path in (paused, plain))
     assert [(m["round"], m["reward"]) for m in ours] == [(m["round"], m["reward"]) for m in theirs]
 
 
@@ -491,7 +491,7 @@ def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ResourceLimits, "check_estimate", lambda *arguments: None)
     with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
         run_local(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
-    rounds = len(read_metrics(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
+    rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
     assert newest.name == f"round-{rounds:08}"
 

@@ -11,7 +11,6 @@ import pytest
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime import loop as run
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.resume import RunState
@@ -19,6 +18,7 @@ from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
+from tests.support.run_files import read_jsonl
 
 
 def start(rounds: int, **sections: Any) -> list[str]:
@@ -64,7 +64,7 @@ def test_a_full_disk_at_changes_ends_no_training(monkeypatch: pytest.MonkeyPatch
     keep = RunDir.keep_config
 
     def full(self: RunDir, name: str, text: str) -> None:
-        if len(read_metrics(self.metrics)) < 3:
+        if len(read_jsonl(self.metrics)) < 3:
             raise UserError("disk full")
         keep(self, name, text)
 
