@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from typing import Any
 
 from swarm_node import __version__
@@ -52,6 +53,7 @@ ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of a server that listens on all addresses -> the address to ask it at."""
 PREFIX = "swarm_node_"
 OWN = {
+    "info": "Who this is; always 1.",
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
@@ -110,30 +112,25 @@ class Health:
 
     def verdict(self) -> tuple[bool, str]:
         """(whether the node does its work, a status text or the reason why not)"""
-        good, _, text = self._found()
-        return good, text
-
-    def _found(self) -> tuple[bool, bool, str]:
-        """(whether the node does its work, whether it waits, a status text or the reason why not)"""
         waiting = self.look()
         ended, now = list(self._ended), self._clock()
         if self.leaving:
-            return False, False, "leaving"
+            return False, "leaving"
         if waiting:
-            return True, True, f"waiting: {waiting}"
+            return True, f"waiting: {waiting}"
         if not ended:
-            return False, False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
-        longest = max((b - a for a, b in zip(ended, ended[1:], strict=False)), default=0.0)
+            return False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
+        longest = max((b - a for a, b in pairwise(ended)), default=0.0)
         silent = now - self._waited - ended[-1]
         if silent > max(self._least_s, TIMES * longest):
             before = f"before that, one took {longest:.1f} s at most"
-            return False, False, f"no {self._what} has ended for {silent:.0f} s; {before}"
-        return True, False, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
+            return False, f"no {self._what} has ended for {silent:.0f} s; {before}"
+        return True, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
 
     def metrics(self) -> str:
         """The metrics in Prometheus's text format, version 0.0.4."""
-        training, waiting, _ = self._found()
-        own = {"training": float(training), "waiting": float(waiting)}
+        training, _ = self.verdict()
+        own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
         families: dict[str, dict[str, float]] = {}
@@ -143,13 +140,8 @@ class Health:
             name = metric_name(family)
             families.setdefault(name, {})[_labels(labels)] = value
             described[name] = key
-        return self._who() + "".join(_family(name, described[name], families[name]) for name in sorted(families))
-
-    def _who(self) -> str:
-        if not self._info:
-            return ""
-        name = f"{PREFIX}info"
-        return f"# HELP {name} Who this is; always 1.\n# TYPE {name} gauge\n{name}{_labels(self._info)} 1.0\n"
+        who = _family(metric_name("info"), "info", {_labels(self._info): 1.0}) if self._info else ""
+        return who + "".join(_family(name, described[name], families[name]) for name in sorted(families))
 
 
 def metric_name(name: str) -> str:
@@ -190,11 +182,8 @@ def serving(health: Health, listen: str, port: int, hosts: Collection[str] = ())
 
     `hosts` are names by which requests may call this machine, besides IP addresses and localhost. Raises UserError.
     """
-    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-    kind = type("_Family", (_Server,), {"address_family": family, "health": health})
-    names = frozenset(name.lower() for name in hosts)
     try:
-        server = kind((listen, port), type("_Asked", (_Handler,), {"health": health, "hosts": names}))
+        server = _Server(listen, port, health, frozenset(name.lower() for name in hosts))
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
             raise
@@ -210,15 +199,17 @@ def serving(health: Health, listen: str, port: int, hosts: Collection[str] = ())
 
 
 class _Server(ThreadingHTTPServer):
-    health: Health
     daemon_threads = True
     block_on_close = False
     request_queue_size = 4 * MAX_REQUESTS
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, listen: str, port: int, health: Health, hosts: frozenset[str]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+        self.health = health
+        self.hosts = hosts
         self._changing = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # connection -> when it began, the oldest first
-        super().__init__(*args)
+        super().__init__((listen, port), _Handler)
 
     def service_actions(self) -> None:
         """Look ten times a second, so that no wait is missed."""
@@ -255,21 +246,20 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    health: Health
-    hosts: frozenset[str]
+    server: _Server
     timeout = REQUEST_S
     server_version = "swarm-node"
     sys_version = ""
 
     def do_GET(self) -> None:
         code, text = 200, ""
-        if not is_expected(self.headers.get("Host"), self.hosts):
+        if not is_expected(self.headers.get("Host"), self.server.hosts):
             code, text = 403, "unknown host: ask by an IP address, or list this name in health.hosts\n"
         elif self.path == "/healthz":
-            good, text = self.health.verdict()
+            good, text = self.server.health.verdict()
             code, text = 200 if good else 503, f"{text}\n"
         elif self.path == "/metrics":
-            text = self.health.metrics()
+            text = self.server.health.metrics()
         else:
             code, text = 404, "/healthz or /metrics\n"
         body = text.encode(errors="replace")  # a run directory may have any name

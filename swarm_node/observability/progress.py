@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, TextIO, cast
 
@@ -64,13 +65,11 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text`; returns its length even if the stream has ended."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; an OSError is ignored."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -93,16 +92,16 @@ class ProgressDisplay:
         if isinstance(stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
             stream.reconfigure(errors="backslashreplace")
         self._stream = cast(TextIO, Lasting(stream))
-        piped = None if self._stream.isatty() else PLAIN_WIDTH
-        self._console = Console(file=self._stream, width=width or piped, highlight=False, markup=False, emoji=False)
+        tty = self._stream.isatty()
+        width = width or (None if tty else PLAIN_WIDTH)
+        self._console = Console(file=self._stream, width=width, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._line = line
-        on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal
-        self._on_terminal = on_terminal and not json_output and line is None
+        self._on_terminal = tty and not self._console.is_dumb_terminal and not json_output and line is None
         self._clock = clock
         self.waiting: Callable[[], str] = str
         """Returns what the run waits for; empty = it goes on. Called on the thread that draws the live lines."""
-        self.crew: Callable[[], int | None] = _nobody
+        self.crew: Callable[[], int | None] = lambda: None
         """Returns how many others this node's crew has; None = there is no crew. Called as `waiting` is."""
         self.paused_s: Callable[[], float] = float
         """Returns the seconds so far in which the run was paused; its minutes exclude them. Called as `waiting` is."""
@@ -222,9 +221,8 @@ class ProgressDisplay:
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
-        speed = f"{self._seconds_per_round():.2f} s/round"
-        figures = [f"round {self._round}{self._of}", *self._reward_and_speed(), *self._peers()[:1]]
-        rest = [self._averaged, speed, self._time_left()]
+        figures = [f"round {self._round}{self._of}", *self._reward(), *self._speed(), *self._peers()[:1]]
+        rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
@@ -273,11 +271,10 @@ class ProgressDisplay:
     def _reward_line(self, waiting: str) -> str:
         figures = [waiting] if waiting else self._speed()  # the speed is of before that
         reward = self._reward()
-        ascii_only = self._console.options.ascii_only
         rest = self._console.width - cell_len("  ".join([*reward, *figures])) - 1
-        spark = sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only) if rest >= LEAST_SPARK and reward else ""
-        if spark:
-            reward = [f"{reward[0]} {spark}"]
+        if reward and rest >= LEAST_SPARK:
+            ascii_only = self._console.options.ascii_only
+            reward = [f"{reward[0]} {sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only)}"]
         return self._fitting(["  ".join([*reward, *figures]), *figures])
 
     def _reward(self) -> list[str]:
@@ -285,9 +282,6 @@ class ProgressDisplay:
 
     def _speed(self) -> list[str]:
         return [] if self._tokens_per_s is None else [f"{self._tokens_per_s:,.0f} tok/s"]
-
-    def _reward_and_speed(self) -> list[str]:
-        return [*self._reward(), *self._speed()]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
@@ -320,9 +314,8 @@ class ProgressDisplay:
     def _traffic_words(self, waiting: str) -> list[str]:
         if not self._traffic:
             return []
-        rates = [] if waiting else self._rates()
         _, inward, outward = self._traffic[-1]
-        if not rates:
+        if waiting or not (rates := self._rates()):
             return [f"{volume(inward)} in, {volume(outward)} out"]
         return [f"{rates[0]}, {volume(inward + outward)} in all", *rates]
 
@@ -359,10 +352,6 @@ class ProgressDisplay:
         return "" if math.isinf(left) else f"{clock_face(left)} left"
 
 
-def _nobody() -> None:
-    return None
-
-
 def _age(seconds: float) -> str:
     """Seconds in the greatest whole unit: 150.0 -> 2 min"""
     for unit, length in (("h", 3600), ("min", 60)):
@@ -391,10 +380,10 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, ascii_only: boo
     """`values` as at most `width` blocks; each is the mean of an equal share of them, between minimum and maximum."""
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     count = min(width, len(values))
-    edges = [len(values) * i // count for i in range(count + 1)] if count else []
-    means = [fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-    if not means:
+    if not count:
         return ""
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     step = (high - low) / (len(blocks) - 1) or 1.0
     return "".join(blocks[round((mean - low) / step)] for mean in means)

@@ -124,7 +124,6 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
     )
     exchanges = whole.get("averaging/exchanges", 0)
     stages = Stages(whole.get("stages/lost", 0), _below("stages/recovered/", whole))
-    cost = {name: tally.cost[f"cost/{name}"] for name in COST if f"cost/{name}" in tally.cost}
     return Figures(
         rounds_recorded=tally.rounds,
         resumed_at=resumed_at,
@@ -139,22 +138,39 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
         refused={
             f"{kind}{reason}": n for prefix, kind in REFUSED.items() for reason, n in _below(prefix, whole).items()
         },
-        cost=cost,
+        cost={name: tally.cost[f"cost/{name}"] for name in COST if f"cost/{name}" in tally.cost},
     )
 
 
 def summary(run: Figures) -> list[str]:
     """The lines of the summary, each with a word before it that names its subject."""
-    parts = {
-        "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
-        "received": [*_received(run.swarm), *_exchanges(run.averaging, "weights of others in"), *_stages(run.stages)],
-        "gave": [*_gave(run.swarm), *_exchanges(run.averaging, "its weights in", sent=True)],
-        "refused": _refused(run.refused),
-        "traffic": _traffic(run.swarm),
-        "rounds": _rounds(run),
-        "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
-    }
-    return _labelled(parts)
+    received, gave, traffic = [], [], []
+    if (swarm := run.swarm) is not None:
+        if swarm.received:
+            share = f": {swarm.foreign_share:.0%} of what it trained on" if swarm.used else ""
+            groups = _counted(swarm.received, "group")
+            received.append(f"{groups} from others, {swarm.admitted:,} admitted, {swarm.used:,} used{share}")
+        if swarm.sent:
+            gave.append(f"{_counted(swarm.sent, 'group')} published")
+        traffic.append(f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told")
+    if run.averaging is not None:
+        exchanges = _counted(run.averaging.exchanges, "exchange")
+        received.append(f"weights of others in {exchanges}")
+        gave.append(f"its weights in {exchanges}, {volume(run.averaging.bytes)}")
+    if run.stages is not None:
+        ways = ", ".join(f"{n:,} by {way}" for way, n in run.stages.built.items())
+        received.append(f"of the crew's stages {run.stages.lost:,} lost" + (f"; built so far: {ways}" if ways else ""))
+    return _labelled(
+        {
+            "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
+            "received": received,
+            "gave": gave,
+            "refused": _refused(run.refused),
+            "traffic": traffic,
+            "rounds": _rounds(run),
+            "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
+        }
+    )
 
 
 def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
@@ -205,58 +221,27 @@ def _held_out(held: HeldOut | None) -> list[str]:
     change = f"held-out pass@1 {before:.3f} -> {after:.3f}, {after - before:+.3f}"
     if held.interval is None:
         few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
-        return [f"{change}: {few} too few to tell it from noise", *_pass_k(held)]
-    low, high = held.interval
-    verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
-    return [
-        f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions)",
-        *_pass_k(held),
-    ]
+        lines = [f"{change}: {few} too few to tell it from noise"]
+    else:
+        low, high = held.interval
+        verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
+        lines = [f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions)"]
+    if held.samples > 1:
+        before, after = held.pass_k
+        lines.append(f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}")
+    return lines
 
 
-def _pass_k(held: HeldOut) -> list[str]:
-    before, after = held.pass_k
-    return [f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}"] if held.samples > 1 else []
-
-
-def _received(swarm: SwarmFigures | None) -> list[str]:
-    if swarm is None or not swarm.received:
-        return []
-    share = f": {swarm.foreign_share:.0%} of what it trained on" if swarm.used else ""
-    return [f"{_groups(swarm.received)} from others, {swarm.admitted:,} admitted, {swarm.used:,} used{share}"]
-
-
-def _gave(swarm: SwarmFigures | None) -> list[str]:
-    return [] if swarm is None or not swarm.sent else [f"{_groups(swarm.sent)} published"]
-
-
-def _groups(n: int) -> str:
-    return f"{n:,} group{'' if n == 1 else 's'}"
-
-
-def _exchanges(averaging: Averaging | None, what: str, sent: bool = False) -> list[str]:
-    if averaging is None:
-        return []
-    n = averaging.exchanges
-    size = f", {volume(averaging.bytes)}" if sent else ""
-    return [f"{what} {n:,} exchange{'' if n == 1 else 's'}{size}"]
-
-
-def _stages(stages: Stages | None) -> list[str]:
-    if stages is None:
-        return []
-    ways = ", ".join(f"{n:,} by {way}" for way, n in stages.built.items())
-    return [f"of the crew's stages {stages.lost:,} lost" + (f"; built so far: {ways}" if ways else "")]
+def _counted(n: int, thing: str) -> str:
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
 def _refused(refused: Mapping[str, int]) -> list[str]:
-    if not refused:
-        return []
     counts = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
     listed = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
     if rest := sum(n for _, n in counts[MAX_REASONS:]):
         listed.append(f"{rest:,} for other reasons")
-    return [", ".join(listed)]
+    return [", ".join(listed)] if listed else []
 
 
 def _why(name: str) -> str:
@@ -265,17 +250,13 @@ def _why(name: str) -> str:
     return f"of {KINDS[kind]} ({words(reason)})" if kind else words(reason)
 
 
-def _traffic(swarm: SwarmFigures | None) -> list[str]:
-    return [] if swarm is None else [f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told"]
-
-
 def _rounds(run: Figures) -> list[str]:
     n = run.rounds_recorded
     lines = []
     if n and run.seconds and math.isfinite(run.seconds):
         speed = f"; {run.num_tokens:,} tokens trained on, {run.num_tokens / run.seconds:,.0f} a second"
         each = f", {run.seconds / n:.2f} s each" if n > 1 else ""
-        lines = [f"{n:,} in {clock_face(run.seconds)}{each}{speed if run.num_tokens else ''}"]
+        lines.append(f"{n:,} in {clock_face(run.seconds)}{each}{speed if run.num_tokens else ''}")
     if run.resumed_at:
         lines.append(f"in several starts; this one went on from round {run.resumed_at:,}")
     return lines

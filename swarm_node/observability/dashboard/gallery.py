@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.errors import UserError
-from swarm_node.observability.dashboard.view import Glance, View
+from swarm_node.observability.dashboard.view import Lock, View, glance
 from swarm_node.storage.rundir import RunDir
 
 RUNS = Path("runs")
@@ -32,8 +32,7 @@ class Gallery:
         """`paths` are runs or directories of runs; default: those below runs/. Raises UserError if one is neither."""
         self._paths = list(paths) or [RUNS]
         self._views: OrderedDict[str, View] = OrderedDict()
-        self._looked: dict[str, float] = {}
-        self._glances: dict[Path, Glance] = {}
+        self._locks: dict[Path, Lock] = {}
         self._lock = threading.Lock()
         self._list: tuple[float, list[dict[str, Any]]] = (0.0, [])
         self._scanned: tuple[float, dict[str, RunDir]] = (-math.inf, {})
@@ -60,10 +59,11 @@ class Gallery:
             looked, known = self._list
             if 0 <= now - looked < AT_MOST_EACH_S:
                 return known
-            runs, listed = self._runs_lately(), []
-            self._glances = {run.path: self._glances.get(run.path) or Glance(run) for run in runs.values()}
-            for id, run in runs.items():
-                listed.append({"id": id, "path": str(run.path), **self._glances[run.path].look()})
+            runs = self._runs_lately()
+            self._locks = {run.path: self._locks.get(run.path) or Lock(run) for run in runs.values()}
+            listed = [
+                {"id": id, "path": str(run.path), **glance(run, self._locks[run.path])} for id, run in runs.items()
+            ]
             listed.sort(key=lambda each: (-each["in_use"], -each["trains"], -each["started"]))
             self._list = now, listed[:LISTED]
             return self._list[1]
@@ -78,15 +78,12 @@ class Gallery:
             view = self._views.get(id)
             if view is None or view.run.path != run.path:
                 view = self._views[id] = View(id, run)
-                self._looked.pop(id, None)
             self._views.move_to_end(id)
             while len(self._views) > KEPT:
-                gone, _ = self._views.popitem(last=False)
-                self._looked.pop(gone, None)
+                self._views.popitem(last=False)
         with view.lock:
-            if time.monotonic() - self._looked.get(id, 0.0) >= AT_MOST_EACH_S:
+            if time.monotonic() - view.refreshed_at >= AT_MOST_EACH_S:
                 view.refresh()
-                self._looked[id] = time.monotonic()
         return view
 
     def _runs_lately(self) -> dict[str, RunDir]:
@@ -100,7 +97,7 @@ class Gallery:
 
 @dataclass
 class Told:
-    """What one page has been told."""
+    """The news that one page has been told."""
 
     parts: dict[tuple[str, str], Any] = field(default_factory=dict)
     rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)

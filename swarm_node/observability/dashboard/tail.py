@@ -18,7 +18,7 @@ class Tail:
 
     def __init__(self, path: Path, last: int | None = None) -> None:
         """`last`: begin so many bytes before the end of the file, at the next line."""
-        self._path = path
+        self.path = path
         self._last = last
         self._file: tuple[int, int] | None = None
         self._offset: int
@@ -29,7 +29,7 @@ class Tail:
         """(whether everything read before is void, new records): at most one chunk; more waits while `behind`. Raises
         OSError if the file cannot be read."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY)
+            descriptor = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
             void, self._file = self._file is not None, None
             self._restart()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
+import time
 import tomllib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,11 @@ NAME = 200
 ITEMS = 1000  # most items shown of a list or table in the status
 FRESH_S = 30.0  # a run that shows no activity for longer than this, and for longer than four rounds, waits
 LATELY = 10  # rounds behind the speed that is shown
+KNOWN = 4096  # most runs whose last round and role are kept in memory
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 
+Stamp = tuple[int, int, int, int]
+"""(time of the last change in ns, bytes, device, inode): tells one content of a file from another."""
 State = str
 """training | paused (by its owner, or for the sake of the machine) | waiting | serving (it trains nothing) | starting |
 ended"""
@@ -41,18 +47,14 @@ class Lock:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._free: tuple[int, ...] | None = None
+        self._free: Stamp | None = None
 
     def held(self) -> bool:
-        try:
-            stat = os.stat(self._run.path / "lock")
-        except OSError:
-            return False
-        found = stat.st_dev, stat.st_ino, stat.st_mtime_ns
-        if found == self._free:
+        stamp = _stamp(self._run.path / "lock")
+        if stamp is None or stamp == self._free:
             return False
         held = self._run.in_use
-        self._free = None if held else found
+        self._free = None if held else stamp
         return held
 
 
@@ -67,6 +69,7 @@ class View:
         self.status: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.lock = threading.RLock()
+        self.refreshed_at = -math.inf
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
         self._metrics = Tail(run.metrics)
         self._events = Tail(run.events, EVENT_BYTES)
@@ -74,7 +77,7 @@ class View:
         self._in_use = False
         self._waits = ""
         self._config: dict[str, Any] = {}
-        self._stamps: dict[Path, tuple[int, ...]] = {}
+        self._stamps: dict[Path, Stamp] = {}
         self._problems: dict[str, str] = {}
 
     def refresh(self) -> None:
@@ -87,17 +90,9 @@ class View:
                 self._config = config
             if (status := self._changed(self.run.status, STATUS_BYTES, msgspec.json.decode)) is not None:
                 self.status = self._public(status)
-            for tail, path in ((self._metrics, self.run.metrics), (self._events, self.run.events)):
-                try:
-                    self._follow(tail)
-                except OSError as error:
-                    self._problems[path.name] = f"cannot read {path}: {error.strerror}"
-                    continue
-                if tail.damaged:
-                    first, more = tail.damaged[0], len(tail.damaged) - 1
-                    which = f"line {first} of {path}" if tail.from_start else f"a line near the end of {path}"
-                    others = f" and {more} more are no records and are" if more else " is no record and is"
-                    self._problems[path.name] = f"{which}{others} left out"
+            self._follow(self._metrics, self._add_rounds)
+            self._follow(self._events, self._add_events)
+            self.refreshed_at = time.monotonic()
 
     def summary(self, now: float) -> dict[str, Any]:
         """Key figures."""
@@ -105,6 +100,9 @@ class View:
         first_tenth, last_tenth = self.curves.tenths("reward")
         config, state = self._config, self.state(now)
         trains = bool(self._lately) or _within(self.status, "role") != BOOTSTRAP
+        problems = list(self._problems.values())
+        if n := self.curves.left_out:
+            problems.append(f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}")
         return {
             "id": self.id,
             "path": str(self.run.path),
@@ -127,7 +125,7 @@ class View:
                 "model": _text(_within(config, "policy", "model")) if trains else "",
                 "averaging": _text(_within(config, "averaging", "method")),
             },
-            "problems": [*self._problems.values(), *self._left_out()],
+            "problems": problems,
         }
 
     def state(self, now: float) -> State:
@@ -165,33 +163,36 @@ class View:
         leads = _within(crew, "lead", "peer") == self.status.get("peer")
         return bool(crew.get("whole")) and bool(crew.get("held")) and not leads
 
-    def _left_out(self) -> list[str]:
-        n = self.curves.left_out
-        return [f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}"] if n else []
-
     def _mean(self, name: str) -> float | None:
         values = [value for r in self._lately if isinstance(value := r.get(name), int | float)]
         return sum(values) / len(values) if values else None
 
-    def _follow(self, tail: Tail) -> None:
-        while True:
-            void, records = tail.read()
-            if void and tail is self._metrics:
-                self._anew()
-            elif void:
-                self.events.clear()
-            if tail is self._metrics:
-                self.curves.add(records)
-                self._lately.extend(records[-LATELY:])
-            else:
-                self.events.extend(self._event(record) for record in records[-EVENTS:])
-            if not tail.behind:
-                return
+    def _follow(self, tail: Tail, add: Callable[[bool, list[dict[str, Any]]], None]) -> None:
+        try:
+            add(*tail.read())
+            while tail.behind:
+                add(*tail.read())
+        except OSError as error:
+            self._problems[tail.path.name] = f"cannot read {tail.path}: {error.strerror}"
+            return
+        if tail.damaged:
+            first, more = tail.damaged[0], len(tail.damaged) - 1
+            which = f"line {first} of {tail.path}" if tail.from_start else f"a line near the end of {tail.path}"
+            others = f" and {more} more are no records and are" if more else " is no record and is"
+            self._problems[tail.path.name] = f"{which}{others} left out"
 
-    def _anew(self) -> None:
-        self.curves = Curves()
-        self._lately.clear()
-        self.readings += 1
+    def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
+        if void:
+            self.curves = Curves()
+            self._lately.clear()
+            self.readings += 1
+        self.curves.add(records)
+        self._lately.extend(records[-LATELY:])
+
+    def _add_events(self, void: bool, records: list[dict[str, Any]]) -> None:
+        if void:
+            self.events.clear()
+        self.events.extend(self._event(record) for record in records[-EVENTS:])
 
     def _event(self, record: Mapping[str, Any]) -> dict[str, Any]:
         text = self._without_password(_text(record.get("text"), TEXT))
@@ -221,7 +222,7 @@ class View:
         """The content of a file that is replaced as a whole, if it has changed since the last look."""
         try:
             stat = path.stat()
-            stamp = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
+            stamp = _stamp_of(stat)
             if self._stamps.get(path) == stamp:
                 return None
             if stat.st_size > most:
@@ -246,63 +247,52 @@ class StatusRole(msgspec.Struct):
     role: str = ""
 
 
-class Glance:
-    """What a list of runs shows of one, without reading all of its files."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._lock = Lock(run)
-        self._stamp: tuple[int, ...] | None = None
-        self._rounds: int | None = None
-        self._role_stamp: tuple[int, ...] | None = None
-        self._role = ""
-
-    def look(self) -> dict[str, Any]:
-        run = self._run
-        known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
-        started = next((stat.st_mtime for path in known if (stat := _stat(path)) is not None), 0.0)
-        if (stamp := _stamp(run.metrics)) != self._stamp:
-            self._stamp = stamp
-            self._rounds = self._last_round()
-        if self._rounds is None and (stamp := _stamp(run.status)) != self._role_stamp:
-            self._role_stamp = stamp
-            self._role = self._last_role()
-        held = self._lock.held()
-        return {
-            "in_use": held,
-            "paused": held and bool(run.read_waits()),
-            "trains": self._rounds is not None or self._role != BOOTSTRAP,
-            "rounds": self._rounds,
-            "started": started,
-        }
-
-    def _last_round(self) -> int | None:
-        try:
-            _, records = Tail(self._run.metrics, GLANCE_BYTES).read()
-        except OSError:  # said by whoever opens it
-            return None
-        last = records[-1].get("round") if records else None
-        return last if isinstance(last, int) else None
-
-    def _last_role(self) -> str:
-        try:
-            with open(self._run.status, "rb") as file:
-                text = file.read(STATUS_BYTES + 1)
-            return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=StatusRole).role
-        except (OSError, ValueError, RecursionError):  # said by whoever opens it
-            return ""
+def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
+    """The part of a run that a list of runs shows, found without reading all of its files."""
+    known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
+    started = next((stamp[0] for path in known if (stamp := _stamp(path)) is not None), 0)
+    rounds = _last_round(run.metrics, _stamp(run.metrics))
+    held = lock.held()
+    return {
+        "in_use": held,
+        "paused": held and bool(run.read_waits()),
+        "trains": rounds is not None or _last_role(run.status, _stamp(run.status)) != BOOTSTRAP,
+        "rounds": rounds,
+        "started": started / 1e9,
+    }
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    stat = _stat(path)
-    return None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-
-
-def _stat(path: Path) -> os.stat_result | None:
+@lru_cache(KNOWN)
+def _last_round(path: Path, stamp: Stamp | None) -> int | None:
+    """The round of the last line of the file that has this stamp."""
     try:
-        return path.stat()
+        _, records = Tail(path, GLANCE_BYTES).read()
+    except OSError:  # said by whoever opens it
+        return None
+    last = records[-1].get("round") if records else None
+    return last if isinstance(last, int) else None
+
+
+@lru_cache(KNOWN)
+def _last_role(path: Path, stamp: Stamp | None) -> str:
+    """The role in the swarm.json that has this stamp."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(STATUS_BYTES + 1)
+        return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=StatusRole).role
+    except (OSError, ValueError, RecursionError):  # said by whoever opens it
+        return ""
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return _stamp_of(path.stat())
     except OSError:
         return None
+
+
+def _stamp_of(stat: os.stat_result) -> Stamp:
+    return stat.st_mtime_ns, stat.st_size, stat.st_dev, stat.st_ino
 
 
 def _time(record: Mapping[str, Any]) -> float:
