@@ -39,7 +39,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
-from swarm_node.tasks.text import prompt_digest
+from swarm_node.tasks.base import prompt_digest
 from swarm_node.types import Group
 
 FOLDER = RESULTS / "payload"

@@ -22,7 +22,7 @@ from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.sharing.foreign_advantage import TaskStatistics, foreign_advantages
-from swarm_node.tasks.rewards import has_signal
+from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout
 
 SIX = [f"small/{name}" for name in "basic_arithmetic fraction_simplification gcd lcm count_bits products".split()]

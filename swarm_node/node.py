@@ -42,7 +42,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length
 from swarm_node.tasks import TaskSet
-from swarm_node.tasks.rewards import has_signal
+from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network

@@ -27,7 +27,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.sharing import Receiver, ReplayBuffer
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.text import prompt_digest
+from swarm_node.tasks.base import prompt_digest
 from swarm_node.types import Sampling
 
 GROUPS = 8

@@ -40,7 +40,7 @@ def resume(run: RunArgument) -> None:
 
 def list_tasks(json_output: Json = False) -> None:
     """List the tasks to train on, with an example of each."""
-    from swarm_node.tasks.listing import list_environments
+    from swarm_node.tasks.reasoning_gym import list_environments
 
     entries = list_environments()
     if json_output:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def _computed(
     width = max(len(group.rollouts) for group in groups)
     if config.aggregation == "normalize_then_sum":
         names = sorted({name for group in groups for r in group.rollouts for name in r.rewards})
-        scored = _table(groups, width, lambda r: [_nan_if_none(r.rewards.get(name)) for name in names])
+        scored = _table(groups, width, lambda r: [r.rewards.get(name) for name in names])
         shares = torch.tensor([weights.get(name, 1.0) for name in names], dtype=scored.dtype)
         normalised = torch.stack([baseline(r) for r in scored.unbind(-1)], -1)
         total = (normalised * shares).nansum(-1)
@@ -138,19 +139,19 @@ def nanmedian(r: Tensor) -> Tensor:
     return r.nanquantile(0.5, dim=1, keepdim=True)
 
 
-def scored_reward(rollout: Rollout) -> float:
-    """The reward that training maximises; NaN if reward functions were asked and none gave a score."""
-    unscored = bool(rollout.rewards) and all(r is None for r in rollout.rewards.values())
-    return torch.nan if unscored else rollout.reward
+def is_judged(rollout: Rollout) -> bool:
+    """Whether any reward scored it: None from all of them is no reward."""
+    return not rollout.rewards or any(reward is not None for reward in rollout.rewards.values())
 
 
-def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float]]) -> Tensor:
-    """Table of `values` of each rollout [groups, width, K], NaN where a group has fewer rollouts."""
+def scored_reward(rollout: Rollout) -> float | None:
+    """The reward that training maximises; None if reward functions were asked and none gave a score."""
+    return rollout.reward if is_judged(rollout) else None
+
+
+def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float | None]]) -> Tensor:
+    """Table of `values` of each rollout [groups, width, K]; NaN for None, and where a group has fewer rollouts."""
     rows = [[values(r) for r in group.rollouts] for group in groups]
-    absent = [torch.nan] * len(rows[0][0])
+    absent: list[float | None] = [None] * len(rows[0][0])
     padded = [row + [absent] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.float64)
-
-
-def _nan_if_none(value: float | None) -> float:
-    return torch.nan if value is None else value
+    return torch.from_numpy(np.array(padded, dtype=np.float64))

@@ -2,8 +2,8 @@
 
     L = sum_t  w_t * ( f_t * l_t + beta * kl_t )
 
-    l_t, w_t                                            the loss (`losses`)
-    f_t                                                 the off-policy correction (`corrections`)
+    l_t, w_t                                            the loss: `grpo.loss` names one of `LOSSES`
+    f_t                                                 the off-policy correction: `grpo.correction`
     kl_t = (exp(d) - d - 1) * rho                       k3, off-policy corrected; d = logprob_ref - logprob
     rho  = exp(logprob - logprob_old)                   of the token, or exp of its mean over the rollout
 
@@ -13,27 +13,219 @@ So leaving these out, or splitting the step into microbatches, changes nothing. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.corrections import Correction, find_correction
-from swarm_node.grpo.losses import Loss, Tokens, find_loss
-from swarm_node.grpo.losses.base import mean_by_sequence
+from swarm_node.config.plugins import error_text, load_function
+from swarm_node.errors import UserError
+from swarm_node.policy.oom import is_out_of_memory
 
 
-def clip_range(config: GrpoConfig, loss: Loss | None = None) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Tokens:
+    """N completion tokens of a step, laid end to end; all tokens of a rollout are there. Tensors are [N]."""
+
+    logprobs: Tensor  # log-probabilities under the policy that is trained, with a gradient
+    old: Tensor  # log-probabilities that ratios are taken to
+    sampled: Tensor  # log-probabilities that the sampler recorded; NaN where there are none
+    foreign: Tensor  # whether a peer sampled the token
+    ratio: Tensor  # exp(logprobs - old) of the token, or of its mean over the rollout; with a gradient
+    advantage: Tensor
+    sequence: Tensor  # number of the rollout that the token belongs to
+    rollouts: int  # rollouts of the step: numbers are below it
+    low: float  # lower clip range
+    high: float  # upper clip range
+    delta: float | None  # bound on the ratio where the advantage is negative; None = none
+
+
+def mean_by_sequence(x: Tensor, sequence: Tensor, rollouts: int) -> Tensor:
+    """For each token [N] the mean of `x` [N] over the tokens of its rollout."""
+    total = x.new_zeros(rollouts).index_add(0, sequence, x)
+    return total[sequence] / torch.bincount(sequence, minlength=rollouts)[sequence]
+
+
+# --------------------------------------------------------------------- losses
+
+
+class Loss:
+    """A policy-gradient loss: l_t of each token, and the weight w_t of the token in the sum.
+
+    As it is, it is DAPO's, arXiv 2503.14476: PPO's clipped surrogate (arXiv 1707.06347), and every token counts the
+    same. Other losses replace a part.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """What has one ratio: a token, or a whole rollout (the geometric mean of its tokens' ratios)."""
+    clip: tuple[float, float] = (0.2, 0.28)  # lower and upper clip range if the configuration sets none
+
+    def surrogate(self, tokens: Tokens) -> Tensor:
+        """l_t [N], with a gradient: -min(min(ratio, delta) A, clip(ratio, 1 - low, 1 + high) A)."""
+        capped = tokens.ratio if tokens.delta is None else tokens.ratio.clamp(max=tokens.delta)
+        inside = tokens.ratio.clamp(1 - tokens.low, 1 + tokens.high)
+        return -torch.min(capped * tokens.advantage, inside * tokens.advantage)
+
+    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
+        """w_t [B] of the tokens of each rollout, 1 / sum |y|; `lengths` [B] in tokens, 0 = left out of the loss."""
+        return torch.full(lengths.shape, 1.0 / max(1, int(lengths.sum())))
+
+    def highest(self, high: float) -> float:
+        """Ratio above which a token with a positive advantage counts as clipped."""
+        return 1 + high
+
+    def metrics(self, low: float, high: float, count: float) -> dict[str, float]:
+        """Metrics of clipping: of `count` tokens (or rollouts), `low` and `high` were clipped."""
+        return {
+            "clip_ratio/low_mean": low / count,
+            "clip_ratio/high_mean": high / count,
+            "clip_ratio/region_mean": (low + high) / count,
+        }
+
+
+class Grpo(Loss):
+    """GRPO, arXiv 2402.03300, section 4.1: every rollout counts the same, w_t = 1 / (B |y|)."""
+
+    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
+        return 1.0 / (lengths.clamp(min=1) * len(lengths))
+
+
+class DrGrpo(Loss):
+    """Dr. GRPO, arXiv 2503.20783: a constant weight w_t = 1 / (B L_max), so long answers are not favoured."""
+
+    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
+        return torch.full(lengths.shape, 1.0 / (len(lengths) * max_new_tokens))
+
+
+class Gspo(Grpo):
+    """GSPO, arXiv 2507.18071: GRPO with one ratio for each rollout, and a clip range that suits it."""
+
+    level = "sequence"
+    clip = (3e-4, 4e-4)
+
+
+class Cispo(Loss):
+    """CISPO, MiniMax-M1, arXiv 2506.13585: the ratio is a capped factor without gradient.
+
+    l_t = -stop_gradient(min(ratio, high)) A logprob_t. The upper clip range is the cap itself; its default is that of
+    ScaleRL, arXiv 2510.13786.
+    """
+
+    clip = (0.2, 5.0)
+
+    def surrogate(self, tokens: Tokens) -> Tensor:
+        return -tokens.ratio.clamp(max=tokens.high).detach() * tokens.advantage * tokens.logprobs
+
+    def highest(self, high: float) -> float:
+        return high
+
+    def metrics(self, low: float, high: float, count: float) -> dict[str, float]:
+        return {"cispo_clip_ratio": high / count}
+
+
+class FunctionLoss(Loss):
+    """A function of the user's own, `f(logprobs, old, advantage, sequence) -> l_t`, all [N]; weighed like DAPO."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def surrogate(self, tokens: Tokens) -> Tensor:
+        """UserError if the function fails or breaks its contract. Out of memory is passed on."""
+        try:
+            loss = self.function(tokens.logprobs, tokens.old, tokens.advantage, tokens.sequence)
+        except Exception as error:  # the user's code may raise anything
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"grpo.loss failed: {error_text(error)}") from error
+        if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape or not loss.requires_grad:
+            raise UserError(
+                f"grpo.loss must give a tensor of {list(tokens.logprobs.shape)}, one number a token, with a gradient"
+            )
+        return loss
+
+
+LOSSES: dict[str, type[Loss]] = {"grpo": Grpo, "dr_grpo": DrGrpo, "dapo": Loss, "gspo": Gspo, "cispo": Cispo}
+
+
+def find_loss(name: str) -> Loss:
+    """The loss that `grpo.loss` names. UserError if it is code of the user's own that cannot be loaded."""
+    if name in LOSSES:
+        return LOSSES[name]()
+    found = load_function(name, "grpo.loss")
+    return found() if isinstance(found, type) and issubclass(found, Loss) else FunctionLoss(found)
+
+
+# --------------------------------------------------------------------- off-policy corrections
+
+
+class Correction:
+    """How an update treats rollouts that another policy sampled: an older version of this one, or a peer's.
+
+    As it is (`recorded`), own rollouts are compared with the probabilities recorded at sampling, and foreign ones start
+    at ratio 1: no log-probability of a peer is used, as in SAPO (arXiv 2509.08721).
+
+    `sampled` [N] are the log-probabilities that the sampler recorded, NaN where there are none. Those of a peer are
+    the peer's word: nothing proves them.
+    """
+
+    def old(self, sampled: Tensor, stale: Tensor, foreign: Tensor) -> Tensor:
+        """Log-probabilities [N] that ratios are taken to; NaN = those of the step's first pass, a ratio of 1.
+
+        `stale` [N]: an older version of this policy sampled the token; `foreign` [N]: a peer did.
+        """
+        return torch.where(stale, sampled, torch.nan)
+
+    def factor(self, tokens: Tokens) -> Tensor | None:
+        """Factor [N] >= 0 on each token's loss, without a gradient; None = 1. The KL term is not scaled."""
+        return None
+
+
+class SequenceMask(Correction):
+    """DeepSeek-V3.2's off-policy mask, arXiv 2512.02556: leave out what the policy has moved far away from.
+
+    Drops a rollout with A < 0 if mean(sampled - logprobs) over its tokens exceeds `limit`, in nats.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        sampled = torch.where(tokens.foreign | tokens.sampled.isnan(), tokens.old, tokens.sampled)
+        drift = mean_by_sequence(sampled - tokens.logprobs.detach(), tokens.sequence, tokens.rollouts)
+        return (tokens.advantage >= 0) | (drift <= self.limit)
+
+
+def find_correction(config: GrpoConfig) -> Correction:
+    """The correction that `grpo.correction` and `grpo.off_policy_mask` ask for.
+
+    UserError if it is code of the user's own that cannot be loaded, or if the mask is set beside another correction.
+    """
+    if config.correction == "recorded":
+        return Correction() if config.off_policy_mask is None else SequenceMask(config.off_policy_mask)
+    if config.off_policy_mask is not None:
+        raise UserError('grpo.off_policy_mask needs grpo.correction = "recorded"')
+    try:
+        correction = load_function(config.correction, "grpo.correction")()
+    except TypeError as error:
+        raise UserError(f"grpo.correction failed: {error_text(error)}") from error
+    if not isinstance(correction, Correction):
+        raise UserError("grpo.correction must name a subclass of swarm_node.grpo.objective.Correction")
+    return correction
+
+
+# --------------------------------------------------------------------- the sum
+
+
+def clip_range(config: GrpoConfig, loss: Loss) -> tuple[float, float]:
     """Lower and upper epsilon: those of the configuration, else those of the loss's paper."""
-    low, high = (loss or find_loss(config.loss)).clip
+    low, high = loss.clip
     return (
         low if config.epsilon_low is None else config.epsilon_low,
         high if config.epsilon_high is None else config.epsilon_high,
     )
-
-
-def sequence_weights(lengths: Tensor, config: GrpoConfig, max_new_tokens: int, loss: Loss | None = None) -> Tensor:
-    """Weight [B] of each token of each rollout of the step; `lengths` [B] in tokens, 0 = masked out."""
-    return (loss or find_loss(config.loss)).weights(lengths, max_new_tokens)
 
 
 def policy_loss(
@@ -46,7 +238,6 @@ def policy_loss(
     reference: Tensor | None = None,
     sampled: Tensor | None = None,
     foreign: Tensor | None = None,
-    importance_ratio: Tensor | None = None,
     loss: Loss | None = None,
     correction: Correction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -57,7 +248,6 @@ def policy_loss(
     reference         [N] reference log-probs, needed for `beta` > 0
     sampled           [N] log-probs recorded by the sampler, NaN where there are none; not given: `old`
     foreign           [N] whether a peer sampled the token; not given: none
-    importance_ratio  [N] scales each token's loss (not its KL term): another sampler than the policy
     loss, correction  those that `config` names, if the caller has looked them up before
     """
     loss = loss or find_loss(config.loss)
@@ -81,9 +271,9 @@ def policy_loss(
         delta=config.delta,
     )
     total = loss.surrogate(tokens)
-    for factor in ((correction or find_correction(config)).factor(tokens), importance_ratio):
-        if factor is not None:
-            total = total * factor
+    factor = (correction or find_correction(config)).factor(tokens)
+    if factor is not None:
+        total = total * factor
 
     with torch.no_grad():
         share = torch.ones_like(logprobs)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks.rewards import has_signal, judge
+from swarm_node.tasks.taskset import has_signal, judge
 from swarm_node.types import Group, Sampling, Score, Task
 
 DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer

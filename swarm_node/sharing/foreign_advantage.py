@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_node.grpo.advantage import group_std
-from swarm_node.tasks.rewards import is_judged
+from swarm_node.grpo.advantage import group_std, is_judged
 from swarm_node.types import Group, Rollout
 
 FLOOR = 0.25  # a quarter of the distance between right and wrong: the spread of a success rate of 7 %

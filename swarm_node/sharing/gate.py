@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import msgspec
 
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks.rewards import ScoreCompletions
+from swarm_node.tasks.taskset import ScoreCompletions
 from swarm_node.types import Group, Rollout
 
 FIXED = -6.0  # B of a node with too few answers of its own: it would draw such a token once in 400 times

@@ -22,8 +22,8 @@ from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import MINUTE_S
-from swarm_node.tasks.rewards import has_signal
-from swarm_node.tasks.text import prompt_digest
+from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout, Sampling
 
 FLUSH_S = 1.0  # batches leave at most this often, unless one is full

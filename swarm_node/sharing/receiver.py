@@ -34,8 +34,8 @@ from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
-from swarm_node.tasks.rewards import has_signal, judge
-from swarm_node.tasks.text import prompt_digest
+from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.taskset import has_signal, judge
 from swarm_node.types import Group, Rollout, Sampling
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES

@@ -23,10 +23,10 @@ import msgspec
 from swarm_node.config import SharingConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
+from swarm_node.grpo.advantage import is_judged
 from swarm_node.sharing.foreign_advantage import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
-from swarm_node.tasks.rewards import is_judged
 from swarm_node.types import Group
 
 ROUNDS = 4

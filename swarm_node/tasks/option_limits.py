@@ -10,12 +10,11 @@ propositional_logic; at twice as much it takes half a minute).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.reasoning_gym import FIXED, library_names, nearest
+from swarm_node.tasks.reasoning_gym import defaults_of, library, nearest
 from swarm_node.tasks.taskset import ENVIRONMENTS
 
 STRETCH = 2
@@ -38,7 +37,7 @@ def check_options(path: str, options: Mapping[str, object]) -> None:
     if name not in ALLOWED:
         if ":" in path:
             raise UserError(f"task {path!r}: a swarm carries no code; reward functions are every node's own")
-        if name not in REFUSED and name not in library_names():
+        if name not in REFUSED and name not in library():
             raise UserError(f"unknown task {path!r}{nearest(name, {*ALLOWED, *SETS})} (`swarm-node tasks` lists all)")
         raise UserError(f"task {path!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
     defaults = defaults_of(name)
@@ -63,10 +62,3 @@ def _check(path: str, option: str, value: object, defaults: Mapping[str, object]
         raise UserError(
             f"task {path!r}: option {option!r} must be a number from 0 to {bound:g} in a swarm, not {value!r}"
         )
-
-
-def defaults_of(name: str) -> dict[str, object]:
-    """The library's default of each option. Imports reasoning-gym (about a second), hence only here."""
-    from reasoning_gym.factory import DATASETS
-
-    return {field.name: field.default for field in dataclasses.fields(DATASETS[name][1]) if field.name not in FIXED}

@@ -13,15 +13,14 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
 from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
-from swarm_node.tasks.base import OneTurn
-from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED
-from swarm_node.tasks.text import extract
+from swarm_node.tasks.base import OneTurn, extract
+from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
 from swarm_node.types import Task
 
 FIXED = {"seed", "size", "data_file"}
@@ -107,17 +106,50 @@ class ReasoningGym(OneTurn):
             return float(self._dataset.score_answer(answer, entry))
 
 
-def _create(name: str, options: dict[str, Any]) -> Any:
-    """The library's data set. Imports reasoning-gym (about a second), hence only here."""
+class Entry(NamedTuple):
+    """A row of `swarm-node tasks`."""
+
+    name: str
+    sets: list[str]  # sets that the environment belongs to
+    checker: Literal["library", "own"]
+    question: str  # an example, with the library's default options
+    answer: str
+
+
+def list_environments() -> list[Entry]:
+    """Every allowed environment with an example."""
+    entries = []
+    for name, checker in ALLOWED.items():
+        environment = ReasoningGym(name, {})
+        task = next(task for index in range(environment.size) if (task := environment.task(index)))
+        sets = [group for group, members in SETS.items() if name in members]
+        entries.append(Entry(name, sets, checker, task.question, task.answer or ""))
+    return entries
+
+
+def library() -> dict[str, tuple[Any, Any]]:
+    """Environment -> (class of its data set, class of its options): all of the library, audited or not. Imports
+    reasoning-gym (about a second), hence only here."""
     from reasoning_gym.factory import DATASETS
 
-    make_dataset, make_config = DATASETS[name]
-    defaults = {field.name: field.default for field in dataclasses.fields(make_config)}
+    return DATASETS
+
+
+def defaults_of(name: str) -> dict[str, object]:
+    """The library's default of each option that users may set."""
+    fields = dataclasses.fields(library()[name][1])
+    return {field.name: field.default for field in fields if field.name not in FIXED}
+
+
+def _create(name: str, options: dict[str, Any]) -> Any:
+    """The library's data set."""
+    make_dataset, make_config = library()[name]
+    defaults = defaults_of(name)
     for option, value in options.items():
         if option in FIXED:
             raise UserError(f"task {name!r}: option {option!r} is set by the node, leave it out")
         if option not in defaults:
-            raise UserError(f"task {name!r} has no option {option!r}{nearest(option, {*defaults} - FIXED)}")
+            raise UserError(f"task {name!r} has no option {option!r}{nearest(option, set(defaults))}")
         if type(defaults[option]) is int and type(value) is not int:
             raise UserError(f"task {name!r}: option {option!r} must be a whole number, not {value!r}")
     try:
@@ -136,13 +168,6 @@ def _config_hash(config: Any) -> str:
     options = {key: value for key, value in dataclasses.asdict(config).items() if key not in FIXED}
     text = json.dumps(options, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:CONFIG_HASH_CHARS]
-
-
-def library_names() -> set[str]:
-    """All environments of the library, audited or not."""
-    from reasoning_gym.factory import DATASETS
-
-    return set(DATASETS)
 
 
 def nearest(word: str, known: set[str]) -> str:

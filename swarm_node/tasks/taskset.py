@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -21,23 +22,25 @@ from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
-from swarm_node.tasks.base import TaskSource
+from swarm_node.tasks.base import TaskSource, extract, is_held_out, normalise
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.reasoning_gym import ReasoningGym, library_names, nearest
-from swarm_node.tasks.rewards import RewardFunction, call_function
-from swarm_node.tasks.text import extract, is_held_out, normalise
-from swarm_node.types import Score, Task
+from swarm_node.tasks.reasoning_gym import ReasoningGym, library, nearest
+from swarm_node.types import Rollout, Score, Task
 
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
 CHECKER = "checker"  # name of the task's own checker among the rewards
-
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
-
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
+
+RewardFunction = Callable[..., list[float | None]]
+"""A function of the user's own, with TRL's signature `f(prompts, completions, **columns)`. It gives None for a
+completion that it does not score."""
+ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
+"""(tasks, prompts, completions) -> a score of each completion; see `TaskSet.score`."""
 
 
 class TaskSet:
@@ -141,8 +144,7 @@ class TaskSet:
         answers = [extract(completion) for completion in completions]
         checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
         rewards: dict[str, list[float | None]] = {
-            name: call_function(name, function, tasks, prompts, completions)
-            for name, function in self._functions.items()
+            name: _call(name, function, tasks, prompts, completions) for name, function in self._functions.items()
         }
         if CHECKER in self.reward_weights:
             rewards[CHECKER] = [
@@ -231,7 +233,7 @@ def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
         chosen = {f"{name}/{environment}": options for environment, options in SETS[name].items()}
     elif group in SETS and member in SETS[group]:
         chosen = {name: {**SETS[group][member], **table.config}}
-    elif name in ENVIRONMENTS or name in REFUSED or name in library_names():
+    elif name in ENVIRONMENTS or name in REFUSED or name in library():
         chosen = {name: table.config}
     else:
         known = {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
@@ -316,3 +318,47 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
         counts[i] += upto - teeth
         teeth = upto
     return counts
+
+
+# --------------------------------------------------------------------- rewards
+
+
+def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
+    """Score the rollouts of one task in place."""
+    n = len(rollouts)
+    scores = score([task] * n, [prompt] * n, [r.text for r in rollouts])
+    for rollout, verdict in zip(rollouts, scores, strict=True):
+        rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
+        rollout.reward, rollout.correct = verdict.reward, verdict.correct
+
+
+def has_signal(rollouts: Sequence[Rollout]) -> bool:
+    """Whether any reward differs: without that every advantage is zero."""
+    return len({(r.reward, *r.rewards.items()) for r in rollouts}) > 1
+
+
+def _call(
+    name: str, function: RewardFunction, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]
+) -> list[float | None]:
+    """One reward for each completion. UserError if the function fails or breaks its contract."""
+    try:
+        rewards = list(function(prompts=list(prompts), completions=list(completions), **_columns(tasks)))
+        rewards = [None if reward is None else float(reward) for reward in rewards]
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"reward function {name!r} failed: {error_text(error)}") from error
+    if len(rewards) != len(completions):
+        raise UserError(f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions")
+    if not all(reward is None or math.isfinite(reward) for reward in rewards):
+        raise UserError(f"reward function {name!r} gave a reward that is not finite; None = not scored")
+    return rewards
+
+
+def _columns(tasks: Sequence[Task]) -> dict[str, list[Any]]:
+    """The other arguments of reward functions, one value for each task: `question`, `answer`, `task` (its label), and
+    every metadata column of any task (None where a task lacks it)."""
+    names = {name for task in tasks for name in task.metadata} - {"prompts", "completions"}
+    return {name: [task.metadata.get(name) for task in tasks] for name in sorted(names)} | {
+        "question": [task.question for task in tasks],
+        "answer": [task.answer for task in tasks],
+        "task": [task.label for task in tasks],
+    }

@@ -13,7 +13,7 @@ from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, Share
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.text import prompt_digest
+from swarm_node.tasks.base import prompt_digest
 from tests.support.simulated_peers import MakePeer, exchange
 
 RIGHT, WRONG = "ab", "abc"

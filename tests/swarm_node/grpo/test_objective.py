@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.losses import LOSSES, Loss, Tokens, find_loss
-from swarm_node.grpo.objective import clip_range, policy_loss, sequence_weights
+from swarm_node.grpo.objective import LOSSES, Loss, Tokens, clip_range, find_loss, policy_loss
 
 SEQUENCE = tensor([0, 0, 0, 1, 1, 2])
 LENGTHS = tensor([3, 2, 1])
@@ -26,11 +25,11 @@ def loss(ratio: Tensor, config: GrpoConfig, weights: Tensor | None = None, **giv
 
 
 def test_default_clip_ranges_are_those_of_the_papers():
-    assert clip_range(GrpoConfig(loss="dapo")) == (0.2, 0.28)
-    assert clip_range(GrpoConfig(loss="grpo")) == (0.2, 0.28)
-    assert clip_range(GrpoConfig(loss="gspo")) == (3e-4, 4e-4)
-    assert clip_range(GrpoConfig(loss="cispo"))[1] == 5.0
-    assert clip_range(GrpoConfig(loss="gspo", epsilon_low=0.0, epsilon_high=0.1)) == (0.0, 0.1)
+    assert clip_range(GrpoConfig(), find_loss("dapo")) == (0.2, 0.28)
+    assert clip_range(GrpoConfig(), find_loss("grpo")) == (0.2, 0.28)
+    assert clip_range(GrpoConfig(), find_loss("gspo")) == (3e-4, 4e-4)
+    assert clip_range(GrpoConfig(), find_loss("cispo"))[1] == 5.0
+    assert clip_range(GrpoConfig(epsilon_low=0.0, epsilon_high=0.1), find_loss("gspo")) == (0.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -44,13 +43,13 @@ def test_default_clip_ranges_are_those_of_the_papers():
     ],
 )
 def test_token_weights(name, expected):
-    weights = sequence_weights(LENGTHS, GrpoConfig(loss=name), max_new_tokens=10)
+    weights = find_loss(name).weights(LENGTHS, 10)
     torch.testing.assert_close(weights, tensor(expected))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_weights_are_finite_when_everything_is_masked(name):
-    weights = sequence_weights(tensor([0, 0]), GrpoConfig(loss=name), max_new_tokens=10)
+    weights = find_loss(name).weights(tensor([0, 0]), 10)
     assert weights.isfinite().all()
 
 
@@ -112,7 +111,7 @@ def test_sum_over_parts_is_the_whole(name):
     config = GrpoConfig(loss=name, beta=0.1, off_policy_mask=0.1)
     rng = torch.Generator().manual_seed(0)
     logprobs, old, reference = (-torch.rand(6, generator=rng) for _ in range(3))
-    weights = sequence_weights(LENGTHS, config, 10)
+    weights = find_loss(name).weights(LENGTHS, 10)
 
     def part(keep: Tensor) -> Tensor:
         return policy_loss(

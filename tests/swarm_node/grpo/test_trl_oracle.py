@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
-from swarm_node.grpo.objective import clip_range, policy_loss, sequence_weights
+from swarm_node.grpo.objective import Correction, Tokens, clip_range, find_correction, find_loss, policy_loss
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling
@@ -122,6 +122,17 @@ def layout(packing: bool):
     return token_batch(rows, flatten(groups), 0, torch.device("cpu"))
 
 
+class Scaled(Correction):
+    """The correction that `config` names, times TRL's importance ratio."""
+
+    def __init__(self, config: GrpoConfig, ratio: torch.Tensor) -> None:
+        self.named, self.ratio = find_correction(config), ratio
+
+    def factor(self, tokens: Tokens) -> torch.Tensor:
+        factor = self.named.factor(tokens)
+        return self.ratio if factor is None else factor * self.ratio
+
+
 OPTIONS = [
     dict(importance_level=level, delta=delta, beta=beta, off_policy_mask=mask)
     for level, delta, beta, mask in itertools.product(["token", "sequence"], [None, 1.1], [0.0, 0.04], [None, 0.05])
@@ -145,10 +156,10 @@ def test_loss_and_gradients_equal_trl(oracle, loss, off_policy, corrected):
                 oracle.old.flatten()[place] if off_policy else now.detach(),
                 batch.sequence,
                 ADVANTAGES,
-                sequence_weights(LENGTHS, config, WIDTH),
+                find_loss(loss).weights(LENGTHS, WIDTH),
                 config,
                 reference=oracle.reference.flatten()[place],
-                importance_ratio=oracle.ratio.flatten()[place] if corrected else None,
+                correction=Scaled(config, oracle.ratio.flatten()[place]) if corrected else None,
             )
             actual = torch.autograd.grad(ours, list(oracle.model.parameters()), retain_graph=True)
             difference = max((a - b).abs().max() for a, b in zip(expected, actual, strict=True))
@@ -164,7 +175,7 @@ def trl_loss(oracle, config: GrpoConfig, off_policy: bool, corrected: bool) -> t
     trl.loss_type = "grpo" if config.loss == "gspo" else config.loss
     trl.importance_sampling_level = config.importance_level
     trl.beta, trl.args.delta = config.beta, config.delta
-    trl.epsilon_low, trl.epsilon_high = clip_range(config)
+    trl.epsilon_low, trl.epsilon_high = clip_range(config, find_loss(config.loss))
     trl.off_policy_mask_threshold = config.off_policy_mask
     trl.use_vllm = trl.vllm_importance_sampling_correction = corrected
     inputs = dict(oracle.inputs, advantages=ADVANTAGES, ref_per_token_logps=oracle.reference)
@@ -222,7 +233,7 @@ def test_a_whole_step_has_the_gradient_of_trl(oracle, loss, packing, mask_trunca
     trl = oracle.trl
     trl.loss_type, trl.importance_sampling_level = ("grpo", "sequence") if loss == "gspo" else (loss, "token")
     trl.beta, trl.args.delta, trl.off_policy_mask_threshold, trl.use_vllm = 0.0, None, None, False
-    trl.epsilon_low, trl.epsilon_high = clip_range(config)
+    trl.epsilon_low, trl.epsilon_high = clip_range(config, find_loss(config.loss))
     theirs = trl.compute_loss(trl.model, inputs)
     trl.model.zero_grad()
     theirs.backward()

@@ -10,7 +10,7 @@ from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.rewards import has_signal
+from swarm_node.tasks.taskset import has_signal
 
 
 @pytest.fixture(scope="module")
