@@ -33,7 +33,6 @@ from swarm_node.pipeline.membership.actions import (
 )
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.member import CrewMembership
-from swarm_node.pipeline.membership.roster import NOTHING
 from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
 
 TICK_S = 0.25  # time passes for the crew at least this often while the main thread waits
@@ -51,9 +50,8 @@ class StageTransport:
         limits: Callable[[Settings], Limits],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
-        holding: Holding = NOTHING,
     ) -> None:
-        """`limits`: see `CrewChannels`. `spec` and `holding`: see `CrewMembership`."""
+        """`limits`: see `CrewChannels`. `spec`: see `CrewMembership`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: messages to stages that had gone."""
         self._transport = transport
@@ -65,7 +63,7 @@ class StageTransport:
         self._quiet_since = now()  # when the main thread last sent or received anything
         self._looked_at = self._ticked_at = -LOOK_S
         self._members: Mapping[str, PeerCard] = {}  # of the swarm, as last looked up
-        self._membership = CrewMembership(spec, now(), holding, self.held_s)
+        self._membership = CrewMembership(spec, now(), self.held_s)
         self._channels = CrewChannels(transport, self._membership, limits, say, now)
         self._inbox, self._orders, self._lock = self._channels.inbox, self._channels.orders, self._channels.lock
         self._handle = self._channels.handle

@@ -176,7 +176,8 @@ class World:
         changes.setdefault("costs", self.costs)
         place = spec(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
-        machine.crew = CrewMembership(place, self.now, holding or Holding(), held_s=lambda: self.held_s(machine))
+        machine.crew = CrewMembership(place, self.now, held_s=lambda: self.held_s(machine))
+        assert machine.crew.report(holding or Holding(), self.now) == []
         self.machines[peer] = machine
         self.publish(peer)
         return machine

@@ -1,9 +1,4 @@
-"""Values that the pure part of a membership and the code that carries it out exchange.
-
-PeerSpec     this peer's place in its crew, given once
-PeerLink         a channel with a peer
-ActionQueue  actions in order (Connect, Close, Send, Say, BuildStage, DropStage, StartLeading, StopLeading), and counts
-"""
+"""Values that the pure part of a membership and the code that carries it out exchange."""
 
 from __future__ import annotations
 
@@ -146,10 +141,9 @@ class ActionQueue:
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._said_of_peers: set[str] = set()
+        self._of_peers = 0  # sentences about peers that were said
 
     def do(self, action: Action) -> None:
-        """Add an action."""
         self.actions.append(action)
 
     def send(self, link: PeerLink | None, record: Record) -> None:
@@ -158,7 +152,6 @@ class ActionQueue:
             self.actions.append(Send(link, record))
 
     def say(self, text: str) -> None:
-        """Say a sentence to people."""
         self.actions.append(Say(text))
 
     def say_once(self, text: str) -> bool:
@@ -171,10 +164,8 @@ class ActionQueue:
 
     def say_of_peer(self, text: str) -> bool:
         """`say_once` for sentences about peers: at most `MAX_SAID` different ones."""
-        first = text not in self._said_of_peers and len(self._said_of_peers) < MAX_SAID
-        if first:
-            self._said_of_peers.add(text)
-            self.say(text)
+        first = self._of_peers < MAX_SAID and self.say_once(text)
+        self._of_peers += first
         return first
 
     def unsay(self, text: str) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from protocol.codec import version_for
 from protocol.crew import Hello, Refusal
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec
-from swarm_node.pipeline.membership.following import Following
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.roster import short
 
@@ -89,27 +87,3 @@ class Directory:
         if hello.wanted is not None and hello.wanted >= hello.stages:
             return "stages", f"it wants stage {hello.wanted} of {hello.stages}"
         return None
-
-    def hello(self, peer: str, following: Following, leader: Leader | None, term: int) -> Hello:
-        """The Hello of this peer to another. `leader`: if this peer leads; `term`: of the last plan that it knows."""
-        spec, holding = self._spec, following.holding
-        has_any = holding.live or holding.replicas or holding.checkpoints
-        return Hello(
-            protocol=version_for(peer, self.members),
-            swarm=spec.swarm,
-            crew=spec.id,
-            proof=spec.proof_to(peer),
-            architecture=spec.architecture,
-            stages=len(spec.spans),
-            name=spec.name,
-            wanted=spec.wanted,
-            leads=leader is not None,
-            term=leader.won if leader else term,
-            updates=leader.updates if leader else max(following.live.values(), default=0),
-            started=spec.started,
-            holding=holding,
-            spans=(following.plan.spans if following.plan else spec.spans) if has_any else (),
-            capacity=spec.capacity,
-            run=following.run,
-            round=following.progress.round if following.progress else 0,
-        )

@@ -14,19 +14,16 @@ import msgspec
 
 from protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
 from protocol.lineage import leads_to
-from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec
+from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec, Spans
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.placement import adjacent, succession
-from swarm_node.pipeline.membership.roster import counted
+from swarm_node.pipeline.membership.roster import NOTHING, counted
 
 
 class Following:
     """The plan that this peer goes by, and the stages that it holds."""
 
-    def __init__(
-        self, spec: PeerSpec, channels: PeerChannels, queue: ActionQueue, holding: Holding, now: float
-    ) -> None:
-        """`holding`: checkpoints of earlier runs."""
+    def __init__(self, spec: PeerSpec, channels: PeerChannels, queue: ActionQueue) -> None:
         self.link: PeerLink | None = None
         """The channel to the leader that this peer follows; `None` while it seeks one, or leads."""
         self.plan: Plan | None = None  # the last plan that this peer went by
@@ -37,19 +34,24 @@ class Following:
         """Progress of the run, as the leader last told it."""
         self._ready: dict[int, Source | None] = {}
         """Stages that are ready, and the source of each: the leader has not been told yet."""
-        self._holding = holding
+        self._holding = NOTHING
         self._spec = spec
         self._channels = channels
         self._queue = queue
         self._ordered: dict[int, BuildStage] = {}  # stages that are being built
         self._sources: dict[int, tuple[Source, ...]] = {}  # sources that the plan gave for each stage that was built
-        self._planned_at = now
+        self._planned_at = 0.0
         self._severed: set[str] = set()  # neighbours lost since the last plan
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Stages of this peer, by the plan."""
         return self.plan.held_by(self._spec.me) if self.plan else ()
+
+    @property
+    def spans(self) -> Spans:
+        """Layers of each stage, by the plan; without one, as they would be if this peer became the first leader."""
+        return self.plan.spans if self.plan else self._spec.spans
 
     @property
     def building(self) -> bool:
@@ -112,7 +114,7 @@ class Following:
                 continue
             if not row.sources:
                 self._ordered.pop(stage, None)
-                self._send(Unable(plan.mark, stage, "it is not here any more"))
+                self._queue.send(self.link, Unable(plan.mark, stage, "it is not here any more"))
                 continue
             order = BuildStage(stage, row.layers, row.sources)
             if self._ordered.get(stage) != order:
@@ -168,7 +170,7 @@ class Following:
         """A stage could not be built: tell the leader."""
         assert self.plan is not None
         del self._ordered[order.stage]
-        self._send(Unable(self.plan.mark, order.stage, why))
+        self._queue.send(self.link, Unable(self.plan.mark, order.stage, why))
 
     def update(self, holding: Holding) -> None:
         """Take note of what this peer has now; stages that it was told to drop do not count."""
@@ -190,10 +192,10 @@ class Following:
         unheard = self.neighbours().keys() - self._channels.neighbours.keys()
         if not unheard:
             for record in self.take_ready():
-                self._send(record)
+                self._queue.send(self.link, record)
         elif now >= self._planned_at + STRANGER_S:
             for peer in sorted(unheard):
-                self._break_with(peer, "there is no channel", refused=False)
+                self._break_with(peer, "there is no channel")
 
     # ----------------------------------------------------------------- neighbours
 
@@ -213,29 +215,25 @@ class Following:
 
     def lose_neighbour(self, link: PeerLink, why: str, refused: bool) -> None:
         """A channel between stages has ended."""
-        in_use = self._channels.leave(link) and link.peer in self.neighbours()
-        if in_use and self.link is not None:
+        if self._channels.leave(link):
             self._break_with(link.peer, why, refused)
 
     def miss_channel(self, mark: int, peer: str) -> None:
         """There was no channel for a message to a neighbour, by the plan with that mark."""
-        planned = self.plan is not None and self.plan.mark == mark and self.link is not None
-        if planned and peer in self.neighbours():
-            self._break_with(peer, "there is no channel", refused=False)
+        if self.plan is not None and self.plan.mark == mark:
+            self._break_with(peer, "there is no channel")
 
     def refuse_leader(self, reason: str) -> None:
         """The leader sent a message that is not valid: the plan's work begins anew, and the channel stays."""
         if self.plan is not None and self.link is not None:
-            self._send(Broken(self.plan.mark, self.link.peer, line(reason), refused=True))
+            self._queue.send(self.link, Broken(self.plan.mark, self.link.peer, line(reason), refused=True))
 
-    def _break_with(self, peer: str, why: str, refused: bool) -> None:
+    def _break_with(self, peer: str, why: str, refused: bool = False) -> None:
         """Tell the leader that a neighbour is lost, once for each plan."""
-        if self.plan is not None and peer not in self._severed:
+        new = peer in self.neighbours() and peer not in self._severed
+        if self.plan is not None and self.link is not None and new:
             self._severed.add(peer)
-            self._send(Broken(self.plan.mark, peer, line(why), refused))
-
-    def _send(self, record: Broken | Ready | Unable) -> None:
-        self._queue.send(self.link, record)
+            self._queue.send(self.link, Broken(self.plan.mark, peer, line(why), refused))
 
 
 def line(text: str) -> str:

@@ -33,7 +33,7 @@ from protocol.crew import (
 from protocol.lineage import branch
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
-from swarm_node.pipeline.membership.roster import CrewPeer, CrewRoster, short
+from swarm_node.pipeline.membership.roster import CrewRoster, short
 
 REPLAN_S = 2.0  # shortest time between two plans that only begin work anew
 
@@ -76,28 +76,19 @@ class Leader:
     # ----------------------------------------------------------------- what is known
 
     @property
-    def members(self) -> dict[str, CrewPeer]:
-        """Peers in touch with this one, itself included."""
-        return self.roster.members
-
-    @property
-    def holders(self) -> list[str]:
-        """Peer ids by stage, empty = nobody."""
-        return self.planning.holders
-
-    @property
     def updates(self) -> int:
         """Updates that the crew has made, as most of its stages say."""
-        return self.roster.updates(self.holders)
+        return self.roster.updates(self.planning.holders)
 
     @property
     def missing(self) -> set[int]:
         """Stages that are lost until the crew is whole again."""
-        return set() if self.whole else {stage for stage, peer in enumerate(self.holders) if not peer} | self.lost
+        vacant = {stage for stage, peer in enumerate(self.planning.holders) if not peer}
+        return set() if self.whole else vacant | self.lost
 
     def send_all(self, record: Record) -> None:
         """Send a record to every member."""
-        for member in self.members.values():
+        for member in self.roster.members.values():
             self._queue.send(member.link, record)
 
     def resume(self) -> None:
@@ -123,7 +114,7 @@ class Leader:
         self.planning.fix(hello.spans)
         self._queue.send(link, Answer(me, self.spec.proof_to(peer), self.term))
         for stage in self.planning.held_by(peer):
-            if stage not in self.members[peer].live:
+            if stage not in self.roster.members[peer].live:
                 self._lose(stage, f"peer {short(peer)} has come back without it", now)
             elif old is not None:
                 self.begin_anew(f"peer {short(peer)} has come back")
@@ -136,10 +127,10 @@ class Leader:
     def left(self, link: PeerLink, why: str, now: float) -> None:
         """The channel to a member ended: all its stages are lost."""
         peer = link.peer
-        member = self.members.get(peer)
+        member = self.roster.members.get(peer)
         if member is None or member.link is not link:
             return
-        del self.members[peer]
+        del self.roster.members[peer]
         held = self.planning.held_by(peer)
         if held:
             self.roster.note_loss(peer, now)
@@ -148,7 +139,7 @@ class Leader:
 
     def give_up(self, peer: str, why: str, now: float) -> None:
         """Put out a member that lives, but does not work."""
-        member = self.members[peer]
+        member = self.roster.members[peer]
         if member.link is None:
             return
         self.roster.ban(peer, now)
@@ -159,7 +150,7 @@ class Leader:
     def doubt(self, stages: Collection[int], why: str, now: float) -> None:
         """The pipeline has given these stages up by itself; if there are none, only the work under way."""
         for stage in stages:
-            peer = self.holders[stage]
+            peer = self.planning.holders[stage]
             if peer not in ("", self.spec.me):
                 self.give_up(peer, why, now)
         if self.whole:
@@ -185,7 +176,7 @@ class Leader:
 
     def heard(self, link: PeerLink, record: Record, now: float) -> None:
         """A record has come from a member. Those about an earlier plan are ignored."""
-        peer, member = link.peer, self.members.get(link.peer)
+        peer, member = link.peer, self.roster.members.get(link.peer)
         if member is None or member.link is not link:
             return
         match record:
@@ -207,7 +198,7 @@ class Leader:
     def ready(self, peer: str, record: Ready) -> None:
         """A stage is held by `peer`; the crew is whole when all stages are."""
         stage, plan = record.stage, self.plan
-        mine = self.planning.is_held_by(stage, peer)
+        mine = stage in self.planning.held_by(peer)
         self.roster.note_stage(peer, stage, record.updates, mine)
         if plan is None or record.plan != plan.mark or not mine or stage in self._ready:
             return
@@ -218,22 +209,22 @@ class Leader:
             reached = max(self._reached, self.updates)
             if way != "live" and (reached or way != "base"):
                 self._queue.say(self.spec.tell(stage, record.source, record.updates, reached))
-        if len(self._ready) == len(plan.assignments) and not self._anew and "" not in self.holders:
+        if len(self._ready) == len(plan.assignments) and not self._anew and "" not in self.planning.holders:
             self.whole, self.won = True, self.term
             self.planning.settle()
             self.send_all(Whole(plan.mark))
 
     def unable(self, peer: str, stage: int, why: str, now: float) -> None:
         """A stage cannot be held by `peer`."""
-        self.members[peer].unable.add(stage)
-        if self.planning.is_held_by(stage, peer):
+        self.roster.members[peer].unable.add(stage)
+        if stage in self.planning.held_by(peer):
             self._queue.counts["unable"] += 1
             self._lose(stage, f"peer {short(peer)} cannot take it: {why}", now)
             self.planning.vacant_since[stage] = now - self.spec.spare_wait_s  # it has waited
 
     def _broken(self, peer: str, record: Broken, now: float) -> None:
         """Two members lost touch. One that sent an invalid message is given up; else one that reports many breaks."""
-        if record.peer not in self.members:
+        if record.peer not in self.roster.members:
             return  # it is lost anyway
         if record.refused and record.peer != self.spec.me:
             self.give_up(record.peer, f"what it says is refused by {short(peer)}: {record.why}", now)
@@ -241,7 +232,7 @@ class Leader:
         what = "refuses what is said by" if record.refused else "lost touch with"
         if self.roster.flaps(peer, now):
             self.give_up(peer, f"again and again it {what} {short(record.peer)}: {record.why}", now)
-        elif peer in self.holders:
+        elif peer in self.planning.holders:
             self.begin_anew(f"peer {short(peer)} {what} {short(record.peer)}: {record.why}")
 
     # ----------------------------------------------------------------- plans
@@ -251,21 +242,22 @@ class Leader:
         if not self.roster.gathered(now):
             return None
         if self.plan is None:
-            self.roster.choose_run_of_members()
+            for member in self.roster.members.values():
+                self.roster.choose_run(member.hello)
             self.term = self.roster.least_term(self.term)
-        for stage, peer in enumerate(self.holders):
-            if peer and peer not in self.members:
+        for stage, peer in enumerate(self.planning.holders):
+            if peer and peer not in self.roster.members:
                 self._lose(stage, f"peer {short(peer)} did not come", self._began)
         formed = bool(self.plan or self._before or self.roster.any_live)  # there has been a policy, which goes on
         if not formed:
-            missing = len(self.holders) - len(self.members)
+            missing = len(self.planning.holders) - len(self.roster.members)
             if missing > 0:
                 self._queue.say_once(f"crew {self.spec.crew} waits for {missing} more peer{'s' * (missing > 1)}")
                 return None
             self.planning.divide()
         if not self.planning.fill(formed, now):
             return None
-        moved = self.plan is None or [row.peer for row in self.plan.assignments] != self.holders
+        moved = self.plan is None or [row.peer for row in self.plan.assignments] != self.planning.holders
         if moved or (self._anew and now >= self._replan_at):
             return self._issue(now)
         spares = tuple(self.planning.spares[:MAX_MEMBERS])
@@ -288,7 +280,7 @@ class Leader:
         plan = self.plan = Plan(self.term, self._number, assignments, planning.settings, spares, roster.run)
         self.whole, self._ready, self._anew, self._replan_at = False, set(), "", now + REPLAN_S
         self._issued_at = now
-        for member in self.members.values():
+        for member in self.roster.members.values():
             member.probed = None
         self.send_all(plan)
         return plan
@@ -309,7 +301,7 @@ class Leader:
         stall_s, since = self.spec.stall_s, waiting_since if self.whole else self._issued_at
         if self.plan is None or since is None or now - since < stall_s / 2:
             return
-        busy = set(self.holders) & self.members.keys() - {self.spec.me}
+        busy = set(self.planning.holders) & self.roster.members.keys() - {self.spec.me}
         if not self.whole:
             busy &= {row.peer for stage, row in enumerate(self.plan.assignments) if stage not in self._ready}
         links, mute = self.roster.probe(busy, stall_s, now)
@@ -330,5 +322,5 @@ class Leader:
             return
         late = [stage for stage in self.planning.held_by(peer) if stage not in self._ready]
         for stage in [stage for stage in late if self.planning.spare_fits(stage)]:
-            self.members[peer].unable.add(stage)
+            self.roster.members[peer].unable.add(stage)
             self._lose(stage, f"peer {short(peer)} has not got on with it for {held_s:.0f} s", now)

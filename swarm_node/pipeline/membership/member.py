@@ -35,32 +35,27 @@ from swarm_node.pipeline.membership.channels import PeerChannels
 from swarm_node.pipeline.membership.directory import Directory
 from swarm_node.pipeline.membership.following import Following, line
 from swarm_node.pipeline.membership.leader import Leader
+from swarm_node.pipeline.membership.leader_search import LeaderSearch
 from swarm_node.pipeline.membership.leadership import ACCEPTED, CrewRole, Leadership
-from swarm_node.pipeline.membership.roster import NOTHING, short
+from swarm_node.pipeline.membership.roster import short
 
 
 class CrewMembership:
     """This peer in its crew."""
 
-    def __init__(
-        self,
-        spec: PeerSpec,
-        now: float,
-        holding: Holding = NOTHING,
-        held_s: Callable[[], float] = float,
-    ) -> None:
-        """`holding`: checkpoints of earlier runs.
-
-        `held_s` gives seconds that the oldest message has been waiting here, or that a build has made no progress."""
+    def __init__(self, spec: PeerSpec, now: float, held_s: Callable[[], float]) -> None:
+        """`held_s` gives seconds that the oldest message has been waiting here, or that a build has made no
+        progress."""
         self.spec = spec
         self.missing: dict[int, float] = {}
         """Stages that are lost, as far as this peer knows, until the crew is whole again -> since when."""
         self._held_s = held_s
         self._queue = queue = ActionQueue()
         self._channels = channels = PeerChannels(queue, lambda link: self.leadership.gone(link))
-        self.following = Following(spec, channels, queue, holding, now)
+        self.following = Following(spec, channels, queue)
         self.directory = Directory(spec, queue)
-        self.leadership = Leadership(spec, channels, queue, self.following, self.directory, now)
+        search = LeaderSearch(spec, channels, queue, now)
+        self.leadership = Leadership(spec, channels, queue, self.following, self.directory, search)
 
     # ----------------------------------------------------------------- what is known
 
@@ -71,7 +66,6 @@ class CrewMembership:
 
     @property
     def role(self) -> CrewRole:
-        """The role of this peer in its crew."""
         return self.leadership.role
 
     @property
@@ -101,7 +95,7 @@ class CrewMembership:
     @property
     def absent(self) -> set[str]:
         """At the leader: peers with cards of this crew that are not in touch with it."""
-        return set() if self.leader is None else self.directory.cards.keys() - self.leader.members.keys()
+        return set() if self.leader is None else self.directory.cards.keys() - self.leader.roster.members.keys()
 
     def way_to(self, stage: int) -> PeerLink | None:
         """The channel to the holder of `stage` (-1 = the leader); `None` if there is none, or it is this peer."""
@@ -115,7 +109,7 @@ class CrewMembership:
     def taker(self, stage: int) -> str:
         """The peer that is building a missing stage; empty = nobody yet."""
         if self.leader is not None:
-            return self.leader.holders[stage]
+            return self.leader.planning.holders[stage]
         if self.plan is None or self.role == CrewRole.SEEKING:
             return ""
         row = self.plan.assignments[stage]
@@ -278,8 +272,12 @@ class CrewMembership:
     def _heard(self, link: PeerLink, record: Record, now: float) -> None:
         following = self.following
         match record:
-            case Hello() | Answer() | Refusal():
-                self.leadership.greet(link, record, now)
+            case Hello():
+                self.leadership.greeted(link, record, now)
+            case Answer():
+                self.leadership.answered(link, record, now)
+            case Refusal():
+                self.leadership.refused(link, record, now)
             case _ if self.leader is not None:
                 self.leader.heard(link, record, now)
             case _ if link is not following.link:

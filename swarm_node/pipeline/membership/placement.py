@@ -4,7 +4,9 @@
     costs     list by stage: bytes that it takes
 
     vacant stages <- peers that still have them in memory <- peers that want them <- all others, so that as many stages
-    as possible are held: augmenting paths over (peer, stage it can take), peers in order of arrival
+    as possible are held: augmenting paths over (peer, stage it can take)
+
+Peers are given in order of arrival: the one that came first is served first.
 
 No peer that holds a stage loses it to another one.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -21,32 +23,30 @@ class Claim:
     """A peer that may take a stage."""
 
     peer: str
-    arrived: int  # counts arrivals at the leader: the peer that came first is served first
     wanted: int | None = None  # stage that it asks for
     live: Mapping[int, int] = field(default_factory=dict)  # stages in memory -> their updates
     stored: Mapping[int, int] = field(default_factory=dict)  # stages on disk -> their updates
-    room: int | None = None  # bytes that it can take besides the stages that it holds; `None` = not known
+    room: float = inf  # bytes that it can take besides the stages that it holds; inf = not known
     unable: Collection[int] = ()  # stages that it has failed to build
 
     def fits(self, stage: int, costs: Sequence[int]) -> bool:
         """Whether the peer can take the stage."""
-        return stage not in self.unable and (self.room is None or self.room >= costs[stage])
+        return stage not in self.unable and self.room >= costs[stage]
 
 
 def fill(vacant: Collection[int], claims: Collection[Claim], costs: Sequence[int]) -> dict[int, str]:
     """Vacant stage -> the peer that gets it; stages that no peer can take are left out."""
     holders: dict[int, str] = {}
-    queue = sorted(claims, key=lambda claim: (claim.arrived, claim.peer))
     for stage in sorted(vacant):
-        live = [claim for claim in queue if stage in claim.live and stage not in claim.unable]
+        live = [claim for claim in claims if stage in claim.live and stage not in claim.unable]
         if live:
             holders[stage] = max(live, key=lambda claim: claim.live[stage]).peer  # of equals, the first
-    for claim in queue:
+    for claim in claims:
         if claim.wanted in vacant and claim.wanted not in holders and claim.peer not in holders.values():
             assert claim.wanted is not None
             if claim.fits(claim.wanted, costs):
                 holders[claim.wanted] = claim.peer
-    rest = {claim.peer: claim for claim in queue if claim.peer not in holders.values()}
+    rest = {claim.peer: claim for claim in claims if claim.peer not in holders.values()}
 
     def place(claim: Claim, tried: set[int]) -> bool:
         free = [stage for stage in vacant if claim.fits(stage, costs)]
@@ -84,32 +84,19 @@ def adjacent(holders: Sequence[str], me: str, reach: int) -> dict[str, bool]:
     return {peer: highest[me] > highest[peer] for peer in sorted(near - {me, holders[0]})}
 
 
-def neighbour(stage: int, holders: Sequence[str], rooms: Mapping[str, int | None], cost: int) -> str | None:
+def neighbour(stage: int, holders: Sequence[str], rooms: Mapping[str, float], cost: int) -> str | None:
     """The neighbour that takes on a lost stage: the one with more room, or the lower one if that is not known.
 
-    `None` if neither can. `rooms`: bytes that each peer can take besides its stages; `None` = not known."""
+    `None` if neither can. `rooms`: bytes that each peer can take besides its stages; inf = not known."""
     around = [holders[s] for s in (stage - 1, stage + 1) if 0 <= s < len(holders)]
-    able: dict[str, int | None] = {}
-    for peer in around:
-        if peer in rooms:
-            room = rooms[peer]
-            if room is None or room >= cost:
-                able[peer] = room
-    if None in able.values():
+    able = {peer: rooms[peer] for peer in around if peer in rooms and rooms[peer] >= cost}
+    if inf in able.values():
         return next(iter(able))
-    return max(able, key=lambda peer: able[peer] or 0, default=None)
+    return max(able, key=lambda peer: able[peer], default=None)
 
 
-class Relief(NamedTuple):
-    """A stage that changes hands."""
-
-    stage: int
-    giver: str
-    taker: str
-
-
-def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[int]) -> Relief | None:
-    """The next stage that a spare takes from a peer that holds several; `None` if there is none.
+def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[int]) -> tuple[int, str] | None:
+    """The next stage that a spare takes from a peer that holds several, and the spare; `None` if there is none.
 
     The peer with most stages gives one, of equals the one with the lowest id. It gives the stage that the spare wants,
     else the highest that the spare can take. The leader keeps stage 0."""
@@ -117,23 +104,9 @@ def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[in
     for stage, peer in enumerate(holders):
         held.setdefault(peer, []).append(stage)
     crowded = sorted((peer for peer in held if peer and len(held[peer]) > 1), key=lambda p: (-len(held[p]), p))
-    for spare in sorted(spares, key=lambda claim: (claim.arrived, claim.peer)):
+    for spare in spares:
         for giver in crowded:
             stages = [stage for stage in held[giver] if stage > 0 and spare.fits(stage, costs)]
             if stages:
-                return Relief(max(stages, key=lambda stage: (stage == spare.wanted, stage)), giver, spare.peer)
+                return max(stages, key=lambda stage: (stage == spare.wanted, stage)), spare.peer
     return None
-
-
-class Standing(NamedTuple):
-    """Standing of a leader, to be compared with another leader's of the same crew."""
-
-    term: int  # term of its last plan whose stages were all held
-    updates: int
-    started: float  # when the peer started, in seconds since the Unix epoch
-    peer: str
-
-
-def gives_way(a: Standing, b: Standing) -> str:
-    """The leader that gives way: lower term, then fewer updates, then later start, then higher peer id."""
-    return max(a, b, key=lambda lead: (-lead.term, -lead.updates, lead.started, lead.peer)).peer

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import msgspec
 
@@ -60,14 +61,10 @@ class Planning:
         """Stages of a peer."""
         return [stage for stage, holder in enumerate(self.holders) if holder == peer]
 
-    def is_held_by(self, stage: int, peer: str) -> bool:
-        """Whether the peer is to hold the stage; False for a stage that there is not."""
-        return self.holders[stage : stage + 1] == [peer]
-
     @property
     def spares(self) -> list[str]:
         """Members without a stage, in order of arrival."""
-        return self._roster.spares(self.holders)
+        return [peer for peer in self._roster.members if peer not in self.holders]
 
     def vacate(self, stage: int, now: float) -> None:
         """Nobody holds the stage any more."""
@@ -98,14 +95,14 @@ class Planning:
         members, me = self._roster.members, self._spec.me
         stages = range(1, len(self.holders))
         claims = [
-            Claim(peer, member.arrived, member.hello.wanted, room=member.hello.capacity or None)
+            Claim(peer, member.hello.wanted, room=member.hello.capacity or inf)
             for peer, member in members.items()
             if peer != me
         ]
         if self.fixed or len(fill(stages, claims, self.costs)) == len(stages):
             return
-        claims.sort(key=lambda claim: -(claim.room or float("inf")))
-        largest = [replace(claim, room=None) for claim in claims[: len(stages)]]
+        largest = sorted(claims, key=lambda claim: -claim.room)[: len(stages)]
+        largest = [replace(claim, room=inf) for claim in claims if claim in largest]
         holders = [me, *(peer for _, peer in sorted(fill(stages, largest, self.costs).items()))]
         room = [float(members[peer].hello.capacity) for peer in holders]
         if room == self._tried:
@@ -171,13 +168,11 @@ class Planning:
         stored = {kept.stage: kept.updates for kept in reversed(member.holding.checkpoints)}
         room = self._room(peer) if spare else -1  # it has a stage; but may still have another in memory, on its way out
         wanted = member.hello.wanted if spare else None
-        return Claim(peer, member.arrived, wanted, member.live, stored, room, member.unable)
+        return Claim(peer, wanted, member.live, stored, room, member.unable)
 
-    def _room(self, peer: str) -> int | None:
-        """Bytes that a peer can take besides its stages; `None` = not known."""
-        capacity = self._roster.members[peer].hello.capacity
-        if not capacity:
-            return None
+    def _room(self, peer: str) -> float:
+        """Bytes that a peer can take besides its stages; inf = not known."""
+        capacity = self._roster.members[peer].hello.capacity or inf
         return capacity - sum(self.costs[stage] for stage in self.held_by(peer))
 
     def spare_fits(self, stage: int) -> bool:
@@ -189,9 +184,10 @@ class Planning:
         found = relief(self.holders, [self._claim(peer, True) for peer in self.spares], self.costs)
         if found is None:
             return None
-        self.vacate(found.stage, now)
-        self.holders[found.stage] = found.taker
-        return found.stage
+        stage, taker = found
+        self.vacate(stage, now)
+        self.holders[stage] = taker
+        return stage
 
     # ----------------------------------------------------------------- sources
 
@@ -213,7 +209,7 @@ class Planning:
                 return ()
         holdings: dict[str, Holding] = {}
         for one, member in roster.members.items():  # a file is of use to the holder of its stage only
-            files = tuple(kept for kept in member.holding.checkpoints if self.is_held_by(kept.stage, one))
+            files = tuple(kept for kept in member.holding.checkpoints if kept.stage in self.held_by(one))
             others = tuple(kept for kept in member.holding.live if (one, kept.stage) != (peer, stage))
             holdings[one] = msgspec.structs.replace(member.holding, checkpoints=files, live=others)
         return tuple(self._spec.sources(stage, self.spans, holdings, updates, self.settings))[:MAX_STAGE_SOURCES]

@@ -10,6 +10,7 @@ Pure: `now` (seconds, of any clock) comes in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from protocol.crew import CREW_METHOD, Answer, Hello
 from protocol.messages import CrewCard
@@ -17,33 +18,23 @@ from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSp
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import RETRY_PEER_S, VOUCHED_S, LeaderSearch
-from swarm_node.pipeline.membership.placement import Standing, gives_way
 
 MAX_CALLS = 8  # peers that a leader calls at a time
 
 
+@dataclass(eq=False)
 class Rivals:
     """Channels from this leader to peers that may lead as well."""
 
-    def __init__(
-        self,
-        spec: PeerSpec,
-        leader: Leader,
-        channels: PeerChannels,
-        search: LeaderSearch,
-        queue: ActionQueue,
-        hello: Callable[[str], Hello],
-    ) -> None:
-        """`hello` makes this peer's Hello to another."""
-        self._spec = spec
-        self._leader = leader
-        self._channels = channels
-        self._search = search
-        self._queue = queue
-        self._hello = hello
-        self._links: dict[PeerLink, bool] = {}
-        """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
-        self._call_again_at: dict[str, float] = {}  # when each peer may be called again
+    spec: PeerSpec
+    leader: Leader
+    channels: PeerChannels
+    search: LeaderSearch
+    queue: ActionQueue
+    hello: Callable[[str], Hello]  # makes this peer's Hello to another
+    links: dict[PeerLink, bool] = field(default_factory=dict)
+    """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
+    call_again_at: dict[str, float] = field(default_factory=dict)  # when each peer may be called again
 
     def call_all(self, cards: Mapping[str, CrewCard], now: float) -> None:
         """Call peers of the crew that are not in touch, those first that seem to lead."""
@@ -52,52 +43,52 @@ class Rivals:
 
     def call(self, peer: str, card: CrewCard | None, now: float) -> None:
         """Say Hello to a peer that may lead as well, or may not know who leads."""
-        called = self._call_again_at.get(peer, now) > now or any(link.peer == peer for link in self._links)
-        known = peer in self._leader.members or self._search.avoids(peer, now)
-        if called or known or len(self._links) >= MAX_CALLS:
+        called = self.call_again_at.get(peer, now) > now or any(link.peer == peer for link in self.links)
+        known = peer in self.leader.roster.members or self.search.avoids(peer, now)
+        if called or known or len(self.links) >= MAX_CALLS:
             return
-        self._call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else RETRY_PEER_S)
-        if not self._search.knows(peer):
-            self._search.doubt(peer, now)
+        self.call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else RETRY_PEER_S)
+        if not self.search.knows(peer):
+            self.search.doubt(peer, now)
         link = PeerLink(peer, CREW_METHOD, dialled=True)
-        self._links[link] = True
-        self._channels.open(link)
-        self._channels.doubt(link, now + STRANGER_S)
-        self._queue.send(link, self._hello(peer))
+        self.links[link] = True
+        self.channels.open(link)
+        self.channels.doubt(link, now + STRANGER_S)
+        self.queue.send(link, self.hello(peer))
 
     def meet(self, link: PeerLink, hello: Hello, answer: Callable[[PeerLink, str], None]) -> bool:
         """Another leader says Hello. Whether this one gives way, if that is for it to decide.
 
-        `answer` tells a peer who leads."""
-        said, self._links[link] = self._links.get(link, False), True
-        if self._spec.me > link.peer:
+        A later term stands higher, then more updates, then the earlier start, then the lower peer id: that of the one
+        that decides. `answer` tells a peer who leads."""
+        said, self.links[link] = self.links.get(link, False), True
+        if self.spec.me > link.peer:
             if not said:
-                self._queue.send(link, self._hello(link.peer))
+                self.queue.send(link, self.hello(link.peer))
             return False
         live = bool(hello.holding.live)  # a peer without a stage in memory has led nobody
-        ours = Standing(self._leader.won, self._leader.updates, self._spec.started, self._spec.me)
-        theirs = Standing(hello.term * live, hello.updates * live, hello.started, link.peer)
-        if gives_way(ours, theirs) == self._spec.me:
+        ours = self.leader.won, self.leader.updates, -self.spec.started
+        if (hello.term * live, hello.updates * live, -hello.started) > ours:
             return True
-        answer(link, self._spec.me)
+        answer(link, self.spec.me)
         return False
 
     def answered(self, link: PeerLink, answer: Answer, cards: Mapping[str, CrewCard], now: float) -> bool:
         """A peer that was called says who leads. Whether this leader gives way to it."""
-        if link not in self._links:
+        if link not in self.links:
             return False
         if answer.lead == link.peer:
             return True
-        self._channels.close(link)
-        if answer.lead not in ("", self._spec.me):
+        self.channels.close(link)
+        if answer.lead not in ("", self.spec.me):
             self.call(answer.lead, cards.get(answer.lead), now)
         return False
 
     def forget(self, link: PeerLink) -> None:
         """The channel has ended, or its peer does not lead."""
-        self._links.pop(link, None)
+        self.links.pop(link, None)
 
     def close(self) -> None:
         """Close all these channels: this peer leads no more."""
-        for link in list(self._links):
-            self._channels.close(link)
+        for link in list(self.links):
+            self.channels.close(link)

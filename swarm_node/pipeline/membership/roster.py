@@ -37,7 +37,6 @@ NOTHING = Holding()
 class CrewPeer:
     """A peer of the crew."""
 
-    arrived: int  # counts arrivals: the peer that came first is served first
     link: PeerLink | None  # `None` = the leader itself
     hello: Hello
     holding: Holding  # the part of its holding that belongs to the crew's run
@@ -56,7 +55,7 @@ class CrewRoster:
 
     def __init__(self, me: str, hello: Hello, before: Plan | None, lost: str, now: float) -> None:
         """`before`: the last plan that this peer went by; `lost`: its leader, if that has gone."""
-        self.members = {me: CrewPeer(0, None, hello, hello.holding)}
+        self.members = {me: CrewPeer(None, hello, hello.holding)}  # in order of arrival
         self.run = self.base = hello.run
         """The run that holdings are counted by; `base` is the one that it goes on from, as this leader found it."""
         self._me = me
@@ -64,7 +63,6 @@ class CrewRoster:
         planned = [*(row.peer for row in before.assignments), *before.spares] if before else []
         self._awaited = {*planned} - {lost, me, ""}  # peers of the last plan that have yet to come
         self._gather_until = now + GATHER_S
-        self._arrivals = 0
         self._breaks: dict[str, tuple[float, float]] = {}
         """First and last time in a row that a peer lost touch with a neighbour."""
         self._banned: dict[str, float] = {}
@@ -108,10 +106,6 @@ class CrewRoster:
         """`term`, or more: above the terms of peers with stages in memory, which may have heard their leader."""
         terms = [one.hello.term + 1 for one in self.members.values() if one.live and one.link is not None]
         return min(max([term, *terms]), MAX_TERM)
-
-    def spares(self, holders: Collection[str]) -> list[str]:
-        """Members without a stage, in order of arrival."""
-        return sorted(self.members.keys() - set(holders), key=lambda peer: self.members[peer].arrived)
 
     def note(self, peer: str, holding: Holding, run: Lineage) -> None:
         """A member holds these things, which belong to `run`."""
@@ -175,20 +169,13 @@ class CrewRoster:
                 return links, peer
         return links, ""
 
-    def choose_run_of_members(self) -> None:
-        """Before the first plan, once nobody is waited for: `choose_run` for each member, in order of arrival."""
-        for member in sorted(self.members.values(), key=lambda member: member.arrived):
-            self.choose_run(member.hello)
-
     # ----------------------------------------------------------------- who comes and goes
 
     def enter(self, link: PeerLink, hello: Hello, astray: bool) -> CrewPeer | None:
         """A peer joins, or comes back: its earlier entry is returned."""
         old = self.members.get(link.peer)
         self._awaited.discard(link.peer)
-        self._arrivals += 1
-        arrived = self._arrivals if old is None else old.arrived
-        member = self.members[link.peer] = CrewPeer(arrived, link, hello, NOTHING, astray=astray)
+        member = self.members[link.peer] = CrewPeer(link, hello, NOTHING, astray=astray)
         self._count(member)
         return old
 

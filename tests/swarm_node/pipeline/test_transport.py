@@ -280,7 +280,7 @@ def test_what_is_held_is_told_to_the_lead(crew):
     first.report(Holding(live=(Kept(1, 9), Kept(2, 9)), replicas=(Kept(0, 8),)))
     crew.run(1.0)
     lead = crew.at(0)._membership.leader
-    member = lead.members[crew.peer(first)]
+    member = lead.roster.members[crew.peer(first)]
     assert member.holding == Holding(live=(Kept(1, 9),), replicas=(Kept(0, 8),))  # it never held stage 2
     assert crew.at(0).updates == 3  # as the two others say
 

@@ -164,7 +164,7 @@ def test_a_stage_holding_a_message_is_given_up():
     assert lead.whole and holders_of(lead) == [before[0], spare, before[2]]
     assert heard(world.machines[before[0]], "it stalls: a message has been waiting for 61 s") == 1
     world.run(90.0)
-    assert before[1] not in lead.leader.members  # not so soon
+    assert before[1] not in lead.leader.roster.members  # not so soon
     world.run(90.0)
     assert world.plan().spares == (before[1],)
 

@@ -312,7 +312,7 @@ def test_reports_of_another_run_are_ignored():
     old = Holding(replicas=(Kept(1, 99),), checkpoints=(Kept(1, 99),))
     for run, kept in ((OTHER, Holding()), (world.plan().run, old)):
         lead.heard(link, Report(old, run), world.now)
-        assert lead.leader.members[spare].holding == kept
+        assert lead.leader.roster.members[spare].holding == kept
 
 
 def test_branches_files_count_up_to_the_fork():
@@ -384,7 +384,7 @@ def test_updates_of_the_losing_part_do_not_count(seed):
         expected = told[peer] if side == winner else told[peer][1:]
         assert (
             world.machines[peer].crew.following.holding.checkpoints
-            == lead.members[peer].holding.checkpoints
+            == lead.roster.members[peer].holding.checkpoints
             == expected
         )
         assert world.machines[peer].built.total() == 1 or side != winner
@@ -437,7 +437,7 @@ def test_only_a_files_owner_can_use_it():
     n = world.machines[before[1]].memory[1]
     for peer, updates in ((before[2], n - 5), (spare, n - 10)):
         link = lead.leader.roster.link_of(peer)
-        holding = replace(lead.leader.members[peer].holding, checkpoints=(Kept(1, updates),))
+        holding = replace(lead.leader.roster.members[peer].holding, checkpoints=(Kept(1, updates),))
         lead.heard(link, Report(holding, world.plan().run), world.now)
     world.kill(before[1])
     while 1 not in world.machines[spare].building:

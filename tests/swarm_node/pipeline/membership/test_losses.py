@@ -177,7 +177,7 @@ def test_words_on_an_earlier_plan_are_ignored():
     world.send(before[1], link, Ready(plan.mark + 1, 0, 2**50))
     world.run(2.0)
     assert world.plan().mark == plan.mark and world.machines[before[0]].crew.counts["unable"] == 0
-    assert world.machines[before[0]].crew.leader.members[before[1]].live.keys() == {1}
+    assert world.machines[before[0]].crew.leader.roster.members[before[1]].live.keys() == {1}
 
 
 def test_a_builder_that_hangs_loses_its_stage():
@@ -257,10 +257,10 @@ def test_stages_from_outside_the_crew_are_built_anew():
     hello = replace(world.machines[spare].crew.leadership.hello(me), holding=Holding(live=(Kept(1, 99),)))
     for term, live in ((9, {}), (1, {1: 99})):
         lead.heard(link, replace(hello, term=term), world.now)
-        assert lead.leader.members[spare].live == live
+        assert lead.leader.roster.members[spare].live == live
     lead.heard(link, replace(hello, term=9), world.now)
     lead.heard(link, Report(hello.holding, world.plan().run), world.now)
-    assert lead.leader.members[spare].live == {}
+    assert lead.leader.roster.members[spare].live == {}
 
 
 def test_a_lead_without_room_makes_way():

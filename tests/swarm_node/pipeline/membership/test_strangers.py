@@ -71,9 +71,11 @@ def test_a_proof_holds_for_its_two_peers_only(lie):
     link = PeerLink("s", CREW_METHOD)
     lead.opened(link, world.now)
     lead.heard(link, replace(hello, proof=proofs[lie]), world.now)
-    assert lead.counts["refused/crew"] == 1 and "s" not in lead.leader.members and "s" not in lead.directory.names
+    assert (
+        lead.counts["refused/crew"] == 1 and "s" not in lead.leader.roster.members and "s" not in lead.directory.names
+    )
     lead.heard(link, hello, world.now)
-    assert "s" in lead.leader.members and lead.directory.names["s"] == "name-of-s"
+    assert "s" in lead.leader.roster.members and lead.directory.names["s"] == "name-of-s"
 
 
 @pytest.mark.parametrize("word", [Answer("fake", "0" * 64, 99), Refusal("stall", "you are given up")])
@@ -126,6 +128,36 @@ def test_terms_without_a_stage_count_for_nothing():
         assert lead.counts["gave_way"] == gave_way
 
 
+@pytest.mark.parametrize(
+    ("term", "updates", "started", "gives_way"),
+    [
+        (1, -5, 5.0, True),
+        (0, 1, 5.0, True),
+        (0, 0, -1.0, True),
+        (0, 0, 0.0, False),  # then the lower id leads
+        (0, 0, 1.0, False),
+        (0, -1, -1.0, False),
+        (-1, 5, -1.0, False),
+    ],
+)
+def test_the_lower_of_two_leads_gives_way(term: int, updates: int, started: float, gives_way: bool) -> None:
+    world = crew(2, "a", "b")
+    me = holders(world)[0]
+    lead = world.machines[me].crew
+    hello = replace(
+        World(1, 2).start("z", wanted=0).crew.leadership.hello(me),
+        leads=True,
+        term=lead.leader.won + term,
+        updates=lead.leader.updates + updates,
+        started=lead.spec.started + started,
+        holding=Holding(live=(Kept(0, 1),)),
+    )
+    link = PeerLink("z", CREW_METHOD)
+    lead.opened(link, world.now)
+    lead.heard(link, hello, world.now)
+    assert lead.counts["gave_way"] == gives_way
+
+
 def test_who_says_nothing_is_shown_out():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
@@ -158,7 +190,7 @@ def test_a_member_that_changes_identity_is_lost():
     link = lead.leader.roster.link_of(spare)
     hello = world.machines[spare].crew.leadership.hello(me)
     lead.heard(link, replace(hello, architecture="f" * 16), world.now)
-    assert spare not in lead.leader.members
+    assert spare not in lead.leader.roster.members
     assert Close(link) in lead.tick(world.now + PART_S)
 
 
@@ -245,7 +277,7 @@ def test_silent_channels_are_few():
     late = PeerLink("s", CREW_METHOD)
     lead.opened(late, world.now)
     lead.heard(late, hello, world.now)
-    assert "s" in lead.leader.members
+    assert "s" in lead.leader.roster.members
 
 
 def test_whoever_has_stages_of_other_layers_is_refused():
@@ -315,7 +347,9 @@ def test_what_strangers_say_changes_nothing():
         lead.heard(crew_link, record, world.now)
     for record in [hello, *nonsense]:
         lead.heard(stage_link, record, world.now)
-    assert lead.plan is before and lead.role == CrewRole.LEADING and lead.whole and "s" not in lead.leader.members
+    assert (
+        lead.plan is before and lead.role == CrewRole.LEADING and lead.whole and "s" not in lead.leader.roster.members
+    )
 
 
 def test_a_spares_words_on_others_stages_change_nothing():

@@ -11,7 +11,7 @@ from protocol.crew import CREW_METHOD, decode_record, encode_record
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
-from swarm_node.pipeline.membership import directory
+from swarm_node.pipeline.membership import leadership
 from swarm_node.pipeline.membership.actions import PeerLink, Say, Send
 from tests.support.crew_world import SWARM, World
 
@@ -20,7 +20,7 @@ from tests.support.crew_world import SWARM, World
 def test_hello_is_said_in_the_newest_common_version(
     monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
-    monkeypatch.setattr(directory, "version_for", partial(version_for, spoken=spoken_by(5)))
+    monkeypatch.setattr(leadership, "version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     crew = World(0, 2).start("me").crew
     leads = CrewCard(crew.spec.id, crew.spec.architecture, 2, (0,), 1)
