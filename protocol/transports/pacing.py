@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from protocol.budgets import TokenBucket
 
@@ -31,7 +30,7 @@ def bytes_s(mbit: float) -> float:
 class Bandwidth:
     """A limit in bytes a second that streams share; 0 = no limit. All calls come from one thread."""
 
-    def __init__(self, bytes_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bytes_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_s = bytes_s
         self._clock = clock
         self._bucket = TokenBucket(bytes_s, BANDWIDTH_BURST_S * bytes_s, clock(), level=0.0)
@@ -41,120 +40,80 @@ class Bandwidth:
         return self._bucket.take(size, self._clock()) if self.bytes_s else 0.0
 
 
-class PacedReader:
-    """An `asyncio.StreamReader` that reads no faster than `limit` allows; to the sender, the network is slow. All
-    streams share `limit`. A read extends its `deadline` by its wait."""
+class PacedStream:
+    """A stream that reads and sends no faster than limits allow, which all streams share. To the sender, the network is
+    slow. Waits for the limits extend the `deadline` of the call, since they are not the other end's fault."""
 
-    def __init__(self, reader: asyncio.StreamReader, limit: Bandwidth) -> None:
-        self._reader, self._limit = reader, limit
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upload: Bandwidth, download: Bandwidth
+    ) -> None:
+        self.reader, self.writer = reader, writer
+        self._upload, self._download = upload, download
         self._unpaid_s = LATENCY_S
-        """Seconds for the bytes of this stream since its last wait. Small messages, such as beats, do not wait for
-        other streams."""
-
-    async def read(self, n: int = -1, deadline: asyncio.Timeout | None = None) -> bytes:
-        data = await self._reader.read(min(n, PACED_BYTES) if n >= 0 else PACED_BYTES)
-        await self._wait(len(data), deadline)
-        return data
-
-    async def readexactly(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
-        data = await self._reader.readexactly(n)
-        await self._wait(len(data), deadline)
-        return data
-
-    async def _wait(self, size: int, deadline: asyncio.Timeout | None) -> None:
-        wait = self._limit.take(size)
-        self._unpaid_s += size / self._limit.bytes_s
-        if self._unpaid_s > LATENCY_S:
-            self._unpaid_s = 0.0
-            put_off(deadline, wait)
-            await asyncio.sleep(wait)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-
-class PacedWriter:
-    """An `asyncio.StreamWriter` whose `drain` sends no faster than `limit` allows. Short data leaves at once, and the
-    next `drain` waits for it."""
-
-    def __init__(self, writer: asyncio.StreamWriter, limit: Bandwidth) -> None:
-        self._writer, self._limit = writer, limit
-        self._queue: deque[memoryview] = deque()
+        """Seconds for the bytes read since the last wait. Small messages, such as beats, do not wait for other
+        streams."""
+        self._queue: deque[memoryview] = deque()  # what is to be sent by `drain`
         self._owed_s = 0.0  # seconds for bytes that have left and were not waited for yet
 
+    async def read(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        data = await self.reader.read(min(n, PACED_BYTES) if self._download.bytes_s else n)
+        await self._pay(len(data), deadline)
+        return data
+
+    async def read_exactly(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        data = await self.reader.readexactly(n)
+        await self._pay(len(data), deadline)
+        return data
+
+    async def _pay(self, size: int, deadline: asyncio.Timeout | None) -> None:
+        if not self._download.bytes_s:
+            return
+        wait = self._download.take(size)
+        self._unpaid_s += size / self._download.bytes_s
+        if self._unpaid_s > LATENCY_S:
+            self._unpaid_s = 0.0
+            await _wait(wait, deadline)
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Short data leaves at once, and the next `drain` waits for it; the rest leaves in `drain`."""
         view = memoryview(data)
-        if self._queue or len(view) > PACED_BYTES:
+        if self._upload.bytes_s and (self._queue or len(view) > PACED_BYTES):
             self._queue += (view[start : start + PACED_BYTES] for start in range(0, len(view), PACED_BYTES))
         else:
-            self._owed_s = self._limit.take(len(view))
-            self._writer.write(view)
+            self._owed_s = self._upload.take(len(view))
+            self.writer.write(view)
 
     async def drain(self, deadline: asyncio.Timeout | None = None) -> None:
-        """Send what is queued. All streams share the limit, so `deadline` is extended by the wait for it."""
         await self._send(deadline)
         while self._queue:
             piece = self._queue.popleft()
-            self._owed_s = self._limit.take(len(piece))
-            self._writer.write(piece)
+            self._owed_s = self._upload.take(len(piece))
+            self.writer.write(piece)
             await self._send(deadline)
 
     async def _send(self, deadline: asyncio.Timeout | None) -> None:
-        await self._writer.drain()
+        await self.writer.drain()
         wait, self._owed_s = self._owed_s, 0.0
         if wait > LATENCY_S:
-            put_off(deadline, wait)
-            await asyncio.sleep(wait)
+            await _wait(wait, deadline)
 
     def close(self) -> None:
         if self._queue:  # given up in the middle of it
             self._queue.clear()
-            self._writer.transport.abort()
-        self._writer.close()
+            self.abort()
+        self.writer.close()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
-
-
-async def drain(writer: asyncio.StreamWriter, deadline: asyncio.Timeout) -> None:
-    """`writer.drain()`, where a limit of this node's own is not the other end's fault."""
-    paced: Any = writer
-    await (paced.drain(deadline) if isinstance(paced, PacedWriter) else paced.drain())
+    def abort(self) -> None:
+        """End the stream; what the other end has not taken by now need not be kept."""
+        self.writer.transport.abort()
 
 
-async def read(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
-    """`reader.read(n)`; waits for this node's own limit extend `deadline`."""
-    paced: Any = reader
-    data: bytes = await (paced.read(n, deadline) if isinstance(paced, PacedReader) else paced.read(n))
-    return data
+async def _wait(seconds: float, deadline: asyncio.Timeout | None) -> None:
+    if deadline is not None:
+        put_off(deadline, seconds)
+    await asyncio.sleep(seconds)
 
 
-async def read_exactly(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
-    """`reader.readexactly(n)`; waits for this node's own limit extend `deadline`."""
-    paced: Any = reader
-    data: bytes = await (paced.readexactly(n, deadline) if isinstance(paced, PacedReader) else paced.readexactly(n))
-    return data
-
-
-def put_off(deadline: asyncio.Timeout | None, seconds: float) -> None:
-    if deadline is not None and (when := deadline.when()) is not None:
+def put_off(deadline: asyncio.Timeout, seconds: float) -> None:
+    if (when := deadline.when()) is not None:
         deadline.reschedule(when + seconds)
-
-
-class Paces:
-    """The limits for the streams of one node."""
-
-    def __init__(self, upload_mbit: float, download_mbit: float) -> None:
-        """0 = no limit."""
-        self.upload, self.download = Bandwidth(bytes_s(upload_mbit)), Bandwidth(bytes_s(download_mbit))
-
-    def of(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The same stream, within the limits."""
-        paced: Any = reader, writer
-        if self.download.bytes_s:
-            paced = PacedReader(reader, self.download), paced[1]
-        if self.upload.bytes_s:
-            paced = paced[0], PacedWriter(writer, self.upload)
-        return paced  # type: ignore[no-any-return]

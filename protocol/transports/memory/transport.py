@@ -24,7 +24,7 @@ from protocol.transports.memory.gossip import GossipMessage, Mesh
 from protocol.transports.memory.links import LinkModel, Uplink
 from protocol.transports.refusals import Refused
 from protocol.transports.streams.exchanges import check_call
-from protocol.transports.streams.requests import check_method
+from protocol.transports.streams.stream import check_method
 
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork

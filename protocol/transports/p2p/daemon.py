@@ -28,10 +28,9 @@ from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 
 from protocol.errors import LocalProtocolError, PeerUnreachable
 from protocol.transports.p2p.p2pd_memory import end_if_grown
-from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, announced, listen_address
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.stream import Traffic
 
 if TYPE_CHECKING:
     from protocol.transports.p2p.plane import HivemindPlane
@@ -68,10 +67,9 @@ class Daemon:
         settings: NetworkSettings,
         port: Port,
         traffic: Traffic,
-        paces: Paces,
         report: Callable[[str], None],
     ) -> None:
-        self.plane, self.settings, self.traffic, self.paces = plane, settings, traffic, paces
+        self.plane, self.settings, self.traffic = plane, settings, traffic
         self.port = port
         self.port_number = settings.port  # TCP port on which p2pd listens, or listened last
         self.restarts = 0
@@ -228,7 +226,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
     """hivemind's `P2P`, with these changes: p2pd runs in a session of its own, its sockets lie in a private folder, it
     relays only if that is wanted, and its bytes are counted. `daemon` knows it from its creation, so that no p2pd is
     left over if its start fails half-way."""
-    traffic, paces, plane, serves = daemon.traffic, daemon.paces, daemon.plane, int(daemon.settings.serve_relay)
+    traffic, plane, serves = daemon.traffic, daemon.plane, int(daemon.settings.serve_relay)
 
     class CountedP2P(P2P):  # type: ignore[misc]
         _UNIX_SOCKET_PREFIX = f"/unix{daemon.folder}/"
@@ -256,7 +254,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
 
         async def call_protobuf_handler(self, peer_id: PeerID, name: str, input: Any, output_type: Any) -> Any:
             traffic.bytes_out += input.ByteSize()
-            paces.upload.take(input.ByteSize())
+            traffic.upload.take(input.ByteSize())
             try:
                 output = await super().call_protobuf_handler(peer_id, name, input, output_type)
             except P2PDaemonError as error:
@@ -265,18 +263,18 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
                 await plane.reach(str(peer_id))
                 output = await super().call_protobuf_handler(peer_id, name, input, output_type)
             traffic.bytes_in += output.ByteSize()
-            paces.download.take(output.ByteSize())
+            traffic.download.take(output.ByteSize())
             return output
 
         async def add_protobuf_handler(self, name: str, handler: Any, input_type: Any, **options: Any) -> None:
             async def counted(request: Any, context: P2PContext) -> Any:
                 traffic.bytes_in += request.ByteSize()
-                paces.download.take(request.ByteSize())
+                traffic.download.take(request.ByteSize())
                 response = await handler(request, context)
                 if response.ByteSize() > MAX_CALL_ANSWER_BYTES:  # hivemind's own way of refusing it raises
                     raise LocalProtocolError(f"an answer of {response.ByteSize()} bytes is too large")
                 traffic.bytes_out += response.ByteSize()
-                paces.upload.take(response.ByteSize())
+                traffic.upload.take(response.ByteSize())
                 return response
 
             await super().add_protobuf_handler(name, counted, input_type, **options)

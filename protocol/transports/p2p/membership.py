@@ -28,7 +28,7 @@ from protocol.transports.p2p.reach import Reach
 from protocol.transports.p2p.relay import PLACE_S
 from protocol.transports.ports import note_ports
 from protocol.transports.settings import NetworkSettings, endpoint
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.stream import Traffic
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.plane import HivemindPlane

@@ -16,9 +16,10 @@ from protocol.limits import MAX_REQUEST_BYTES
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.p2p.dial_back import DialBack, ask_back
-from protocol.transports.streams.channels import Channels, StreamChannel, Streams
+from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import Exchanges
 from protocol.transports.streams.requests import Answers, ask
+from protocol.transports.streams.stream import Stream
 
 if TYPE_CHECKING:
     from protocol.transports.p2p.plane import HivemindPlane
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 EXCHANGE_END_S = 2.0  # longest wait for callbacks of an exchange that was given up
 NOT_SPOKEN = "protocols not supported"
 """go-libp2p's words when a peer is there but does not know the protocol. The swarm's id is in the protocol's name."""
-Serve = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
-"""(peer id, reader, writer, neighbourhood of the peer)."""
 StreamHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -57,9 +56,9 @@ class PeerStreams:
     def handlers(self) -> dict[str, StreamHandler]:
         """Protocol -> handler of the streams that peers open."""
         return {
-            self.request_protocol: self._paced(self.answers.serve),
-            self._exchange_protocol: self._paced(self.exchanges.serve),
-            self._channel_protocol: self._paced(self._channels.serve),
+            self.request_protocol: self._on_stream(self.answers.serve),
+            self._exchange_protocol: self._on_stream(self.exchanges.serve),
+            self._channel_protocol: self._on_stream(self._channels.serve),
             self._dial_back_protocol: self._on_dial_back,
         }
 
@@ -79,8 +78,8 @@ class PeerStreams:
             raise LocalProtocolError(f"a request {method!r} of {len(payload)} bytes cannot be sent")
 
         async def ask_it() -> bytes:
-            async with self._stream(peer, self.request_protocol, addresses) as (reader, writer):
-                return await ask(reader, writer, method, payload, limit, self._daemon.traffic)
+            async with self._stream(peer, self.request_protocol, addresses) as stream:
+                return await ask(stream, method, payload, limit)
 
         self._daemon.running()
         return await self._daemon.bounded(ask_it(), timeout)
@@ -98,8 +97,8 @@ class PeerStreams:
         LocalProtocolError for a fault in `ours` or `answered`."""
 
         async def exchange_with_it() -> None:
-            async with self._stream(peer, self._exchange_protocol, addresses) as (reader, writer):
-                await self.exchanges.call(reader, writer, method, ours, answered, peer)
+            async with self._stream(peer, self._exchange_protocol, addresses) as stream:
+                await self.exchanges.call(stream, method, ours, answered)
 
         self._daemon.running()
         call = asyncio.create_task(exchange_with_it())
@@ -113,34 +112,34 @@ class PeerStreams:
         PeerUnreachable, RemoteProtocolError."""
 
         async def ask_it() -> list[bool]:
-            async with self._stream(peer, self._dial_back_protocol, addresses) as (reader, writer):
-                return await ask_back(ports, reader, writer)
+            async with self._stream(peer, self._dial_back_protocol, addresses) as stream:
+                return await ask_back(ports, stream.reader, stream.writer)
 
         return await self._daemon.bounded(ask_it(), P2PD_CALL_S)
 
     async def open_channel(self, channel: StreamChannel, method: str, addresses: Sequence[str] = ()) -> None:
         """Open `channel` to a peer known to be at `addresses`, and serve it until it ends."""
 
-        async def dial() -> Streams:
+        async def dial() -> Stream:
             self._daemon.running()
             return await self._daemon.bounded(self._open(channel.peer, self._channel_protocol, addresses), P2PD_CALL_S)
 
         await self._channels.call(channel, method, dial)
 
     @asynccontextmanager
-    async def _stream(self, peer: str, protocol: str, addresses: Sequence[str]) -> AsyncIterator[Streams]:
+    async def _stream(self, peer: str, protocol: str, addresses: Sequence[str]) -> AsyncIterator[Stream]:
         """A stream to `peer`, which is dialled first if it is not connected."""
-        reader, writer = await self._open(peer, protocol, addresses)
+        stream = await self._open(peer, protocol, addresses)
         try:
-            yield reader, writer
+            yield stream
         except RemoteProtocolError as error:
             if error.reason == "torn":
                 await asyncio.sleep(0.1)  # if it was our own p2pd that died, that is known by then, and ends this call
             raise
         finally:
-            writer.close()
+            stream.close()
 
-    async def _open(self, peer: str, protocol: str, addresses: Sequence[str]) -> Streams:
+    async def _open(self, peer: str, protocol: str, addresses: Sequence[str]) -> Stream:
         p2pd = self._daemon.running()
         try:
             to = PeerID.from_base58(peer)
@@ -157,18 +156,16 @@ class PeerStreams:
                 failure = error if addresses else None
         try:
             _, reader, writer = await p2pd.call_binary_stream_handler(to, protocol)
-            return self._daemon.paces.of(reader, writer)
+            return Stream(reader, writer, self._daemon.traffic, peer)
         except P2PDaemonError as error:
             if NOT_SPOKEN in str(error):
                 raise NotOfSwarm(f"{peer} is there, but not in swarm {self._swarm[:16]}") from error
             raise failure or error from error
 
-    def _paced(self, serve: Serve) -> StreamHandler:
-        """A handler that serves streams within the limits of bandwidth."""
-
+    def _on_stream(self, serve: Callable[[Stream], Awaitable[None]]) -> StreamHandler:
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             address = neighbourhood_of_stream(str(info.addr))
-            await serve(str(info.peer_id), *self._daemon.paces.of(reader, writer), address)
+            await serve(Stream(reader, writer, self._daemon.traffic, str(info.peer_id), address))
 
         return handle
 

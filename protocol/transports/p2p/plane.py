@@ -31,11 +31,10 @@ from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.p2p.dial_back import DialBack
 from protocol.transports.p2p.peer_streams import PeerStreams
 from protocol.transports.p2p.relay import RELAY_PROTOCOL, reserve
-from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, best_first
 from protocol.transports.streams.channels import Channels
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.stream import Traffic
 
 PLANE_END_S = 2.0  # longest wait for tasks to end when the plane is closed
 CHANNEL_GOODBYE_S = 0.2  # time that p2pd gets to pass on the last messages of channels
@@ -62,7 +61,7 @@ class HivemindPlane:
         `told` those of them that others may learn (default for both: the addresses on cards stored here). Any thread
         may call `told`."""
         self.addresses: list[str] = []  # addresses at which others reach this node, the most useful ones first
-        self._channels = channels or Channels(Traffic(), report)
+        self._channels = channels or Channels(Traffic.limited(settings), report)
         self.traffic = self._channels.traffic
         self.refusals = self.traffic.refusals  # what peers were refused, on the DHT and on streams
         self.restarted = on_restart
@@ -77,8 +76,7 @@ class HivemindPlane:
         self._clock_offset = time.time() - time.monotonic()
         self._dht: CardDHT | None = None
         port = port or Port(settings.listen, settings.port, report=report)
-        paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
-        self.daemon = Daemon(self, identity_path, settings, port, self.traffic, paces, report)
+        self.daemon = Daemon(self, identity_path, settings, port, self.traffic, report)
         self._connections = Connections(self.daemon, dials or Dials(), self.refusals, self._storage)
         dial_back = DialBack(lambda: self.addresses)
         self.streams = PeerStreams(self.daemon, self, swarm, self._channels, dial_back, report)

@@ -32,7 +32,7 @@ from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import check_call
-from protocol.transports.streams.requests import Traffic, check_method
+from protocol.transports.streams.stream import Traffic, check_method
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.peer_streams import PeerStreams
@@ -76,7 +76,7 @@ class P2PTransport:
         told = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
         told = replace(told, spoken=tuple(sorted(SPOKEN)))
         self._gossip = GossipSide(told, self._gossip_port, self._report, self._wake.set)
-        self._traffic = Traffic()
+        self._traffic = Traffic.limited(settings)
         self._membership = Membership(
             self.peer_id, swarm, settings, self._gossip, self._traffic, cache_file, ports_file, self._report, self._wake
         )

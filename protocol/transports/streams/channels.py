@@ -1,7 +1,7 @@
 """Channels over a byte stream between two peers: messages both ways, for as long as both live.
 
     opener   method length (1 byte) | method
-    taker    status (1 byte), and a frame if it is a refusal                                      as in `requests`
+    taker    status (1 byte), and a frame if it is a refusal                                      as in `stream`
     both     0: a beat    1 | head length (2 bytes) | body size (4 bytes, big-endian) | head | body    2: goodbye
 
 All bytes are a sign of life, also part of a body. Beats are sent when there is nothing else to send. Silence is counted
@@ -25,23 +25,17 @@ from typing import Any
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
-from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.pacing import put_off
 from protocol.transports.streams.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
 from protocol.transports.streams.places import Room, Running, Shares
-from protocol.transports.streams.requests import (
+from protocol.transports.streams.stream import (
     ANSWER,
     MAX_REFUSAL_BYTES,
-    REFUSAL,
     REQUEST_READ_S,
     UNAVAILABLE,
+    Stream,
     Traffic,
-    read_frame,
-    read_method,
-    refusal,
     refused,
-    unknown,
-    write_frame,
-    write_method,
 )
 
 BEAT_S = 0.5
@@ -61,7 +55,6 @@ _BEAT, _MESSAGE, _GOODBYE = b"\0", b"\1", b"\2"
 _SIZES = struct.Struct(">HI")
 _SMALL = 2**14  # bodies up to this leave in one piece with their heads
 Opened = Callable[[Channel], Listener]
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class StreamChannel:
@@ -181,10 +174,10 @@ class StreamChannel:
             self._report(f"a channel with {self.peer} failed: {error!r}")
             raise LocalProtocolError("failed") from error
 
-    async def live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    async def live(self, stream: Stream) -> str:
         """Carry messages until it is over; why it is. Raises RemoteProtocolError, LocalProtocolError for a fault in a
         callback, TimeoutError for a peer that is too slow, EOFError or OSError for a stream that broke."""
-        halves = asyncio.create_task(self._receive(reader)), asyncio.create_task(self._transmit(writer))
+        halves = asyncio.create_task(self._receive(stream)), asyncio.create_task(self._transmit(stream))
         try:
             while True:
                 done, _ = await asyncio.wait(halves, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -194,43 +187,43 @@ class StreamChannel:
                 if self._quiet >= SILENT_BEATS:
                     raise RemoteProtocolError(SILENT)
                 if self._between:
-                    writer.write(_BEAT)
+                    stream.write(_BEAT)
         finally:
             for half in halves:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
             if self._between:
-                writer.write(_GOODBYE)
-            if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # what is not taken by now need not be kept
+                stream.write(_GOODBYE)
+            if stream.writer.transport.get_write_buffer_size():
+                stream.abort()
 
-    async def _receive(self, reader: asyncio.StreamReader) -> str:
-        while (kind := await reader.read(1)) and not self._why:
+    async def _receive(self, stream: Stream) -> str:
+        while (kind := await stream.read(1)) and not self._why:
             self._quiet = 0
             if kind == _MESSAGE:
-                await self._take_message(reader)
+                await self._take_message(stream)
             elif kind == _GOODBYE:
                 return CLOSED
             elif kind != _BEAT:
                 raise RemoteProtocolError("schema", f"a frame of kind {kind[0]}")
         return GONE
 
-    async def _take_message(self, reader: asyncio.StreamReader) -> None:
+    async def _take_message(self, stream: Stream) -> None:
         assert self.listener is not None
-        length, size = _SIZES.unpack(await self._take(reader, _SIZES.size))
+        length, size = _SIZES.unpack(await self._take(stream, _SIZES.size))
         if length > MAX_HEAD_BYTES or size > MAX_MESSAGE_BYTES:
             raise RemoteProtocolError("size", f"a head of {length} and a body of {size} bytes")
-        head = bytes(await self._take(reader, length))
+        head = bytes(await self._take(stream, length))
         self._tell(self.listener.judge, head, size)
-        self._tell(self.listener.received, head, await self._take(reader, size))
+        self._tell(self.listener.received, head, await self._take(stream, size))
 
-    async def _take(self, reader: asyncio.StreamReader, size: int) -> bytearray:
+    async def _take(self, stream: Stream, size: int) -> bytearray:
         """The next `size` bytes. Raises TimeoutError if they come too slowly, EOFError if the stream ends. Waits for
         this node's own limit do not count."""
         taken, got = bytearray(size), 0
         async with asyncio.timeout(PIECE_S) as deadline:
             while got < size:
-                piece = await read(reader, size - got, deadline)
+                piece = await stream.read(size - got, deadline)
                 if not piece:
                     self._traffic.rejected["torn"] += 1
                     raise EOFError
@@ -241,26 +234,26 @@ class StreamChannel:
                 self._traffic.bytes_in += len(piece)
         return taken
 
-    async def _transmit(self, writer: asyncio.StreamWriter) -> str:
+    async def _transmit(self, stream: Stream) -> str:
         while True:
             self._wake.clear()
             while self._queue:
                 self._between = False
-                sent = await self._send_frame(writer, self._queue.popleft())
+                sent = await self._send_frame(stream, self._queue.popleft())
                 self._between = True
                 with self._lock:
                     self._queued -= sent
             await self._wake.wait()
 
-    async def _send_frame(self, writer: asyncio.StreamWriter, frame: tuple[memoryview, ...]) -> int:
+    async def _send_frame(self, stream: Stream, frame: tuple[memoryview, ...]) -> int:
         """Send a frame; returns its bytes. Raises TimeoutError if the peer is too slow. Waits for this node's own limit
         do not count."""
         for part in frame:
             for start in range(0, len(part), MAX_CHUNK_BYTES):
                 piece = part[start : start + MAX_CHUNK_BYTES]
-                writer.write(piece)
+                stream.write(piece)
                 async with asyncio.timeout(PIECE_S) as deadline:
-                    await drain(writer, deadline)
+                    await stream.drain(deadline)
                 self._traffic.bytes_out += len(piece)
         return sum(map(len, frame))
 
@@ -285,66 +278,60 @@ class Channels:
         """A channel that is to live in `loop`. `address` = neighbourhood of `peer`."""
         return StreamChannel(peer, loop, self.traffic, self._report, address)
 
-    async def call(self, channel: StreamChannel, method: str, dial: Callable[[], Awaitable[Streams]]) -> None:
+    async def call(self, channel: StreamChannel, method: str, dial: Callable[[], Awaitable[Stream]]) -> None:
         """Open `channel` over the stream that `dial` gets, and live through it. Raises nothing that `dial` may not."""
 
         async def life() -> str:
-            reader, writer = await dial()
+            stream = await dial()
             try:
                 async with asyncio.timeout(REQUEST_READ_S) as deadline:
-                    write_method(writer, method)
-                    status = await read_exactly(reader, 1, deadline)
+                    stream.write_method(method)
+                    status = await stream.read_exactly(1, deadline)
                     if status != ANSWER:
-                        why = refused(status, await read_frame(reader, MAX_REFUSAL_BYTES, self.traffic, deadline))
+                        why = refused(status, await stream.read_frame(MAX_REFUSAL_BYTES, deadline))
                         raise PeerUnreachable(f"refused: {why}")
-                return await channel.live(reader, writer)
+                return await channel.live(stream)
             finally:
-                writer.close()
+                stream.close()
 
         with self._tasks.enter():
             await channel.run(life())
 
-    async def serve(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
-    ) -> None:
-        """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it.
-        `address` = neighbourhood of `peer`."""
-        channel = self.new(peer, asyncio.get_running_loop(), address)
+    async def serve(self, stream: Stream) -> None:
+        """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it."""
+        channel = self.new(stream.peer, asyncio.get_running_loop(), stream.address)
 
         async def life() -> str:
             async with asyncio.timeout(REQUEST_READ_S) as deadline:
-                with self._openings.enter(peer, address, deadline):
-                    method = await read_method(reader, deadline)
-            if self._taken.fits(peer, address):
-                with self._taken.place(peer, address):
-                    status, why = self._open(channel, method)
-                    writer.write(status)
+                with self._openings.enter(stream, deadline):
+                    method = await stream.read_method(deadline)
+            if self._taken.fits(stream):
+                with self._taken.place(stream):
+                    status, why = self._open(channel, method, stream)
+                    stream.write(status)
                     if status == ANSWER:
-                        return await channel.live(reader, writer)
+                        return await channel.live(stream)
             else:
-                channel.refuse("busy")
-                status, why = UNAVAILABLE, b"busy"
-                writer.write(status)
-            await write_frame(writer, why, self.traffic)
+                status, why = stream.busy()
+                stream.write(status)
+            await stream.write_frame(why)
             return CLOSED
 
         try:
             with self._tasks.enter():
                 await channel.run(life())
         finally:
-            writer.close()
+            stream.close()
 
-    def _open(self, channel: StreamChannel, method: str) -> tuple[bytes, bytes]:
+    def _open(self, channel: StreamChannel, method: str, stream: Stream) -> tuple[bytes, bytes]:
         """Status, and why it is refused if it is."""
         opened = self.openings.get(method)
         if opened is None:
-            channel.refuse("method")
-            return UNAVAILABLE, unknown(method)
+            return stream.unknown(method)
         try:
             channel.listener = opened(channel)
         except RemoteProtocolError as error:
-            channel.refuse(error.reason)
-            return REFUSAL, refusal(error)
+            return stream.refuse(error)
         except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
             self.traffic.rejected["handler"] += 1
             self._report(f"taking a channel of {method!r} failed: {error!r}")

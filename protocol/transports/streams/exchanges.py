@@ -1,7 +1,7 @@
 """Exchanges over a byte stream between two peers: a body each way, both at once, and either may be large.
 
     caller      method length (1 byte) | method | frame of its head | size of its body (8 bytes, big-endian)
-    acceptor    status (1 byte) | frame of its head | size of its body                  frames and refusals: `requests`
+    acceptor    status (1 byte) | frame of its head | size of its body                  frames and refusals: `stream`
     both        body | sha256 of it (32 bytes)  ||  "arrived" (1 byte), after the other's body has, whole
 
     pieces --next, sha256--> piece --write--> stream --read--> piece --sha256, sink-->              each way, at once
@@ -25,23 +25,17 @@ from typing import Any, TypeVar
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
-from protocol.transports.pacing import drain, read, read_exactly
 from protocol.transports.streams.places import Room, Running, Shares
-from protocol.transports.streams.requests import (
+from protocol.transports.streams.stream import (
     ANSWER,
     MAX_REFUSAL_BYTES,
-    REFUSAL,
     REQUEST_READ_S,
     UNAVAILABLE,
+    Stream,
     Traffic,
     check_method,
-    read_frame,
-    read_method,
     refusal,
     refused,
-    unknown,
-    write_frame,
-    write_method,
 )
 
 MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
@@ -81,124 +75,94 @@ class Exchanges:
 
     # ---------------------------------------------------------------- the caller's side
 
-    async def call(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        method: str,
-        ours: Outgoing,
-        answered: Callable[[bytes, int], Sink],
-        peer: str,
-    ) -> None:
-        """Exchange with `peer` at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
+    async def call(self, stream: Stream, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink]) -> None:
+        """Exchange with the peer at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
         or LocalProtocolError for a fault in `ours` or `answered`."""
         try:
             with self._tasks.enter():
-                await self._call(peer, reader, writer, method, ours, answered)
+                await self._call(stream, method, ours, answered)
         except BaseException as error:
-            writer.transport.abort()  # what has not left by now need not
+            stream.abort()
             let_go(error)
             raise
         finally:
-            writer.close()
+            stream.close()
 
-    async def _call(
-        self,
-        peer: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        method: str,
-        ours: Outgoing,
-        answered: Callable[[bytes, int], Sink],
-    ) -> None:
+    async def _call(self, stream: Stream, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink]) -> None:
         check_call(method, ours)
-        with self._judged(method, peer):
-            write_method(writer, method)
-            await self._write_head(writer, ours)
-            status = await reader.readexactly(1)
-            head = await read_frame(reader, MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES, self._traffic)
+        with self._judged(method, stream):
+            stream.write_method(method)
+            await self._write_head(stream, ours)
+            status = await stream.read_exactly(1)
+            head = await stream.read_frame(MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES)
         if status != ANSWER:
             raise refused(status, head)
-        with self._judged(method, peer):
-            size = await self._read_size(reader, None)
+        with self._judged(method, stream):
+            size = await self._read_size(stream)
             sink = await self._in_thread(method, answered, head, size)
-            await self._swap(reader, writer, method, ours, size, sink)
+            await self._swap(stream, method, ours, size, sink)
 
     # ---------------------------------------------------------------- the acceptor's side
 
-    async def serve(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
-    ) -> None:
-        """Take part in the one exchange on this stream, and close it. `address` = neighbourhood of `peer`."""
+    async def serve(self, stream: Stream) -> None:
+        """Take part in the one exchange on this stream, and close it."""
         try:
             with self._tasks.enter():
-                failed = await self._serve(peer, address, reader, writer)
+                failed = await self._serve(stream)
                 if failed is not None:
                     status, why = failed
-                    writer.write(status)
-                    await write_frame(writer, why, self._traffic)
+                    stream.write(status)
+                    await stream.write_frame(why)
         except (ProtocolError, EOFError, OSError, asyncio.CancelledError):  # by `cancel`: this was all there was to do
-            writer.transport.abort()
+            stream.abort()
         finally:
-            writer.close()
+            stream.close()
 
-    async def _serve(
-        self, peer: str, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[bytes, bytes] | None:
+    async def _serve(self, stream: Stream) -> tuple[bytes, bytes] | None:
         """Status and reason if the peer is to be told that there is no exchange. Later failures are raised."""
         try:
-            with self._judged("a call", peer, address):
+            with self._judged("a call", stream):
                 async with _within(REQUEST_READ_S) as deadline:
-                    with self._openings.enter(peer, address, deadline):
-                        method = await read_method(reader, deadline)
-                        head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
-                        size = await self._read_size(reader, deadline)
+                    with self._openings.enter(stream, deadline):
+                        method = await stream.read_method(deadline)
+                        head = await stream.read_frame(MAX_HEAD_BYTES, deadline)
+                        size = await self._read_size(stream, deadline)
         except RemoteProtocolError as error:
-            return REFUSAL, refusal(error)
+            return refusal(error)
         acceptor = self.acceptors.get(method)
         if acceptor is None:
-            self._note(peer, address, "method")
-            return UNAVAILABLE, unknown(method)
-        if not self._running.fits(peer, address):
-            self._note(peer, address, "busy")
-            return UNAVAILABLE, b"busy"
-        with self._running.place(peer, address):
-            return await self._accept(peer, address, reader, writer, method, acceptor, head, size)
+            return stream.unknown(method)
+        if not self._running.fits(stream):
+            return stream.busy()
+        with self._running.place(stream):
+            return await self._accept(stream, method, acceptor, head, size)
 
     async def _accept(
-        self,
-        peer: str,
-        address: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        method: str,
-        acceptor: Acceptor,
-        head: bytes,
-        size: int,
+        self, stream: Stream, method: str, acceptor: Acceptor, head: bytes, size: int
     ) -> tuple[bytes, bytes] | None:
         accepted: list[Accepted] = []
         outcome: Exception | None = PeerUnreachable("this node ended the exchange")
 
         def accept() -> Accepted:
-            accepted.append(acceptor(peer, head, size))  # known, and told the outcome, even if nobody waits any more
+            accepted.append(acceptor(stream.peer, head, size))  # known, and told the outcome, even if nobody waits
             check_call(method, accepted[0].ours)
             return accepted[0]
 
         try:
             try:
-                with self._judged(method, peer, address):
+                with self._judged(method, stream):
                     theirs = await self._in_thread(method, accept)
             except RemoteProtocolError as error:
                 outcome = error
-                return REFUSAL, refusal(error)
+                return refusal(error)
             except LocalProtocolError as error:
                 outcome = error
                 return UNAVAILABLE, b"failed"
-            with self._judged(method, peer, address):
+            with self._judged(method, stream):
                 async with _within(EXCHANGE_S):
-                    writer.write(ANSWER)
-                    await self._write_head(writer, theirs.ours)
-                    await self._swap(reader, writer, method, theirs.ours, size, theirs.sink)
+                    stream.write(ANSWER)
+                    await self._write_head(stream, theirs.ours)
+                    await self._swap(stream, method, theirs.ours, size, theirs.sink)
             outcome = None
             return None
         except ProtocolError as error:
@@ -212,35 +176,27 @@ class Exchanges:
 
     # ---------------------------------------------------------------- both
 
-    async def _write_head(self, writer: asyncio.StreamWriter, ours: Outgoing) -> None:
-        await write_frame(writer, ours.head, self._traffic)
-        writer.write(ours.size.to_bytes(8, "big"))
+    async def _write_head(self, stream: Stream, ours: Outgoing) -> None:
+        await stream.write_frame(ours.head)
+        stream.write(ours.size.to_bytes(8, "big"))
 
-    async def _read_size(self, reader: asyncio.StreamReader, deadline: asyncio.Timeout | None) -> int:
-        size = int.from_bytes(await read_exactly(reader, 8, deadline), "big")
+    async def _read_size(self, stream: Stream, deadline: asyncio.Timeout | None = None) -> int:
+        size = int.from_bytes(await stream.read_exactly(8, deadline), "big")
         if size > MAX_BODY_BYTES:
             raise RemoteProtocolError("size", f"{size} bytes, allowed are {MAX_BODY_BYTES}")
         return size
 
-    async def _swap(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        method: str,
-        ours: Outgoing,
-        size: int,
-        sink: Sink,
-    ) -> None:
+    async def _swap(self, stream: Stream, method: str, ours: Outgoing, size: int, sink: Sink) -> None:
         """Swap the bodies. Raises the errors of `call`, and EOFError or OSError for a stream that broke."""
-        await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
-        writer.write(_ARRIVED)
+        await _both(self._receive(stream, method, size, sink), self._send(stream, method, ours))
+        stream.write(_ARRIVED)
         in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
-        patience_s = self.piece_s * (1 + in_flight)
-        async with _within(patience_s) as deadline:  # no drain: whoever has said the last word may have left
-            if await read_exactly(reader, 1, deadline) != _ARRIVED:
+        async with _within(self.piece_s * (1 + in_flight)) as deadline:
+            # no drain: whoever has said the last word may have left
+            if await stream.read_exactly(1, deadline) != _ARRIVED:
                 raise RemoteProtocolError("schema", f"{method}: an unexpected byte after the body")
 
-    async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
+    async def _send(self, stream: Stream, method: str, ours: Outgoing) -> None:
         hashed, pieces = hashlib.sha256(), body_pieces(ours)
 
         def make() -> memoryview | None:
@@ -251,18 +207,18 @@ class Exchanges:
 
         piece = await self._in_thread(method, make)
         while piece is not None:
-            writer.write(piece)
-            self._traffic.bytes_out += len(piece)
-            _, piece = await _both(self._drain(writer), self._in_thread(method, make))
-        writer.write(hashed.digest())
-        await self._drain(writer)
-        self._traffic.bytes_out += 32
+            stream.write(piece)
+            stream.traffic.bytes_out += len(piece)
+            _, piece = await _both(self._drain(stream), self._in_thread(method, make))
+        stream.write(hashed.digest())
+        await self._drain(stream)
+        stream.traffic.bytes_out += 32
 
-    async def _drain(self, writer: asyncio.StreamWriter) -> None:
+    async def _drain(self, stream: Stream) -> None:
         async with _within(self.piece_s) as deadline:
-            await drain(writer, deadline)
+            await stream.drain(deadline)
 
-    async def _receive(self, reader: asyncio.StreamReader, method: str, size: int, sink: Sink) -> None:
+    async def _receive(self, stream: Stream, method: str, size: int, sink: Sink) -> None:
         hashed = hashlib.sha256()
         taken, next_ = (bytearray(min(size, MAX_CHUNK_BYTES)) for _ in range(2))
 
@@ -270,30 +226,30 @@ class Exchanges:
             hashed.update(piece)
             sink(piece)
 
-        piece = await self._read(reader, size, taken)
+        piece = await self._read(stream, size, taken)
         left = size - len(piece)
         while piece:
-            _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left, next_))
+            _, piece = await _both(self._in_thread(method, take, piece), self._read(stream, left, next_))
             left -= len(piece)
             taken, next_ = next_, taken
         async with _within(self.piece_s) as deadline:
-            digest = await read_exactly(reader, 32, deadline)
-        self._traffic.bytes_in += 32
+            digest = await stream.read_exactly(32, deadline)
+        stream.traffic.bytes_in += 32
         if digest != hashed.digest():
             raise RemoteProtocolError("hash", f"{method}: {size} bytes do not match their hash")
 
-    async def _read(self, reader: asyncio.StreamReader, left: int, buffer: bytearray) -> memoryview:
+    async def _read(self, stream: Stream, left: int, buffer: bytearray) -> memoryview:
         """The next piece of a body of which `left` bytes are missing, in `buffer`."""
         piece = memoryview(buffer)[:left]
         missing = piece
         async with _within(self.piece_s) as deadline:
             while missing:
-                part = await read(reader, len(missing), deadline)
+                part = await stream.read(len(missing), deadline)
                 if not part:
                     raise RemoteProtocolError("torn", f"{left - len(piece) + len(missing)} bytes are missing")
                 missing[: len(part)] = part
                 missing = missing[len(part) :]
-        self._traffic.bytes_in += len(piece)
+        stream.traffic.bytes_in += len(piece)
         return piece
 
     async def _in_thread(self, method: str, callback: Callable[..., T], *arguments: object) -> T:
@@ -324,8 +280,8 @@ class Exchanges:
         return result
 
     @contextmanager
-    def _judged(self, what: str, peer: str, address: str = "") -> Iterator[None]:
-        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed: against `peer`, unless
+    def _judged(self, what: str, stream: Stream) -> Iterator[None]:
+        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed: against the peer, unless
         the stream broke or was slow, which is nobody's fault."""
         try:
             try:
@@ -334,16 +290,13 @@ class Exchanges:
                 raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
         except RemoteProtocolError as error:
             if error.reason == "torn":
-                self._traffic.rejected["torn"] += 1
+                stream.traffic.rejected["torn"] += 1
             else:
-                self._note(peer, address, error.reason)
+                stream.note(error.reason)
             raise
         except PeerUnreachable:
-            self._traffic.rejected["slow"] += 1
+            stream.traffic.rejected["slow"] += 1
             raise
-
-    def _note(self, peer: str, address: str, reason: str) -> None:
-        self._traffic.refusals.note(peer, reason, address=address)
 
 
 def check_call(method: str, ours: Outgoing) -> None:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RemoteProtocolError
+from protocol.transports.streams.stream import Stream
 
 
 @dataclass(eq=False)
 class _Guest:
-    peer: str
-    address: str
+    stream: Stream
     deadline: asyncio.Timeout
     must_go: bool = False
 
@@ -36,18 +36,13 @@ class Room:
         self._reported = False
         self._guests: dict[_Guest, None] = {}  # the oldest first
 
-    def __len__(self) -> int:
-        return len(self._guests)
-
-    def held_by(self, peer: str) -> int:
-        return sum(guest.peer == peer for guest in self._guests)
-
     @contextmanager
-    def enter(self, peer: str, address: str, deadline: asyncio.Timeout) -> Iterator[None]:
+    def enter(self, stream: Stream, deadline: asyncio.Timeout) -> Iterator[None]:
         """Inside `deadline`, which is over at once for a stream that makes room: RemoteProtocolError, crowded."""
-        guest = _Guest(peer, address, deadline)
-        if self.held_by(peer) >= self.of_peer:
-            self._end(next(other for other in self._guests if other.peer == peer))
+        guest = _Guest(stream, deadline)
+        siblings = [other for other in self._guests if other.stream.peer == stream.peer]
+        if len(siblings) >= self.of_peer:
+            self._end(siblings[0])
         elif len(self._guests) >= self.most:
             self._end(self._loser())
         self._guests[guest] = None
@@ -61,9 +56,9 @@ class Room:
             self._guests.pop(guest, None)
 
     def _loser(self) -> _Guest:
-        addresses = Counter(guest.address for guest in self._guests)
-        peers = Counter(guest.peer for guest in self._guests)
-        return max(self._guests, key=lambda guest: (addresses[guest.address], peers[guest.peer]))
+        addresses = Counter(guest.stream.address for guest in self._guests)
+        peers = Counter(guest.stream.peer for guest in self._guests)
+        return max(self._guests, key=lambda guest: (addresses[guest.stream.address], peers[guest.stream.peer]))
 
     def _end(self, guest: _Guest) -> None:
         del self._guests[guest]
@@ -79,30 +74,24 @@ class Shares:
 
     def __init__(self, most: int, of_peer: int) -> None:
         self.most, self.of_peer = most, of_peer
-        self.quarter = max(1, most // 4)
-        self.peers: Counter[str] = Counter()
-        self._addresses: Counter[str] = Counter()
+        self._quarter = max(1, most // 4)
+        self._held: list[Stream] = []
 
-    def __len__(self) -> int:
-        return self.peers.total()
-
-    def fits(self, peer: str, address: str) -> bool:
-        """Whether there is a place for another stream of `peer`, at `address` ("" = unknown)."""
-        modest = not address or self._addresses[address] < self.quarter
-        return self.peers[peer] < self.of_peer and len(self) < self.most - (0 if modest else self.quarter)
+    def fits(self, stream: Stream) -> bool:
+        """Whether there is a place for another stream."""
+        modest = not stream.address or sum(one.address == stream.address for one in self._held) < self._quarter
+        return sum(one.peer == stream.peer for one in self._held) < self.of_peer and len(self._held) < self.most - (
+            0 if modest else self._quarter
+        )
 
     @contextmanager
-    def place(self, peer: str, address: str) -> Iterator[None]:
+    def place(self, stream: Stream) -> Iterator[None]:
         """Hold one, whether it fits or not."""
-        for places, name in ((self.peers, peer), (self._addresses, address)):
-            places[name] += 1
+        self._held.append(stream)
         try:
             yield
         finally:
-            for places, name in ((self.peers, peer), (self._addresses, address)):
-                places[name] -= 1
-                if not places[name]:
-                    del places[name]
+            self._held.remove(stream)
 
 
 class Running:

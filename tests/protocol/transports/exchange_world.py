@@ -13,7 +13,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.streams.exchanges import Exchanges
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.stream import Stream, Traffic
 from tests.support.clocks import HANG_S, Loop
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -98,7 +98,7 @@ class Node:
     async def dial(self, peer: str = "peer", tap: Tap | None = None) -> Streams:
         """A stream to here."""
         near, far = await self.pair() if tap is None else await self._tapped(tap)
-        self.tasks.append(asyncio.create_task(self.exchanges.serve(peer, *far)))
+        self.tasks.append(asyncio.create_task(self.exchanges.serve(Stream(*far, self.traffic, peer))))
         return near
 
     async def pair(self) -> tuple[Streams, Streams]:
@@ -136,7 +136,7 @@ class Node:
         """Exchange, and note how it went."""
         reader, writer = await self.dial(peer, tap)
         try:
-            await self.mine.call(reader, writer, method, us.outgoing, us.answered, peer)
+            await self.mine.call(Stream(reader, writer, self.callers, peer), method, us.outgoing, us.answered)
         except Exception as error:
             us.outcomes.append(error)
         else:

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -27,12 +27,13 @@ from protocol.transports.streams.channels import (
     SILENCE_S,
     Channels,
     StreamChannel,
-    Streams,
 )
 from protocol.transports.streams.exchanges import MAX_OPENINGS
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.stream import Stream, Traffic
 from tests.support.clocks import HANG_S, hold_up, run, until
 from tests.support.wire import mutations
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 BEAT, GOODBYE = b"\0", b"\2"
 OPENING = b"\4talk"
@@ -100,17 +101,20 @@ class World:
     async def taker(self, peer: str = "us") -> Streams:
         """A stream on which `theirs` takes a channel."""
         near, far = await self.pair()
-        self.tasks.append(asyncio.create_task(self.theirs.serve(peer, *far)))
+        self.tasks.append(asyncio.create_task(self.theirs.serve(Stream(*far, self.theirs.traffic, peer))))
         return near
 
     async def open(self, side: Side | None = None, method: str = "talk", peer: str = "us") -> StreamChannel:
         """A channel from `ours` to `theirs`."""
         return self.call(side or self.us, method, lambda: self.taker(peer))
 
-    def call(self, side: Side, method: str, dial: Callable[[], object]) -> StreamChannel:
+    def call(self, side: Side, method: str, dial: Callable[[], Awaitable[Streams]]) -> StreamChannel:
+        async def dialled() -> Stream:
+            return Stream(*await dial(), self.ours.traffic, "them")
+
         channel = self.ours.new("them", asyncio.get_running_loop())
         channel.listener = side.opened(channel)
-        self.tasks.append(asyncio.create_task(self.ours.call(channel, method, dial)))  # type: ignore[arg-type]
+        self.tasks.append(asyncio.create_task(self.ours.call(channel, method, dialled)))
         return channel
 
     async def raw(self) -> Streams:

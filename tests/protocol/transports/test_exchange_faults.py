@@ -12,6 +12,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolE
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.streams import exchanges
 from protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER
+from protocol.transports.streams.stream import Stream
 from tests.protocol.transports.exchange_world import (
     HEAD,
     TO_ACCEPTOR,
@@ -257,9 +258,9 @@ def test_a_cancelled_caller_ends_its_callbacks_first() -> None:
 
         async with node() as there:
             there.exchanges.acceptors["swap"] = them.accept
-            reader, writer = await there.dial()
+            near = await there.dial()
             call = asyncio.create_task(
-                there.mine.call(reader, writer, "swap", us.outgoing, lambda head, size: slow, "peer")
+                there.mine.call(Stream(*near, there.callers, "peer"), "swap", us.outgoing, lambda head, size: slow)
             )
             await until(inside.is_set)
             (task,) = there.mine.cancel()

@@ -15,6 +15,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolE
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.streams import exchanges
+from protocol.transports.streams.stream import Stream
 from tests.protocol.transports.exchange_world import (
     HEAD,
     TO_ACCEPTOR,
@@ -222,7 +223,7 @@ def test_a_hostile_acceptor_is_seen_through(sent: bytes, why: str) -> None:
             hostile.write(sent)
             hostile.close()
             with pytest.raises((RemoteProtocolError, PeerUnreachable)) as caught:
-                await there.mine.call(reader, writer, "swap", us.outgoing, us.answered, "peer")
+                await there.mine.call(Stream(reader, writer, there.callers, "peer"), "swap", us.outgoing, us.answered)
         assert reason(caught.value) == why and not us.told and not us.made
 
     run(scenario())
@@ -387,7 +388,7 @@ def test_a_side_that_has_everything_has_succeeded(who: str) -> None:
             else:
                 near, far = await there.pair()
                 leaving = asyncio.create_task(leave_early(*far, us))
-                await there.mine.call(*near, "swap", us.outgoing, us.answered, "peer")
+                await there.mine.call(Stream(*near, there.callers, "peer"), "swap", us.outgoing, us.answered)
                 us.done(None)
                 await leaving
         assert us.outcomes == [None]

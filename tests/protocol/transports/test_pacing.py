@@ -20,22 +20,12 @@ from protocol.transports.pacing import (
     LATENCY_S,
     PACED_BYTES,
     Bandwidth,
-    PacedReader,
-    PacedWriter,
-    Paces,
     bytes_s,
 )
 from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import PIECE_S, Exchanges
-from protocol.transports.streams.requests import (
-    ANSWER_READY_S,
-    GRACE_S,
-    REQUEST_READ_S,
-    Answers,
-    Traffic,
-    read_frame,
-    write_frame,
-)
+from protocol.transports.streams.requests import ANSWER_READY_S, Answers
+from protocol.transports.streams.stream import GRACE_S, REQUEST_READ_S, Stream, Traffic
 
 
 class Clock:
@@ -58,9 +48,6 @@ def test_rest_is_made_up_for_a_little() -> None:
 
 def test_no_limit_is_no_limit() -> None:
     assert Bandwidth(0.0).take(2**40) == 0.0
-    paces = Paces(0.0, 0.0)
-    reader, writer = object(), object()
-    assert paces.of(reader, writer) == (reader, writer)  # type: ignore[arg-type, comparison-overlap]
     assert bytes_s(0.0) == 0.0 < bytes_s(8.0) < 500_000
 
 
@@ -78,6 +65,16 @@ class Slept:
         await really(0)
 
 
+def sending(writer: Any, pace: Bandwidth) -> Stream:
+    """A stream whose bytes leave no faster than `pace`."""
+    return Stream(asyncio.StreamReader(), writer, Traffic(upload=pace), "peer")
+
+
+def receiving(reader: asyncio.StreamReader, pace: Bandwidth, writer: Any = None) -> Stream:
+    """A stream whose bytes arrive no faster than `pace`."""
+    return Stream(reader, writer, Traffic(download=pace), "peer")
+
+
 async def streams() -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     return [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
 
@@ -90,9 +87,9 @@ def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str
 
     async def go() -> bytes:
         (_, writer), (reader, other) = await streams()
-        ends = (PacedWriter(writer, pace), reader) if paced == "writer" else (writer, PacedReader(reader, pace))
-        sent = asyncio.create_task(write_frame(ends[0], payload, Traffic()))  # type: ignore[arg-type]
-        got = await read_frame(ends[1], 2**23, Traffic())  # type: ignore[arg-type]
+        unpaced = Bandwidth(0.0)
+        sent = asyncio.create_task(sending(writer, pace if paced == "writer" else unpaced).write_frame(payload))
+        got = await receiving(reader, pace if paced == "reader" else unpaced).read_frame(2**23)
         await sent
         for each in (writer, other):
             each.close()
@@ -106,7 +103,7 @@ def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str
 def test_an_abandoned_write_does_not_burst() -> None:
     async def go() -> int:
         (_, writer), (reader, other) = await streams()
-        paced = PacedWriter(writer, Bandwidth(1000.0))
+        paced = sending(writer, Bandwidth(1000.0))
         paced.write(b"x" * 100)
         paced.write(b"y" * 100 * PACED_BYTES)
         drain = asyncio.create_task(paced.drain())
@@ -128,7 +125,7 @@ def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, si
 
     async def go() -> int:
         (_, writer), (reader, other) = await streams()
-        paced = PacedWriter(writer, Bandwidth(rate, slept.clock))
+        paced = sending(writer, Bandwidth(rate, slept.clock))
         paced.write(b"x")  # one alone does not wait
         await paced.drain()
         assert slept.seconds == 0.0
@@ -153,8 +150,8 @@ def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.Monkey
     async def go() -> None:
         for _ in range(count):  # each on a stream of its own, as requests are
             (_, writer), (reader, other) = await streams()
-            await write_frame(PacedWriter(writer, pace), payload, Traffic())  # type: ignore[arg-type]
-            assert await read_frame(reader, 2**20, Traffic()) == payload
+            await sending(writer, pace).write_frame(payload)
+            assert await receiving(reader, Bandwidth()).read_frame(2**20) == payload
             for each in (writer, other):
                 each.close()
                 await each.wait_closed()
@@ -181,12 +178,13 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
 
     async def go() -> None:
         (_, writer), (_, other) = await streams()
-        paced = PacedWriter(writer, Bandwidth(1000.0, clock))
-        paced._limit.take(60_000)  # for other streams
+        pace = Bandwidth(1000.0, clock)
+        paced = sending(writer, pace)
+        pace.take(60_000)  # for other streams
         Slept(monkeypatch)
-        monkeypatch.setattr("protocol.transports.streams.requests.asyncio.timeout_at", Deadline)
-        await write_frame(paced, b"short", Traffic())  # type: ignore[arg-type]
-        await write_frame(paced, bytes(2 * PACED_BYTES), Traffic())  # type: ignore[arg-type]
+        monkeypatch.setattr("protocol.transports.streams.stream.asyncio.timeout_at", Deadline)
+        await paced.write_frame(b"short")
+        await paced.write_frame(bytes(2 * PACED_BYTES))
         for each in (writer, other):
             each.close()
             await each.wait_closed()
@@ -201,10 +199,10 @@ async def take_in(pace: Bandwidth, sizes: list[int], others: int = 0) -> None:
     """One stream's readings; before each, `others` bytes are taken on other streams."""
     reader = asyncio.StreamReader()
     reader.feed_data(bytes(sum(sizes)))
-    paced = PacedReader(reader, pace)
+    paced = receiving(reader, pace)
     for size in sizes:
         pace.take(others)
-        assert len(await paced.readexactly(size)) == size
+        assert len(await paced.read_exactly(size)) == size
 
 
 def test_beats_pass_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +275,7 @@ def test_sharing_a_limit_drops_nobody(count: int) -> None:
     pace = Bandwidth(rate, clock)
 
     async def go() -> None:
-        paced: list[Any] = [PacedWriter(cast("Any", taker), pace) for taker in takers]
-        await asyncio.gather(*(write_frame(writer, bytes(MAX_CHUNK_BYTES), Traffic()) for writer in paced))
+        await asyncio.gather(*(sending(taker, pace).write_frame(bytes(MAX_CHUNK_BYTES)) for taker in takers))
 
     run(clock, go())
     assert [taker.got for taker in takers] == [MAX_CHUNK_BYTES + 40] * count
@@ -287,9 +284,12 @@ def test_sharing_a_limit_drops_nobody(count: int) -> None:
 
 def test_takers_of_nothing_are_dropped_despite_limits() -> None:
     clock = Clock()
-    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Bandwidth(bytes_s(1.0), clock))
+
+    async def go() -> None:
+        await sending(Taker(takes=False), Bandwidth(bytes_s(1.0), clock)).write_frame(bytes(MAX_CHUNK_BYTES))
+
     with pytest.raises(TimeoutError):
-        run(clock, write_frame(asleep, bytes(MAX_CHUNK_BYTES), Traffic()))
+        run(clock, go())
     assert clock.now - Clock.now == pytest.approx(GRACE_S)
 
 
@@ -302,14 +302,13 @@ def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     async def at_once(what: Any, *arguments: Any) -> Any:
         return what(*arguments)
 
-    monkeypatch.setattr("protocol.transports.streams.requests.asyncio.to_thread", at_once)
+    monkeypatch.setattr("protocol.transports.streams.stream.asyncio.to_thread", at_once)
 
     async def go() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(bytes([len(FILE_METHOD)]) + FILE_METHOD.encode() + bytes(8) + hashlib.sha256().digest())
-        await answers.serve(
-            "peer", reader, cast("Any", PacedWriter(cast("Any", taker), Bandwidth(bytes_s(1.0), clock)))
-        )
+        pace = Bandwidth(bytes_s(1.0), clock)
+        await answers.serve(Stream(reader, cast("Any", taker), Traffic(upload=pace), "peer"))
 
     run(clock, go())
     assert taker.got == 1 + 40 + len(answer) and not taker.aborted
@@ -327,15 +326,15 @@ def test_bodies_sharing_a_limit_are_not_dropped(what: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(exchanges, "_in_thread", at_once)
 
-    def send(writer: Any) -> Coroutine[Any, Any, Any]:
+    def send(stream: Stream) -> Coroutine[Any, Any, Any]:
         body = bytes(MAX_CHUNK_BYTES)
         if what == "exchange":
-            return exchanges._send(writer, "weights", Outgoing(b"", len(body), lambda: iter([memoryview(body)])))
+            return exchanges._send(stream, "weights", Outgoing(b"", len(body), lambda: iter([memoryview(body)])))
         channel = StreamChannel("peer", asyncio.get_running_loop(), Traffic(), print)
-        return channel._send_frame(writer, (memoryview(body),))
+        return channel._send_frame(stream, (memoryview(body),))
 
     async def go() -> None:
-        await asyncio.gather(*(send(PacedWriter(cast("Any", taker), pace)) for taker in takers))
+        await asyncio.gather(*(send(sending(taker, pace)) for taker in takers))
 
     run(clock, go())
     assert {taker.got - MAX_CHUNK_BYTES for taker in takers} == {32 if what == "exchange" else 0}
@@ -345,9 +344,9 @@ def test_bodies_sharing_a_limit_are_not_dropped(what: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("what", ["exchange", "channel"])
 def test_untaken_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
-    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Bandwidth(bytes_s(1.0), clock))
 
     async def go() -> None:
+        asleep = sending(Taker(takes=False), Bandwidth(bytes_s(1.0), clock))
         asleep.write(bytes(MAX_CHUNK_BYTES))
         if what == "exchange":
             await Exchanges(Traffic(), print)._drain(asleep)
@@ -375,7 +374,7 @@ def test_arriving_bodies_sharing_a_limit_are_kept(what: str, monkeypatch: pytest
     async def take() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(body + hashlib.sha256(body).digest())
-        paced: Any = PacedReader(reader, pace)
+        paced = receiving(reader, pace)
         if what == "exchange":
             await exchanges._receive(paced, "weights", len(body), lambda piece: got.append(bytes(piece)))
         else:
@@ -398,7 +397,7 @@ def test_unsent_bodies_are_given_up_despite_limits(what: str) -> None:
     async def go() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(part)
-        paced: Any = PacedReader(reader, pace)
+        paced = receiving(reader, pace)
         if what == "exchange":
             await Exchanges(Traffic(), print)._read(paced, MAX_CHUNK_BYTES, bytearray(MAX_CHUNK_BYTES))
         else:
@@ -419,7 +418,7 @@ def test_each_piece_of_a_body_has_a_minute() -> None:
         loop = asyncio.get_running_loop()
         for i in range(3):
             loop.call_later((i + 1) * piece_s, reader.feed_data, bytes(MAX_CHUNK_BYTES))
-        return await StreamChannel("peer", loop, Traffic(), print)._take(reader, size)
+        return await StreamChannel("peer", loop, Traffic(), print)._take(receiving(reader, Bandwidth()), size)
 
     assert len(run(clock, go())) == size
     assert clock.now - Clock.now == pytest.approx(3 * piece_s)
@@ -434,27 +433,27 @@ def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.
     async def at_once(what: Any, *arguments: Any) -> Any:
         return what(*arguments)
 
-    monkeypatch.setattr("protocol.transports.streams.requests.asyncio.to_thread", at_once)
+    monkeypatch.setattr("protocol.transports.streams.stream.asyncio.to_thread", at_once)
 
     async def go() -> None:
         reader = asyncio.StreamReader()
         frame = bytes(8) + hashlib.sha256().digest()
         reader.feed_data(b"\x03ask" + (b"" if what == "channel" else frame) + (bytes(8) if what == "exchange" else b""))
         reader.feed_eof()
-        ends = cast("Any", PacedReader(reader, pace)), cast("Any", taker)
+        stream = receiving(reader, pace, taker)
         if what == "request":
             answers = Answers(traffic, print)
             answers.servers["ask"] = lambda peer, payload: asked.append(peer) or b""
-            await answers.serve("peer", *ends)
+            await answers.serve(stream)
         elif what == "exchange":
             exchanges = Exchanges(traffic, print)
             exchanges.acceptors["ask"] = lambda peer, head, size: asked.append(peer) or refuse()
             monkeypatch.setattr(exchanges, "_in_thread", lambda method, callback, *args: at_once(callback, *args))
-            await exchanges.serve("peer", *ends)
+            await exchanges.serve(stream)
         else:
             channels = Channels(traffic, print)
             channels.openings["ask"] = lambda channel: asked.append(channel.peer) or refuse()
-            await channels.serve("peer", *ends)
+            await channels.serve(stream)
 
     run(clock, go())
     assert asked == ["peer"]

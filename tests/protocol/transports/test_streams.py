@@ -21,9 +21,9 @@ from protocol.transports.streams.requests import (
     MAX_LARGE,
     MAX_SHORT_BYTES,
     Answers,
-    Traffic,
     ask,
 )
+from protocol.transports.streams.stream import Stream, Traffic
 from tests.support.clocks import HANG_S, run, settle, until
 
 LARGE = bytes(8 * 2**20)
@@ -43,7 +43,7 @@ async def node() -> AsyncIterator[tuple[Answers, Dial, Counter[str]]]:
     async def dial(peer: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
         ends = await asyncio.open_connection(sock=ours)
-        serving.append(asyncio.create_task(answers.serve(peer, *ends, address=peer.partition("@")[2])))
+        serving.append(asyncio.create_task(answers.serve(Stream(*ends, traffic, peer, peer.partition("@")[2]))))
         reader, writer = await asyncio.open_connection(sock=theirs)
         writers.append(writer)
         return reader, writer
@@ -56,16 +56,15 @@ async def node() -> AsyncIterator[tuple[Answers, Dial, Counter[str]]]:
 
 
 async def request(dial: Dial, peer: str, method: str, payload: bytes = b"") -> bytes:
-    reader, writer = await dial(peer)
-    return await ask(reader, writer, method, payload, len(LARGE), Traffic())
+    return await ask(Stream(*await dial(peer), Traffic(), "answers"), method, payload, len(LARGE))
 
 
 async def hold(dial: Dial, peer: str, method: str = FILE_METHOD) -> None:
     """Ask, but take no answer."""
-    _, writer = await dial(peer)
-    writer.write(bytes([len(method)]) + method.encode())
-    await streams.write_frame(writer, b"", Traffic())
-    writer.transport.pause_reading()
+    stream = Stream(*await dial(peer), Traffic(), "answers")
+    stream.write_method(method)
+    await stream.write_frame(b"")
+    stream.writer.transport.pause_reading()
 
 
 def slowly(go: threading.Event) -> Server:

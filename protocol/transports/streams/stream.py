@@ -1,0 +1,143 @@
+"""The parts of all conversations on streams: names of methods, frames and refusals.
+
+    method   length (1 byte) | method
+    frame    length (8 bytes, big-endian) | sha256 (32 bytes) | payload, in pieces of at most MAX_CHUNK_BYTES
+    status   1 byte, then a frame         0: the answer    1: a refusal, "reason\\ndetail"    2: not to be had, why
+
+Streams may end early without an error (their daemon died), so only a payload of the right length and hash counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.limits import MAX_CHUNK_BYTES
+from protocol.transports.pacing import Bandwidth, PacedStream, bytes_s, put_off
+from protocol.transports.refusals import Refusals
+from protocol.transports.settings import NetworkSettings
+
+GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
+"""Slowest rate at which a frame may be taken, after a grace of ten seconds: 64 MiB at 4 Mbit/s take two minutes."""
+REQUEST_READ_S = 10.0  # longest time in which a request may arrive. Waits for this node's own limit do not count.
+MAX_REFUSAL_CHARS = 200
+MAX_REFUSAL_BYTES = 2 * MAX_REFUSAL_CHARS
+ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
+_REASON = re.compile(r"[a-z0-9_/-]{1,32}")
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that passed through this node's daemon, without the overhead of libp2p, limits on them, and
+    refusals."""
+
+    upload: Bandwidth = field(default_factory=Bandwidth)
+    download: Bandwidth = field(default_factory=Bandwidth)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    refusals: Refusals = field(init=False)  # refusals by source; `rejected` counts them too
+
+    def __post_init__(self) -> None:
+        self.refusals = Refusals(self.rejected)
+
+    @classmethod
+    def limited(cls, settings: NetworkSettings) -> Traffic:
+        return cls(Bandwidth(bytes_s(settings.max_upload_mbit)), Bandwidth(bytes_s(settings.max_download_mbit)))
+
+
+class Stream(PacedStream):
+    """A stream to or from `peer`, whose neighbourhood (`hosts`) is `address`, if that is known."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        traffic: Traffic,
+        peer: str,
+        address: str = "",
+    ) -> None:
+        super().__init__(reader, writer, traffic.upload, traffic.download)
+        self.traffic, self.peer, self.address = traffic, peer, address
+
+    def note(self, reason: str) -> None:
+        """Count something that the peer did wrong, or was refused."""
+        self.traffic.refusals.note(self.peer, reason, address=self.address)
+
+    def refuse(self, error: RemoteProtocolError) -> tuple[bytes, bytes]:
+        """Status and payload of a refusal, which is counted."""
+        self.note(error.reason)
+        return refusal(error)
+
+    def busy(self) -> tuple[bytes, bytes]:
+        """Status and payload for a peer that finds no place, which is counted."""
+        self.note("busy")
+        return UNAVAILABLE, b"busy"
+
+    def unknown(self, method: str) -> tuple[bytes, bytes]:
+        """Status and payload for a peer that asks for a method that this node does not have, which is counted."""
+        self.note("method")
+        return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+
+    def write_method(self, method: str) -> None:
+        self.write(bytes([len(method.encode())]) + method.encode())
+
+    async def read_method(self, deadline: asyncio.Timeout) -> str:
+        length = (await self.read_exactly(1, deadline))[0]
+        return (await self.read_exactly(length, deadline)).decode(errors="replace")
+
+    async def write_frame(self, payload: bytes) -> None:
+        """Send a frame. Raises TimeoutError if the peer is too slow."""
+        long = len(payload) > MAX_CHUNK_BYTES
+        digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
+        self.write(len(payload).to_bytes(8, "big") + digest)
+        view = memoryview(payload)
+        async with asyncio.timeout_at(asyncio.get_running_loop().time() + GRACE_S) as deadline:
+            for start in range(0, len(payload) or 1, MAX_CHUNK_BYTES):
+                self.write(view[start : start + MAX_CHUNK_BYTES])
+                await self.drain(deadline)
+                put_off(deadline, MAX_CHUNK_BYTES / MIN_BYTES_PER_S)
+        self.traffic.bytes_out += len(payload) + 40
+
+    async def read_frame(self, limit: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        """The payload of the next frame. Raises RemoteProtocolError: size (before anything is allocated), torn or
+        hash."""
+        head = await self.read_exactly(40, deadline)
+        size, digest = int.from_bytes(head[:8], "big"), head[8:]
+        if size > limit:
+            raise RemoteProtocolError("size", f"{size} bytes, allowed are {limit}")
+        payload, hashed = bytearray(), hashlib.sha256()
+        while len(payload) < size:
+            piece = await self.read(min(MAX_CHUNK_BYTES, size - len(payload)), deadline)
+            if not piece:
+                raise RemoteProtocolError("torn", f"{len(payload)} of {size} bytes")
+            payload += piece
+            hashed.update(piece)
+        self.traffic.bytes_in += size + 40
+        if hashed.digest() != digest:
+            raise RemoteProtocolError("hash", f"{size} bytes do not match their hash")
+        return bytes(payload)
+
+
+def check_method(method: str) -> None:
+    """Raises LocalProtocolError for a method that no peer can know."""
+    if not 0 < len(method.encode()) < 256:
+        raise LocalProtocolError(f"{method!r} cannot be a method")
+
+
+def refusal(error: RemoteProtocolError) -> tuple[bytes, bytes]:
+    """Status and payload of a refusal."""
+    return REFUSAL, f"{error.reason}\n{error.detail[:MAX_REFUSAL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
+
+
+def refused(status: bytes, answer: bytes) -> ProtocolError:
+    """The error that a peer's refusal stands for."""
+    text = "".join(c for c in answer.decode(errors="replace") if c.isprintable() or c == "\n")
+    if status == UNAVAILABLE:
+        return PeerUnreachable(text)
+    reason, _, detail = text.partition("\n")
+    return RemoteProtocolError(reason if _REASON.fullmatch(reason) else "refused", detail)
