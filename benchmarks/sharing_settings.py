@@ -21,7 +21,7 @@ from benchmarks.format_reward import CLOSED, MARK, OPENED
 from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
-from swarm_node.sharing.foreign_advantage import TaskStatistics, foreign_advantages
+from swarm_node.sharing.replay_buffer import TaskStatistics, foreign_advantages
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout
 

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -226,27 +227,17 @@ def outside(part: str, ids: Sequence[int], place: int, decode: Callable[[list[in
 
 def shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """Different texts of the answer `ids` without some of the unlikely tokens at `places`."""
+    gone = set(places)
+    starts = [i for i in sorted(gone) if i - 1 not in gone]
+    runs = [(start, next(i for i in range(start, len(ids) + 1) if i not in gone)) for start in starts]
+    spans = [(i, i + length) for i in places for length in range(1, SPAN + 1)]
+    likely = [token for i, token in enumerate(ids) if i not in gone]
     seen = {decode(list(ids))}
-    for text in _shortened(ids, places, decode):
+    for kept in chain([likely], ([*ids[:start], *ids[stop:]] for start, stop in runs + spans)):
+        text = decode(kept)
         if text not in seen:
             seen.add(text)
             yield text
-
-
-def _shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    gone = set(places)
-    yield decode([token for i, token in enumerate(ids) if i not in gone])
-    for start in sorted(gone):
-        if start - 1 not in gone:
-            stop = next(i for i in range(start, len(ids) + 1) if i not in gone)
-            yield decode(_without(ids, start, stop))
-    for i in places:
-        for length in range(1, SPAN + 1):
-            yield decode(_without(ids, i, i + length))
-
-
-def _without(ids: Sequence[int], start: int, stop: int) -> list[int]:
-    return [*ids[:start], *ids[stop:]]
 
 
 def _distinct(group: Group, flags: Sequence[bool]) -> Group:

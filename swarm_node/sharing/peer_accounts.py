@@ -70,15 +70,12 @@ class PeerAccounts:
 
     def account(self, peer: str) -> PeerAccount:
         """The account of a peer that was heard just now."""
-        now = self._now()
-        account = self.accounts.pop(peer, None)
-        if account is None:
-            limits = self._limits
-            account = PeerAccount(Minutes(limits.groups_per_minute, limits.bytes_per_minute))
+        known = self.accounts.pop(peer, None)
+        account = known or PeerAccount(Minutes(self._limits.groups_per_minute, self._limits.bytes_per_minute))
         self.accounts[peer] = account
         if len(self.accounts) > MAX_PEERS:
             del self.accounts[next(iter(self.accounts))]
-        account.last_seen = now
+        account.last_seen = self._now()
         return account
 
     def is_muted(self, peer: str) -> bool:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
-from protocol.manifest import Manifest, ManifestLimits
+from protocol.manifest import Manifest
 from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
 from protocol.topics import slot_key
 from swarm_node.config import SharingConfig
@@ -88,6 +89,7 @@ class Receiver:
         self._me = me
         self._swarm = manifest.swarm_id
         self._limits = manifest.limits
+        self._most_chars = manifest.limits.max_answer_chars
         self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
         self._budget = max(config.admit, config.foreign)
         self._add = add
@@ -95,7 +97,7 @@ class Receiver:
         self._spent = spent
         self._admitted_at = spent()
         self._debt = 0.0  # seconds that earlier calls of `admit` took beyond what they were allowed
-        self._admission = Admission(manifest, policy, sampling, tasks)
+        self._admission = Admission(self._swarm, policy, sampling.max_new_tokens, tasks)
         self._accounts = PeerAccounts(manifest.limits, now, say)
         self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
         """Slot -> (when its last group came, content ids of its groups), oldest first."""
@@ -207,10 +209,20 @@ class Receiver:
 
     def _groups_in(self, data: bytes) -> list[_Waiting]:
         """The groups of a message that pass the cheap checks."""
-        opened = self._open(data)
-        if opened is None:
+        claimed = peer_id_of(data[:PUBLIC_KEY_BYTES])  # who lies here has only this message dropped
+        if claimed == self._me:
+            self._accounts.reject("echo")
             return []
-        peer, batch = opened
+        if self._accounts.is_muted(claimed):
+            self._accounts.reject("muted", claimed)
+            return []
+        try:
+            peer, batch = verify_batch(data, self._swarm, self._spoken)
+        except RemoteProtocolError as error:
+            if error.reason in PROVEN:
+                self._accounts.account(claimed)
+            self._accounts.reject(error.reason, claimed if error.reason in PROVEN else None, error.detail)
+            return []
         account = self._accounts.account(peer)
         account.received += len(batch.groups)
         account.received_bytes += len(data)
@@ -225,24 +237,6 @@ class Receiver:
             else:
                 waiting.append((peer, account, batch, group, size))
         return waiting
-
-    def _open(self, data: bytes) -> tuple[str, RolloutBatch] | None:
-        """(sender, batch) of a message; `None` if it is rejected as a whole."""
-        claimed = peer_id_of(data[:PUBLIC_KEY_BYTES])  # who lies here has only this message dropped
-        if claimed == self._me:
-            self._accounts.reject("echo")
-            return None
-        if self._accounts.is_muted(claimed):
-            self._accounts.reject("muted", claimed)
-            return None
-        try:
-            return verify_batch(data, self._swarm, self._spoken)
-        except RemoteProtocolError as error:
-            peer = claimed if error.reason in PROVEN else None
-            if peer is not None:
-                self._accounts.account(peer)
-            self._accounts.reject(error.reason, peer, error.detail)
-            return None
 
     def _check(self, peer: str, account: PeerAccount, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
         """Check a group without its task: duplicate, slot, age, future, quota, caps."""
@@ -264,7 +258,18 @@ class Receiver:
             raise RemoteProtocolError("quota")
         self._seen.pop(slot, None)  # so that it is the newest
         self._seen[slot] = now, (*answered, content)
-        check_caps(group, self._limits)  # last, so that an offence that somebody replays is a duplicate
+        self._check_caps(group)  # last, so that an offence that somebody replays is a duplicate
+
+    def _check_caps(self, shared: SharedGroup) -> None:
+        """Check a group for more or longer rollouts than the swarm's manifest allows."""
+        if len(shared.rollouts) > self._limits.max_rollouts:
+            raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
+        longest = max(len(rollout.text) for rollout in shared.rollouts)
+        if longest > self._most_chars:
+            raise RemoteProtocolError("cap", f"a text of {longest} characters")
+        most = max(len(rollout.token_ids or ()) for rollout in shared.rollouts)
+        if most > self._limits.max_answer_tokens:
+            raise RemoteProtocolError("cap", f"an answer of {most} tokens")
 
     def _examine(self, peer: str, account: PeerAccount, batch: RolloutBatch, shared: SharedGroup) -> None:
         """Everything else; the group is in the replay buffer unless this raises."""
@@ -309,18 +314,7 @@ def content_id(peer: str, group: SharedGroup) -> bytes:
     return digest.digest()[:16]
 
 
-def check_caps(shared: SharedGroup, limits: ManifestLimits) -> None:
-    """Raises RemoteProtocolError `cap` for more or longer rollouts than the swarm's manifest allows."""
-    if len(shared.rollouts) > limits.max_rollouts:
-        raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
-    longest = max(len(rollout.text) for rollout in shared.rollouts)
-    if longest > limits.max_answer_chars:
-        raise RemoteProtocolError("cap", f"a text of {longest} characters")
-    most = max(len(rollout.token_ids or ()) for rollout in shared.rollouts)
-    if most > limits.max_answer_tokens:
-        raise RemoteProtocolError("cap", f"an answer of {most} tokens")
-
-
+@dataclass(frozen=True)
 class Admission:
     """Makes a stranger's group one of this node's own: its task regenerated, its texts encoded and judged here.
 
@@ -329,23 +323,22 @@ class Admission:
     Nothing that the sender says of prompt, truth or reward is read.
     """
 
-    def __init__(self, manifest: Manifest, policy: Policy, sampling: Sampling, tasks: TaskSet) -> None:
-        self._swarm = manifest.swarm_id
-        self._policy = policy
-        self._longest = sampling.max_new_tokens
-        self._tasks = tasks
+    swarm: str
+    policy: Policy
+    longest: int  # tokens of the longest answer that this node samples
+    tasks: TaskSet
 
     def rebuild(self, peer: str, batch: RolloutBatch, shared: SharedGroup) -> Group:
-        """The group to train on; `shared` has passed `check_caps`. Raises `RemoteProtocolError`: task, assignment,
+        """The group to train on; `shared` is within the swarm's limits. Raises `RemoteProtocolError`: task, assignment,
         prompt, length, text, error or zero."""
-        task = self._tasks.assigned(shared.task, slot_key(self._swarm, peer, shared.epoch, shared.slot))
+        task = self.tasks.assigned(shared.task, slot_key(self.swarm, peer, shared.epoch, shared.slot))
         if prompt_digest(task.question) != shared.prompt:
             raise RemoteProtocolError("prompt", f"{task.name.environment} {task.name.index} is another question here")
         try:
-            prompt_ids = self._policy.encode(self._tasks.prompt(task))
-            rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self._policy.tokenizer_hash)
-            prompt = self._policy.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-            judge(task, prompt, rollouts, self._tasks.score)
+            prompt_ids = self.policy.encode(self.tasks.prompt(task))
+            rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self.policy.tokenizer_hash)
+            prompt = self.policy.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+            judge(task, prompt, rollouts, self.tasks.score)
         except RemoteProtocolError:
             raise
         except Exception as error:  # tokenizers and users' reward functions may raise anything at a stranger's text
@@ -363,14 +356,14 @@ class Admission:
 
     def _encode(self, shared: SharedGroup, prompt: int, same_tokenizer: bool) -> list[Rollout]:
         """The rollouts that this policy could have sampled itself, in its own tokens."""
-        room = min(self._longest, self._policy.max_positions - prompt)
+        room = min(self.longest, self.policy.max_positions - prompt)
         rollouts, impossible = [], 0
         for answer in shared.rollouts:
             rollout = self._as_sampled(answer, room) if same_tokenizer else None
             if rollout is None:
-                if self._policy.is_surely_longer(answer.text, room):
+                if self.policy.is_surely_longer(answer.text, room):
                     continue
-                ids = self._policy.encode_completion(answer.text, answer.finished)
+                ids = self.policy.encode_completion(answer.text, answer.finished)
                 if not ids:
                     impossible += 1
                     continue
@@ -386,7 +379,7 @@ class Admission:
         """The answer in the tokens that its sender drew; None if there are none, more than `room`, or ones of another
         text."""
         ids, data = answer.token_ids, answer.logprobs or b""
-        if not ids or len(ids) > room or not self._policy.is_completion(ids, answer.text, answer.finished):
+        if not ids or len(ids) > room or not self.policy.is_completion(ids, answer.text, answer.finished):
             return None
         logprobs = np.frombuffer(data, dtype="<f2") if len(data) == 2 * len(ids) else np.empty(0)
         sound = bool((np.isfinite(logprobs) & (logprobs <= 0)).all())

@@ -1,10 +1,25 @@
 """Foreign groups that wait to be trained on: bounded in number, bytes and age, by peer, and in their uses.
 
-    add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages
+    add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages -> gate
 
 At most as many groups wait as four rounds can use; where rounds are shorter than the time between messages, as the
 rounds of the last seconds can use. Groups of a policy of long ago teach less. When room is needed, a peer with more
 than its share loses its oldest groups; if there is none, the oldest group of all goes.
+
+The advantages of a chosen group compare it with this node's own success:
+
+    own     A_i = clip((r_i - b) / max(s, FLOOR), -M, +M);   b, s = mean and std of own rewards on that kind of task
+            then the negative ones are scaled down until they add up to no more than the positive ones do
+    group   A_i = clip((r_i - mean_g) / (std_g + 1e-4), -M, +M);   where own answers are too few, or if asked for
+
+The sender composes the group, so neither its mean nor its spread may set our scale: one right answer among seven wrong
+ones would earn 2.5 wherever it comes from. Against the receiver's own success, a right answer is worth what it would be
+worth had this node found it: much where it always fails, little where it mostly succeeds.
+
+Rewards below b need a bound. Where this node does well, a stranger's wrong answers would each get a large negative
+advantage, and there may be 63 of them for one right one. Most are texts that this policy would never write, and pushing
+those down moves probability in directions nobody chose. So their sum is bounded; a group's own mean bounds it by itself
+(it adds up to 0). A group in which nothing is better than b then has no advantage at all, and is not used (`teaches`).
 """
 
 from __future__ import annotations
@@ -15,19 +30,20 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean
 from typing import Any
 
 import msgspec
+import torch
 
 from swarm_node.config import SharingConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
-from swarm_node.grpo.advantage import is_judged
-from swarm_node.sharing.foreign_advantage import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
+from swarm_node.grpo.advantage import group_std, is_judged
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
-from swarm_node.types import Group
+from swarm_node.types import Group, Rollout
 
 ROUNDS = 4
 """Rounds of this node's that the waiting groups would last. Measured with 4 + 4 groups and eight peers: at most 16
@@ -37,6 +53,78 @@ DRAWS = 3
 """Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
 policy is made of each draw."""
 MAX_NAMED = 200  # peers that are named for their payloads in a run: a stranger's key costs nothing
+FLOOR = 0.25  # a quarter of the distance between right and wrong: the spread of a success rate of 7 %
+DECAY = 0.95
+"""Weight of earlier answers after each group: about the last twenty groups of a kind of task count. That is long enough
+for a mean, and short enough to follow a policy that learns."""
+MIN_ANSWERS = 16.0  # answers below which a mean is not worth comparing with: two groups of eight
+
+
+@dataclass
+class RewardStatistics:
+    """Decayed sums over own answers to one kind of task."""
+
+    n: float = 0.0  # answers
+    rewards: float = 0.0
+    squares: float = 0.0  # sum of squared rewards
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough answers for `reward` and `spread`."""
+        return self.n >= MIN_ANSWERS
+
+    @property
+    def reward(self) -> float:
+        """Mean reward."""
+        return self.rewards / self.n
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the reward."""
+        return math.sqrt(max(0.0, self.squares / self.n - self.reward**2))
+
+
+class TaskStatistics:
+    """Reward statistics by task label. Only own answers count: a peer's say how well the peer does."""
+
+    def __init__(self) -> None:
+        self._by_label: dict[str, RewardStatistics] = {}
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take in own scored groups. Answers without a score do not count."""
+        for group in groups:
+            own = self._by_label.setdefault(group.task.label, RewardStatistics())
+            judged = [r for r in group.rollouts if is_judged(r)]
+            own.n = DECAY * own.n + len(judged)
+            own.rewards = DECAY * own.rewards + sum(r.reward for r in judged)
+            own.squares = DECAY * own.squares + sum(r.reward**2 for r in judged)
+
+    def of(self, label: str) -> RewardStatistics:
+        """Statistics of one kind of task; of no answers if there were none."""
+        return self._by_label.get(label, RewardStatistics())
+
+
+def foreign_advantages(rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float) -> list[float]:
+    """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean."""
+    rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
+    raw = group_std(rewards) if own is None else (rewards - own.reward) / max(own.spread, FLOOR)
+    clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
+    if own is None:
+        return clipped
+    up, down = sum(max(0.0, a) for a in clipped), sum(max(0.0, -a) for a in clipped)
+    share = min(1.0, up / down) if down else 1.0
+    return [a if a > 0 else a * share for a in clipped]
+
+
+def earning(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[bool]:
+    """Which of `rollouts` are rewarded, or would be if better ones were left out."""
+    least = min((r.reward for r in rollouts if is_judged(r)), default=0.0)
+    return [is_judged(r) and (a > 0 or r.reward > least) for r, a in zip(rollouts, advantages, strict=True)]
+
+
+def teaches(best: float, own: RewardStatistics | None) -> bool:
+    """Whether a group whose best reward is `best` has any advantage. The group must hold two different rewards."""
+    return own is None or best > own.reward
 
 
 @dataclass(frozen=True)
@@ -58,6 +146,7 @@ Sampler = Callable[[Sequence[Offer]], Sequence[float]]
 @dataclass
 class _Entry:
     id: int
+    peer: str
     group: Group
     size: int  # bytes of memory, estimated from above
     best: float  # largest reward
@@ -75,28 +164,23 @@ class ReplayBuffer:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`record` gets what was offered and chosen in each `choose`. UserError for a sampler that cannot be loaded."""
+        self.gate: Gate | None = None  # says which answers carry a payload: these are left out
         self._config = config
         self._now = now
         self._record = record
         self._say = say
-        self._gate: Gate | None = None
         self._trust = Trust()
         self._named: set[str] = set()
         self._refused = 0  # groups with a payload
         self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
-        self._sampler = find_sampler(config.sampler)
+        self._sampler = uniform if config.sampler == "uniform" else load_function(config.sampler, "sharing.sampler")
         self._statistics = TaskStatistics()
         self._entries: dict[int, _Entry] = {}  # by id, in the order of arrival
-        self._bytes = 0
         self._peer_bytes: Counter[str] = Counter()
         self._peer_groups: Counter[str] = Counter()
-        self._next_id = 0
+        self._ids = count()
         self._used: list[float] = []  # age in seconds of each group that the last `choose` gave
         self._used_by: Counter[str] = Counter()
-
-    def guard(self, gate: Gate) -> None:
-        """Leave out answers that carry a payload, as `gate` says, from now on."""
-        self._gate = gate
 
     def add(self, group: Group) -> str | None:
         """Keep `group`, or say why not: `age`, or `bytes` if it alone exceeds its sender's share."""
@@ -107,14 +191,13 @@ class ReplayBuffer:
         share = self._config.peer_share * self._config.max_bytes
         if size > share:
             return "bytes"
-        rewards = [r.reward for r in group.rollouts if is_judged(r)]
-        entry = _Entry(self._next_id, group, size, max(rewards, default=float("-inf")))
-        self._next_id += 1
+        best = max((r.reward for r in group.rollouts if is_judged(r)), default=-math.inf)
+        entry = _Entry(next(self._ids), group.peer, group, size, best)
         self._entries[entry.id] = entry
         self._count(entry, 1)
         while self._peer_bytes[group.peer] > share:
             self._drop(self._oldest_of(group.peer))
-        while self._bytes > self._config.max_bytes or len(self._entries) > self._most():
+        while self._peer_bytes.total() > self._config.max_bytes or len(self._entries) > self._most():
             greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self._trust.of(peer))
             groups = self._peer_groups[greediest] / self._trust.of(greediest)
             is_greedy = groups > max(self._config.foreign, self._config.peer_share * self._most())
@@ -124,12 +207,12 @@ class ReplayBuffer:
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn from this node's own scored `groups` how well it does on each kind of task."""
         self._statistics.observe(groups)
-        if self._gate is not None:
-            self._gate.observe(groups)
+        if self.gate is not None:
+            self.gate.observe(groups)
 
     def available(self) -> int:
         """Number of groups that `choose` could give now; a peer's groups count as much as it is trusted."""
-        return round(sum(self._trust.of(entry.group.peer or "") for entry in self._usable()))
+        return round(sum(self._trust.of(entry.peer) for entry in self._usable()))
 
     def choose(self, n: int, rng: random.Random) -> list[Group]:
         """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
@@ -140,7 +223,7 @@ class ReplayBuffer:
             for e in entries
         ]
         weights = weigh(self._sampler, offers) if offers else []
-        weights = [w * self._trust.of(e.group.peer or "") for w, e in zip(weights, entries, strict=True)]
+        weights = [w * self._trust.of(e.peer) for w, e in zip(weights, entries, strict=True)]
         left = list(weights)
         chosen: list[Group] = []
         everything: list[tuple[int, float]] = []
@@ -156,7 +239,7 @@ class ReplayBuffer:
                 if group is not None:
                     chosen.append(group)
                     self._used.append(now - group.created)
-                    self._count_use(group.peer or "")
+                    self._count_use(entries[i].peer)
             everything += drawn
             if not drawn or len(chosen) == n:
                 break
@@ -169,10 +252,10 @@ class ReplayBuffer:
         then, or that cannot be judged."""
         for group in groups:
             group.advantages = self._advantages(group)
-        if self._gate is None:
+        if self.gate is None:
             return list(groups)
         earns = [earning(group.rollouts, group.advantages or []) for group in groups]
-        verdicts = self._gate.payloads(groups, earns)
+        verdicts = self.gate.payloads(groups, earns)
         if verdicts is None:
             return [None] * len(groups)
         return [
@@ -207,7 +290,7 @@ class ReplayBuffer:
         figures = {
             "swarm/groups_used": float(len(self._used)),
             "swarm/groups_waiting": float(len(self._entries)),
-            "swarm/bytes_waiting": float(self._bytes),
+            "swarm/bytes_waiting": float(self._peer_bytes.total()),
         }
         if self._refused:
             figures["swarm/payloads"] = float(self._refused)
@@ -227,7 +310,9 @@ class ReplayBuffer:
         return own if self._config.baseline == "own" and own.known else None
 
     def _usable(self) -> list[_Entry]:
-        self._drop_expired()
+        oldest = self._now() - self._config.max_age_s
+        for entry in [e for e in self._entries.values() if e.group.created < oldest]:
+            self._drop(entry)
         return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
 
     def _most(self) -> int:
@@ -238,25 +323,18 @@ class ReplayBuffer:
     def _oldest_of(self, peer: str | None) -> _Entry:
         """The oldest entry of a peer, or of all. Groups arrive newest first, so the order of arrival is not that of
         age."""
-        entries = (e for e in self._entries.values() if peer in (None, e.group.peer))
+        entries = (e for e in self._entries.values() if peer in (None, e.peer))
         return min(entries, key=lambda entry: (entry.group.created, entry.id))
-
-    def _drop_expired(self) -> None:
-        oldest = self._now() - self._config.max_age_s
-        for entry in [e for e in self._entries.values() if e.group.created < oldest]:
-            self._drop(entry)
 
     def _drop(self, entry: _Entry) -> None:
         del self._entries[entry.id]
         self._count(entry, -1)
 
     def _count(self, entry: _Entry, sign: int) -> None:
-        peer = entry.group.peer or ""
-        self._bytes += sign * entry.size
         for counter, amount in ((self._peer_bytes, entry.size), (self._peer_groups, 1)):
-            counter[peer] += sign * amount
-            if not counter[peer]:
-                del counter[peer]
+            counter[entry.peer] += sign * amount
+            if not counter[entry.peer]:
+                del counter[entry.peer]
 
     def _count_use(self, peer: str) -> None:
         if peer not in self._used_by and len(self._used_by) >= MAX_PEERS:
@@ -301,11 +379,6 @@ def _report(
 def uniform(offers: Sequence[Offer]) -> list[float]:
     """The default sampler: every group has the same weight, as in arXiv 2509.08721."""
     return [1.0] * len(offers)
-
-
-def find_sampler(name: str) -> Sampler:
-    """The sampler that `sharing.sampler` names. UserError if it is outside code that cannot be loaded."""
-    return uniform if name == "uniform" else load_function(name, "sharing.sampler")
 
 
 def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:

@@ -141,7 +141,7 @@ class Member:
 
     def guard(self, logprobs: Logprobs) -> None:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        self.replay_buffer.guard(Gate(self.policy, self.tasks.score, logprobs, self.now))
+        self.replay_buffer.gate = Gate(self.policy, self.tasks.score, logprobs, self.now)
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on, beside `own` groups of this node."""

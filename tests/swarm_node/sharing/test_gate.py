@@ -167,7 +167,7 @@ def test_own_answers_with_negative_rewards_count_as_well() -> None:
 def guarded(now=lambda: NOW) -> tuple[ReplayBuffer, list[str]]:
     said: list[str] = []
     pool = ReplayBuffer(SharingConfig(), now, say=said.append)
-    pool.guard(gate_of(Letters("4213"), plain))
+    pool.gate = gate_of(Letters("4213"), plain)
     return pool, said
 
 
@@ -188,7 +188,7 @@ def test_each_group_has_time_of_its_own() -> None:
 
 def test_answers_it_cannot_judge_harm_no_trust() -> None:
     pool = ReplayBuffer(SharingConfig(), lambda: NOW)
-    pool.guard(gate_of(Letters("42"), fails))
+    pool.gate = gate_of(Letters("42"), fails)
     pool.add(foreign(["\n42", "no"], fails, "honest"))
     assert pool.choose(4, random.Random(0)) == []
     assert not pool.refused_by_peer()
@@ -239,6 +239,6 @@ def test_tokens_outside_the_answer_are_told_apart(text: str, places: list[int]) 
 
 def test_nothing_foreign_is_learned_unjudged() -> None:
     pool = ReplayBuffer(SharingConfig(), lambda: NOW)
-    pool.guard(Gate(Letters("42"), lambda *_: [], lambda groups: None))  # type: ignore[arg-type]
+    pool.gate = Gate(Letters("42"), lambda *_: [], lambda groups: None)  # type: ignore[arg-type]
     pool.add(foreign(["42", "13"], plain))
     assert pool.choose(4, random.Random(0)) == []
