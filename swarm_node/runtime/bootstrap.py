@@ -174,16 +174,16 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
             if exceeded := memory.exceeded():
                 raise UserError(f"the bootstrap took {exceeded}")
         status = _status(config, manifest, transport)
-        if status["traffic"].get("rejected/newer"):
+        traffic, here = status["traffic"], len(status["peers"])
+        if traffic.get("rejected/newer"):
             once("newer", outdated(transport.too_new() or "a peer"))
-        reasons = [name.removeprefix("rejected/") for name, n in status["traffic"].items() if n and "rejected/" in name]
+        reasons = [name.removeprefix("rejected/") for name, n in traffic.items() if n and "rejected/" in name]
         first_refusals.look(reasons, transport.refusals())
         if addresses:
             looks += 1
-            health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
-        if addresses and (len(status["peers"]) != there or now - line_at > TRAFFIC_LINE_S):
-            there, line_at = len(status["peers"]), now
-            traffic = status["traffic"]
+            health.write(looks, {"swarm/peers": here} | {f"swarm/{name}": value for name, value in traffic.items()})
+        if addresses and (here != there or now - line_at > TRAFFIC_LINE_S):
+            there, line_at = here, now
             volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
             company = "1 other member" if there == 1 else f"{there} other members"
             say(f"{company}; {volume}, {traffic['messages_in']:.0f} messages passed on")
@@ -191,11 +191,6 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
             status_at = now
             run.write_status(status | {"link": link})
         time.sleep(MEMBERS_CHECK_S)
-
-
-def _named(traffic: dict[str, float]) -> dict[str, float]:
-    """The traffic, under the names of a member's metrics."""
-    return {f"swarm/{name}": value for name, value in traffic.items()}
 
 
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-r"""What people see of a node while it runs: the terminal or JSON lines, events.jsonl, `/healthz`.
+r"""The display of a node while it runs: the terminal or JSON lines, events.jsonl, `/healthz`.
 
     sentences --> logger "swarm_node" --> terminal, or one JSON object a line --> standard output or error
                                      \--> events.jsonl
@@ -53,17 +53,12 @@ def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
     events = EventLog(run.events, lambda text: show(text, "note"))
     stack.callback(events.close)
     handler = _Handler(show, events)
-    level, propagate = LOGGER.level, LOGGER.propagate
-
-    def close() -> None:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(level)
-        LOGGER.propagate = propagate
-
+    stack.callback(setattr, LOGGER, "propagate", LOGGER.propagate)
+    stack.callback(LOGGER.setLevel, LOGGER.level)
+    stack.callback(LOGGER.removeHandler, handler)
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # a library that logs to the terminal must not say everything twice
-    stack.callback(close)
     return events
 
 
@@ -76,10 +71,11 @@ def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStac
 
 
 class Console:
-    """What people see of a run, and events.jsonl."""
+    """The display of a run, and events.jsonl."""
 
     def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
         """`json_output`: standard output is for the final JSON document alone. Raises UserError."""
+        self.json_output = json_output
         lines: Show | None = None
         if config.log_format == "json":
             lines = shown_as_json(config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout)
@@ -90,7 +86,7 @@ class Console:
         self.health = Health()
         open_health(config, self.health, run, stack)
         if goes_with_container(run.path):
-            self.say(
+            say(
                 f"{run.path} is inside the container and will be deleted with it; mount a volume there "
                 "(docker run -v NAME:DIR)"
             )
@@ -119,11 +115,7 @@ class Console:
     def leave(self, text: str) -> None:
         """Say that a signal or a notice has come; /healthz answers from now on that the node leaves."""
         self.health.leaving = True
-        self.say(text, "stop")
-
-    def say(self, text: str, kind: str = "note") -> None:
-        """Say one sentence, from any thread."""
-        say(text, kind)
+        say(text, "stop")
 
 
 class _Handler(logging.Handler):

@@ -1,4 +1,4 @@
-"""What training costs, from the price of the machine per hour (`price_per_hour`, in any currency).
+"""The cost of training, from the price of the machine per hour (`price_per_hour`, in any currency).
 
     spent            = spent before + price * (now - began) / 3600
     per group        = spent / groups admitted to training, own and foreign; a group counts each time it is trained on
@@ -24,7 +24,6 @@ import msgspec
 from swarm_node.observability.tally import Buckets
 from swarm_node.observability.thinning import rounds_of
 
-HOUR_S = 3600.0
 LEAST_ROUNDS = 10  # rewards behind each of the two means: the reward of one round is mostly noise
 ERRORS = 2.0  # a gain counts if it exceeds so many standard errors
 
@@ -58,7 +57,7 @@ class CostMeter:
         if self._price is None:
             return {}
         costs = self.costs
-        costs.spent += spent(self._price, now - self._at)
+        costs.spent += self._price * (now - self._at) / 3600
         self._at = now
         costs.groups += groups
         costs.rewards.add(reward)
@@ -78,8 +77,3 @@ def gain(rewards: Buckets) -> float | None:
     (first, first_variance), (last, last_variance) = rewards.first(k), rewards.last(k)
     gained = last - first
     return gained if gained > ERRORS * math.sqrt((first_variance + last_variance) / k) else None
-
-
-def spent(price_per_hour: float, seconds: float) -> float:
-    """The cost of so many seconds, in the currency of `price_per_hour`."""
-    return price_per_hour * seconds / HOUR_S

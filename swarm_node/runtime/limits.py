@@ -67,15 +67,6 @@ def cpus(root: Path = Path("/")) -> float:
     return min([float(cores()), *cpu_quotas(root)])
 
 
-# --------------------------------------------------------------------- pause and resume, by the owner
-
-
-# --------------------------------------------------------------------- what the machine says
-
-
-# --------------------------------------------------------------------- what the node takes
-
-
 class ProcessTree:
     """This process and all its descendants, p2pd and the gossip process among them."""
 
@@ -134,9 +125,8 @@ class Allowance:
     """A budget of CPU time: `rate` seconds per second."""
 
     def __init__(self, rate: float, used: float, now: float) -> None:
-        self._rate = rate
+        self._rate, self._used, self._at = rate, used, now
         self._level = rate * BURST_S
-        self._used, self._at = used, now
 
     def wait_s(self, used: float, now: float) -> float:
         """How many seconds to sleep, if `used` CPU seconds were taken in total by `now`."""
@@ -185,12 +175,7 @@ class ResourceLimits:
     """Decides whether a run may go on, and limits its CPU time and memory."""
 
     def __init__(
-        self,
-        config: ResourcesConfig,
-        run: RunDir,
-        say: Say,
-        member: bool = False,
-        machine: Machine | None = None,
+        self, config: ResourcesConfig, run: RunDir, say: Say, member: bool = False, machine: Machine | None = None
     ) -> None:
         self.reason = ""  # why the node is paused; empty = it is not
         self.over = ""  # why the node had to leave, if it took too much memory; else empty
@@ -239,20 +224,17 @@ class ResourceLimits:
 
     def look(self, ended: threading.Event | None = None) -> None:
         """Find out whether to pause, and say so if that has changed, unless the run has `ended` meanwhile."""
-        before = self.reason
-        asked = pause_asked(self._run.paused, time.time())
-        hours = self._config.quiet_hours
+        before, hours = self.reason, self._config.quiet_hours
         still = f"quiet hours, {hours}" if quiet(hours, datetime.now()) else ""
-        reason = asked or still or self._machine.busy()
+        reason = pause_asked(self._run.paused, time.time()) or still or self._machine.busy()
         if ended is not None and ended.is_set():
             return
         self.reason = reason
         if reason != before:
             self._run.write_waits(reason)
-        if self.reason and not before:
-            stays = "; the node stays a member" if self._member else ""
-            self._say(f"paused: {self.reason}{stays}")
-        elif before and not self.reason:
+        if reason and not before:
+            self._say(f"paused: {reason}" + ("; the node stays a member" if self._member else ""))
+        elif before and not reason:
             self._say("no longer paused")
 
     def wait(self, stop: Stopper) -> None:
@@ -270,13 +252,12 @@ class ResourceLimits:
         once = Once(self._say)
         while not ended.wait(PAUSE_CHECK_S if self._memory else MACHINE_CHECK_S):
             try:
-                self._check(stop, ended)
+                self.look(ended)
+                exceeded = "" if self.over else self._memory.exceeded()
             except OSError as error:  # too many open files, for one
                 once("look", f"limits and pauses wait until this machine can be looked at again: {error}")
-
-    def _check(self, stop: Stopper, ended: threading.Event) -> None:
-        self.look(ended)
-        if not self.over and (exceeded := self._memory.exceeded()) and not ended.is_set():
-            self.over = f"the node took {exceeded}; what it had learned is saved"
-            stop.notice(MEMORY_LEAVE_S)
-            self._say(self.over)
+                continue
+            if exceeded and not ended.is_set():
+                self.over = f"the node took {exceeded}; what it had learned is saved"
+                stop.notice(MEMORY_LEAVE_S)
+                self._say(self.over)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import RemoteProtocolError
@@ -57,24 +58,18 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
 
 def _private(config: NodeConfig) -> NodeConfig:
     """The configuration for a network of its own, without sharing, with the processor's cores divided."""
-    count = config.pipeline.stages
-    pipeline = config.pipeline.model_copy(update={"crew": CREW})
-    network = config.network.model_copy(
-        update={"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
-    )
-    sharing = config.sharing.model_copy(update={"own": config.rollouts.groups, "foreign": 0})
-    policy = config.policy
-    if not policy.threads:
-        policy = policy.model_copy(update={"threads": max(1, (os.cpu_count() or 1) // count)})
+    network = {"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
+    sharing = {"own": config.rollouts.groups, "foreign": 0}
+    threads = config.policy.threads or max(1, (os.cpu_count() or 1) // config.pipeline.stages)
     return config.model_copy(
         update={
             "run_dir": str(config.directory),
             "seed": config.seed or 0,  # as `local` without stages: a swarm's peers each have one of their own
             "rounds": config.rounds or (None if config.minutes else int(config.total_rounds)),
-            "pipeline": pipeline,
-            "network": network,
-            "sharing": sharing,
-            "policy": policy,
+            "pipeline": config.pipeline.model_copy(update={"crew": CREW}),
+            "network": config.network.model_copy(update=network),
+            "sharing": config.sharing.model_copy(update=sharing),
+            "policy": config.policy.model_copy(update={"threads": threads}),
         }
     )
 
@@ -89,6 +84,17 @@ def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
     if kept is not None and kept.tasks == manifest.tasks:
         manifest = kept
     return Swarm(manifest.swarm_id, manifest, [], Path.cwd())
+
+
+@dataclass
+class Other:
+    """The process of another stage."""
+
+    stage: int
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    again: float = -math.inf  # when it is to start, at first or again
+    wait_s: float = RESTART_S  # time after which it starts again if it dies next
 
 
 class Others:
@@ -107,10 +113,7 @@ class Others:
         self._folder = folder
         self._link = link
         self._say = say
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._started: dict[int, float] = {}
-        self._wait_s: dict[int, float] = {}
-        self._again: dict[int, float] = {}  # stage -> when its process starts again
+        self._others = [Other(stage) for stage in range(1, config.pipeline.stages)]
         self._ended = threading.Event()
 
     @contextmanager
@@ -140,19 +143,14 @@ class Others:
     def _watch(self) -> None:
         while not self._ended.wait(PROCESS_CHECK_S):
             link = self._link()
-            for stage in range(1, self.config.pipeline.stages) if link else ():
-                process = self._processes.get(stage)
-                if process is None or self._again.get(stage, math.inf) <= self._now():
-                    self._start(stage, link)
-                elif process.poll() is not None and stage not in self._again:
-                    assert process.stdin is not None
-                    process.stdin.close()
-                    self._dead(stage, process.returncode)
-
-    def _start(self, stage: int, link: str) -> None:
-        self._started[stage] = self._now()
-        self._processes[stage] = self.launch(stage, link)
-        self._again.pop(stage, None)
+            for other in self._others if link else ():
+                if other.again <= self._now():
+                    other.started, other.again = self._now(), math.inf
+                    other.process = self.launch(other.stage, link)
+                elif other.process is not None and (code := other.process.poll()) is not None:
+                    _close_input(other.process)
+                    other.process = None
+                    self._dead(other, code)
 
     def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
         """Start the process of a stage, which ends when its standard input does."""
@@ -170,28 +168,31 @@ class Others:
                 start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
             )
 
-    def _dead(self, stage: int, code: int) -> None:
+    def _dead(self, other: Other, code: int) -> None:
         """Plan when a process starts again: never if it said what the user has to do, and rarely if it never lives
         long."""
-        now, log = self._now(), self._folder / f"{stage}.log"
+        now, log = self._now(), self._folder / f"{other.stage}.log"
         if code == USER_ERROR:
-            self._again[stage] = math.inf
-            self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")
+            self._say(f"the process of stage {other.stage} ended: {log.read_text().strip().splitlines()[-1]}")
             return
-        lived = now - self._started[stage]
-        wait_s = RESTART_S if lived > MAX_RESTART_S else self._wait_s.get(stage, RESTART_S)
-        self._wait_s[stage] = min(MAX_RESTART_S, 2 * wait_s)
-        self._again[stage] = now + (wait_s if code else max(wait_s, ENDED_RESTART_S))
-        self._say(f"the process of stage {stage} ended with {code} (see {log}); it is started again")
+        wait_s = RESTART_S if now - other.started > MAX_RESTART_S else other.wait_s
+        other.wait_s = min(MAX_RESTART_S, 2 * wait_s)
+        other.again = now + (wait_s if code else max(wait_s, ENDED_RESTART_S))
+        self._say(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again")
 
     def _end(self) -> None:
-        for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
+        processes = [other.process for other in self._others if other.process is not None]
+        for process in processes:
+            _close_input(process)
         until = time.monotonic() + PROCESS_LEAVE_S
-        for process in self._processes.values():
+        for process in processes:
             try:
                 process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()

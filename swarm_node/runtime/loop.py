@@ -55,7 +55,6 @@ class Run:
         self,
         config: NodeConfig,
         run: RunDir,
-        json_output: bool,
         stack: ExitStack,
         stop: Stopper,
         console: Console,
@@ -71,11 +70,10 @@ class Run:
         self.run = run
         self.stop = stop
         self.crew = crew
-        self.json_output = json_output
         self.console = console
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
         self.progress = console.progress
-        swarm = crew.parts.entered if crew is not None else None
+        swarm = None if crew is None else crew.parts.entered
         asked = config
         if found is not None:
             swarm = join_swarm(found, config, run, say, stack, stop.allowed)
@@ -93,16 +91,8 @@ class Run:
         if member is None and self.config.averaging.method != "none":
             say("averaging.method needs peers: training alone, nothing is averaged")
         optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.held_stages.optimizer(0))
-        self.node = Node(
-            self.config,
-            self.policy,
-            self.tasks,
-            say,
-            member,
-            optimizer=optimizer,
-            averaged=averaged,
-            private=private,
-        )
+        parts = self.config, self.policy, self.tasks, say, member
+        self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
@@ -144,17 +134,9 @@ class Run:
             offers = JsonLines(self.run.path / "offers.jsonl", say)
             stack.callback(offers.close)
             record = offers.append
-        member = Member(
-            self.config,
-            swarm.manifest,
-            swarm.identity,
-            swarm.transport,
-            self.policy,
-            self.tasks,
-            say,
-            record=record,
-            subscribe=None if self.crew is None else self.crew.subscriptions.subscribe,
-        )
+        network = swarm.manifest, swarm.identity, swarm.transport
+        subscribe = None if self.crew is None else self.crew.subscriptions.subscribe
+        member = Member(self.config, *network, self.policy, self.tasks, say, record=record, subscribe=subscribe)
         if self.crew is None:
             stack.callback(member.close)
         else:  # the network is the crew's
@@ -189,7 +171,7 @@ class Run:
                     if not self._changing:  # whatever went wrong, finished rounds are not lost
                         self.state.save()
                     if stop.requested:
-                        self._part(stop)
+                        self._average_last(stop)
         finally:
             self.progress.stop()
         self.checkpoints.wait()
@@ -203,7 +185,7 @@ class Run:
         if self.limits.over:
             raise UserError(self.limits.over)
 
-    def _part(self, stop: Stopper) -> None:
+    def _average_last(self, stop: Stopper) -> None:
         """Finish the exchange of weights that is due or under way, if there is time, and save what it made of the
         weights. The cohort then has what this node learned since the last exchange."""
         averager = self.node.averager
@@ -325,13 +307,11 @@ class Run:
         return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
 
     def report(self) -> RunReport:
-        """Report the ended run in words and, with --json, as a document on standard output; the picture is still to be
-        drawn."""
-        told = RunReport(
-            self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
-        )
+        """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
+        state = self.state
+        told = RunReport(self.run, state.tally, self.began_at, state.before, self.after, self.config.eval.samples)
         told.tell(self.console, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
-        if self.json_output:
+        if self.console.json_output:
             told.dump(self.node.round)
         return told
 

@@ -1,4 +1,4 @@
-"""Why a node pauses: its owner's command, or a machine that is wanted for other things."""
+"""Reasons to pause a node: its owner's command, or a machine that is wanted for other things."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,11 @@ _PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1
 
 def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
     """Raise UserError for settings that would make a crew wait for this machine."""
-    asked = _asked(config.resources, "max_cpu", "max_memory_gb", "quiet_hours", "pause_on")
-    if asked:
-        raise UserError(
-            f"resources.{asked[0]} is not for --stages: a stage that is paused or slowed down holds its crew up. Stop "
-            "the node instead (Ctrl-C): it hands its stage over; --nice, --max-upload and --max-download work"
-        )
+    why = (
+        "--stages: a stage that is paused or slowed down holds its crew up. Stop the node instead (Ctrl-C): it hands "
+        "its stage over; --nice, --max-upload and --max-download work"
+    )
+    _refuse(config, ["max_cpu", "max_memory_gb", "quiet_hours", "pause_on"], why)
     if run.paused.exists():
         raise UserError(
             f"{run.path} is paused, which a stage of a crew cannot be: `swarm-node resume {run.path}` first"
@@ -42,12 +42,8 @@ def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
 
 def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
     """Raise UserError for settings that would keep newcomers from reaching this bootstrap."""
-    asked = _asked(config.resources, "max_cpu", "quiet_hours", "pause_on")
-    if asked:
-        raise UserError(
-            f"resources.{asked[0]} is not for a bootstrap, which others join by at any time; --nice, --max-memory, "
-            "--max-upload and --max-download work"
-        )
+    why = "a bootstrap, which others join by at any time; --nice, --max-memory, --max-upload and --max-download work"
+    _refuse(config, ["max_cpu", "quiet_hours", "pause_on"], why)
     if run.paused.exists():
         raise UserError(
             f"{run.path} is paused, which a bootstrap cannot be: `swarm-node resume {run.path}` first, or stop it "
@@ -55,10 +51,12 @@ def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
         )
 
 
-def _asked(resources: ResourcesConfig, *keys: str) -> list[str]:
-    """The keys whose values are not the defaults."""
+def _refuse(config: NodeConfig, keys: Sequence[str], why: str) -> None:
+    """Raise UserError for the first of the keys below `resources` whose value is not the default."""
     usual = ResourcesConfig()
-    return [key for key in keys if getattr(resources, key) != getattr(usual, key)]
+    for key in keys:
+        if getattr(config.resources, key) != getattr(usual, key):
+            raise UserError(f"resources.{key} is not for {why}")
 
 
 def seconds_of(text: str) -> float:
@@ -77,7 +75,7 @@ def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
     until = None if for_s is None else now + for_s
     with os_errors_explained(run.paused):
         run.write_paused(until)
-    how_long = "" if until is None else f" until {_moment(until)}"
+    how_long = _until(math.inf if until is None else until)
     then = "it loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
     return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
 
@@ -129,15 +127,16 @@ def pause_asked(path: Path, now: float) -> str:
         until = math.inf
     if now >= until:
         return ""
-    moment = f" until {_moment(until)}" if until < math.inf else ""
-    return f"by `swarm-node pause`{moment}"
+    return f"by `swarm-node pause`{_until(until)}"
 
 
-def _moment(time_s: float) -> str:
+def _until(time_s: float) -> str:
+    if time_s == math.inf:
+        return ""
     try:
-        return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(time_s).strftime(" until %Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
-        return "further notice"
+        return " until further notice"
 
 
 def quiet(hours: str, now: datetime) -> bool:
@@ -177,41 +176,38 @@ def owner_active() -> bool | None:
     return {"IdleHint=no": True, "IdleHint=yes": False}.get(done.stdout.strip()) if done.returncode == 0 else None
 
 
+@dataclass
 class Machine:
     """The reasons to pause that `resources.pause_on` names."""
 
-    def __init__(
-        self,
-        config: ResourcesConfig,
-        say: Say,
-        on_battery: Callable[[], bool | None] = on_battery,
-        hottest: Callable[[], float | None] = hottest,
-        owner_active: Callable[[], bool | None] = owner_active,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._on_battery, self._hottest, self._owner_active = on_battery, hottest, owner_active
-        self._clock = clock
-        self._once = Once(say)
+    config: ResourcesConfig
+    say: Say
+    on_battery: Callable[[], bool | None] = on_battery
+    hottest: Callable[[], float | None] = hottest
+    owner_active: Callable[[], bool | None] = owner_active
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._once = Once(self.say)
         self._hot = False
         self._active: bool | None = None
         self._ask_owner_at = -math.inf
 
     def busy(self) -> str:
         """The first reason to pause, in words; empty = there is none. Says once what the system does not tell."""
-        wanted = self._config.pause_on
-        if "battery" in wanted and self._told("battery", self._on_battery(), "whether it is on battery"):
+        wanted = self.config.pause_on
+        if "battery" in wanted and self._told("battery", self.on_battery(), "whether it is on battery"):
             return "on battery"
         if "hot" in wanted:
-            degrees = self._told("hot", self._hottest(), "how hot it is")
-            limit = self._config.hot_c - COOLER_C * self._hot
+            degrees = self._told("hot", self.hottest(), "how hot it is")
+            limit = self.config.hot_c - COOLER_C * self._hot
             self._hot = degrees is not None and degrees >= limit
             if self._hot:
                 return f"hot, {degrees:.0f} °C"
         if "owner" in wanted:
-            if self._clock() >= self._ask_owner_at:
-                self._active = self._told("owner", self._owner_active(), "whether its owner is active")
-                self._ask_owner_at = self._clock() + OWNER_CHECK_S
+            if self.clock() >= self._ask_owner_at:
+                self._active = self._told("owner", self.owner_active(), "whether its owner is active")
+                self._ask_owner_at = self.clock() + OWNER_CHECK_S
             if self._active:
                 return "its owner is active"
         return ""

@@ -71,9 +71,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                         crew.take_lead(stop)
                         with ExitStack() as leading:
                             private = beside is not None
-                            lead = Run(
-                                crew.config, run, json_output, leading, stop, console, crew=crew, private=private
-                            )
+                            lead = Run(crew.config, run, leading, stop, console, crew=crew, private=private)
                             lead.train()
                         if not lead.finished:
                             crew.leaving.drain(stop)

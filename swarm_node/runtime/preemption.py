@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -102,9 +102,9 @@ def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str
     )
     if state_bytes is not None:
         text += f"; what is held here is {_size(state_bytes)}"
-    if state_bytes is None or state_bytes <= most:
-        return text
-    return f"{text}: only what left before (averaging, a crew's replicas, --checkpoint-to) outlives this machine"
+        if state_bytes > most:
+            text += ": only what left before (averaging, a crew's replicas, --checkpoint-to) outlives this machine"
+    return text
 
 
 def _size(size: float) -> str:
@@ -113,10 +113,7 @@ def _size(size: float) -> str:
 
 @contextmanager
 def stopper(
-    config: SpotConfig,
-    last_resort: Callable[[], None],
-    say: Say,
-    advice: str = "saving at the end of this round",
+    config: SpotConfig, last_resort: Callable[[], None], say: Say, advice: str = "saving at the end of this round"
 ) -> Iterator[Stopper]:
     """A `Stopper` that hears the cloud's notices as well. `advice` says what the node does when it is `advised`."""
     with Stopper(last_resort) as stop:
@@ -134,10 +131,8 @@ def stopper(
         def advised() -> None:
             stop.advised = True
 
-        work = (name, cloud, ended, noticed, advised, say)
-        watch = threading.Thread(
-            target=watch_cloud, args=work, kwargs={"advice": advice}, name="preemption", daemon=True
-        )
+        work = partial(watch_cloud, name, cloud, ended, noticed, advised, say, advice=advice)
+        watch = threading.Thread(target=work, name="preemption", daemon=True)
         watch.start()
         try:
             yield stop
@@ -211,77 +206,76 @@ def service(endpoint: str) -> Ask:
     return ask
 
 
+@dataclass
 class Aws:
-    def __init__(self, ask: Ask, now: Callable[[], float] = time.time) -> None:
-        self._ask = ask
-        self._now = now
-        self._token = ""
-        self._token_until = -math.inf
+    ask: Ask
+    now: Callable[[], float] = time.time
+    token: str = field(default="", repr=False)
+    token_until: float = -math.inf
 
     def look(self) -> Notice | None:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
-            left_s = _left_s(self._now(), action.get("time"), datetime.fromisoformat)
-            return Notice(f"aws will {_word(action.get('action'))} this machine in {left_s:.0f} s", left_s)
+            left_s = _left_s(self.now(), action.get("time"), datetime.fromisoformat)
+            verb = action.get("action") if action.get("action") in ("stop", "hibernate") else "terminate"
+            return Notice(f"aws will {verb} this machine in {left_s:.0f} s", left_s)
         if self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
             return Notice("aws says that it may well take this machine back soon", math.inf)
         return None
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        if self._now() >= self._token_until:
+        if self.now() >= self.token_until:
             header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
-            body = _good(*self._ask("/latest/api/token", header, "PUT"))
+            body = _good(*self.ask("/latest/api/token", header, "PUT"))
             if not body.isascii() or not body.decode().isprintable():
                 raise ValueError("its token is none")
-            self._token, self._token_until = body.decode(), self._now() + TOKEN_LIFE_S / 2
-        status, body = self._ask(path, {"X-aws-ec2-metadata-token": self._token})
+            self.token, self.token_until = body.decode(), self.now() + TOKEN_LIFE_S / 2
+        status, body = self.ask(path, {"X-aws-ec2-metadata-token": self.token})
         if status == 404:
             return None
         if status == 401:
-            self._token_until = -math.inf
+            self.token_until = -math.inf
         return _table(_good(status, body))
 
 
+@dataclass
 class Gcp:
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    ask: Ask
 
     def look(self) -> Notice | None:
         header = {"Metadata-Flavor": "Google"}
-        answer = _good(*self._ask("/computeMetadata/v1/instance/preempted", header)).strip()
+        answer = _good(*self.ask("/computeMetadata/v1/instance/preempted", header)).strip()
         if answer not in (b"TRUE", b"FALSE"):
             raise ValueError(f"it answers {answer[:40]!r}")
         left_s = NOTICE_S["gcp"]
         return Notice(f"gcp takes this machine back in {left_s:.0f} s", left_s) if answer == b"TRUE" else None
 
 
+@dataclass
 class Azure:
     """Azure tells of all machines in this one's availability or scale set; others' events are skipped."""
 
-    HEADER = {"Metadata": "true"}
-    ENDS = ("Preempt", "Terminate")
-
-    def __init__(self, ask: Ask, now: Callable[[], float] = time.time) -> None:
-        self._ask = ask
-        self._now = now
-        self._name = ""
+    ask: Ask
+    now: Callable[[], float] = time.time
+    name: str = ""
 
     def look(self) -> Notice | None:
-        if not self._name:
-            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = _good(*self._ask(path, self.HEADER)).decode(errors="replace").strip()
-        events = _table(_good(*self._ask("/metadata/scheduledevents?api-version=2020-07-01", self.HEADER)))
-        listed = events.get("Events")
+        if not self.name:
+            name = self._get("/metadata/instance/compute/name?api-version=2021-02-01&format=text")
+            self.name = name.decode(errors="replace").strip()
+        listed = _table(self._get("/metadata/scheduledevents?api-version=2020-07-01")).get("Events")
         for event in listed if isinstance(listed, list) else []:
-            if isinstance(event, dict) and event.get("EventType") in self.ENDS and self._is_of_this(event):
+            if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate"):
+                continue
+            machines = event.get("Resources")
+            if not isinstance(machines, list) or self.name in machines:
                 begun = event.get("EventStatus") == "Started"
-                left_s = OVERDUE_S if begun else _left_s(self._now(), event.get("NotBefore"), parsedate_to_datetime)
+                left_s = OVERDUE_S if begun else _left_s(self.now(), event.get("NotBefore"), parsedate_to_datetime)
                 return Notice(f"azure takes this machine back in {left_s:.0f} s ({event['EventType']})", left_s)
         return None
 
-    def _is_of_this(self, event: Mapping[str, Any]) -> bool:
-        machines = event.get("Resources")
-        return not isinstance(machines, list) or self._name in machines
+    def _get(self, path: str) -> bytes:
+        return _good(*self.ask(path, {"Metadata": "true"}))
 
 
 CLOUDS: dict[str, Callable[[Ask], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
@@ -301,10 +295,6 @@ def _table(body: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError("its JSON is no object")
     return table
-
-
-def _word(value: object) -> str:
-    return value if value in ("stop", "hibernate") else "terminate"
 
 
 def _left_s(now: float, when: object, read: Callable[[str], datetime]) -> float:

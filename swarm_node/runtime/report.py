@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
@@ -34,9 +33,10 @@ class RunReport:
         self.before = before
         self.after = after
         self.samples = samples
+        self._plot = run.plots / "reward.png"
         self.figures = figures(tally, resumed_at, compared(before, after, samples))
 
-    def tell(self, console: Console, crew: bool, held_out: bool = True) -> None:
+    def tell(self, console: Console, crew: bool, held_out: bool) -> None:
         """Show the report in words. `held_out`: whether the tasks have held-out questions."""
         path = str(self.run.path)
         if self.before.table and self.after.table:
@@ -69,16 +69,8 @@ class RunReport:
         """Draw the reward curve. It comes last: it takes longest, and is missed least if the process is ended."""
         held = self.figures.held_out
         if last_record(self.run.metrics) is not None:
-            plot_reward(
-                each_record(self.run.metrics),
-                self._plot,
-                title=str(self.run.path),
-                held_out=held.pass_1 if held else None,
-            )
-
-    @property
-    def _plot(self) -> Path:
-        return self.run.plots / "reward.png"
+            records = each_record(self.run.metrics)
+            plot_reward(records, self._plot, str(self.run.path), held.pass_1 if held else None)
 
 
 def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:

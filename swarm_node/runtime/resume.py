@@ -1,9 +1,11 @@
-"""What the checkpoints of a run hold, and how a run resumes from them."""
+"""The state of a run in its checkpoints, and how a run resumes from them."""
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,34 +32,21 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 STALE_S = 600.0  # a node whose checkpoint is older looks for a peer of its cohort that is ahead
 
 
+@dataclass
 class RunState:
     """Saves the state of a run in checkpoints, and restores it."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        run: RunDir,
-        node: Node,
-        checkpoints: CheckpointStore,
-        crew: CrewNode | None,
-        own: RunSettings,
-        cost: CostMeter,
-    ) -> None:
-        """`config` is `fitted` to the node's policy, `crew` the one that this node leads, `own` knows the settings
-        behind the weights. The figures of `cost` are saved and restored as well."""
-        self.config = config
-        self.run = run
-        self.node = node
-        self.policy = node.policy
-        self.tasks = node.tasks
-        self.checkpoints = checkpoints
-        self.crew = crew
-        self.own = own
-        self.settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
-        self.cost = cost
-        self.tally = Tally()  # figures of all rounds so far
-        self.before = Evaluation()  # held-out figures from before training
-        self.saved: int | None = None  # the round of the last checkpoint
+    config: NodeConfig  # `fitted` to the node's policy
+    run: RunDir
+    node: Node
+    checkpoints: CheckpointStore
+    crew: CrewNode | None  # the crew that this node leads
+    own: RunSettings  # knows the settings behind the weights
+    cost: CostMeter  # its figures are saved and restored as well
+    settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
+    tally: Tally = field(default_factory=Tally)  # figures of all rounds so far
+    before: Evaluation = field(default_factory=Evaluation)  # held-out figures from before training
+    saved: int | None = None  # the round of the last checkpoint
 
     def save(self, anew: bool = False) -> None:
         """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then."""
@@ -75,7 +64,7 @@ class RunState:
                 "trainer": numbers,
                 "tally": msgspec.to_builtins(self.tally),
                 "cost": msgspec.to_builtins(self.cost.costs),
-                "policy_version": self.policy.version,
+                "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
                 "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.table.items()},
                 "before_by_question": self.before.by_question,
@@ -87,9 +76,9 @@ class RunState:
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
         """(tensors by file, numbers of the trainer, numbers of averaging)"""
         optimizer, numbers = self.node.trainer.state_dict()
-        tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
-        if self.crew is not None:  # whoever holds a stage keeps its weights
-            tensors = {}
+        tensors = {}
+        if self.crew is None:  # in a crew, each holder of a stage keeps its weights
+            tensors = {"policy": self.node.policy.trainable_state(), "optimizer": optimizer}
         averaging: dict[str, Any] = {}
         if self.node.averager is not None:
             tensors["averaging"], averaging = self.node.averager.state_dict()
@@ -112,17 +101,19 @@ class RunState:
                 self.set_aside(self.run.metrics)
         if self.crew is not None:
             known = self.crew.progress.round or (0 if checkpoint is None else checkpoint.round)
-            self.node.round = known or self.policy.version
+            self.node.round = known or self.node.policy.version
         if checkpoint is None:
             return self.node.round > 0
         state = checkpoint.state
-        settings = state.get("settings")
-        self.settings = settings if isinstance(settings, dict) else None
-        self._take_figures(state)
+        if isinstance(settings := state.get("settings"), dict):
+            self.settings = settings
+        with suppress(KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
+            figures = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
+            self.tally, self.cost.costs = figures
         if self.crew is None:
-            self.policy.load_trainable_state(checkpoint.tensors["policy"])
+            self.node.policy.load_trainable_state(checkpoint.tensors["policy"])
             self.node.trainer.load_state_dict(checkpoint.tensors["optimizer"], state["trainer"])
-            self.policy.version = state["policy_version"]
+            self.node.policy.version = state["policy_version"]
             self.node.round = self.saved = checkpoint.round
         else:
             self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
@@ -152,36 +143,27 @@ class RunState:
         """
         if self.tally.round > self.node.round:
             self.tally, self.cost.costs = Tally(), Costs()
-        last = last_record(self.run.metrics)
-        if last is None or last["round"] <= self.tally.round:
+        last, known = last_record(self.run.metrics), self.tally.round
+        if last is None or last["round"] <= known:
             return
-        known = self.tally.round
         for record in each_record(self.run.metrics):
             if record["round"] > known:
                 self.tally.add(record)
                 self.cost.go_on(record)
 
-    def _take_figures(self, state: dict[str, Any]) -> None:
-        try:
-            tally, costs = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
-        except (KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
-            return
-        self.tally, self.cost.costs = tally, costs
-
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint and this run must have in common: the model and the weights that are trained."""
+        """The model and the weights that are trained: a checkpoint of this run has the same."""
+        policy = self.node.policy
         if self.crew is not None:
             return {"base": self.crew.parts.architecture}
-        trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
-        return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
+        trained = {name: [str(t.dtype), *t.shape] for name, t in policy.trainable_state().items()}
+        return {"base": policy.base_digest, "start": policy.start_digest, "trained": trained}
 
     def _evaluation(self) -> dict[str, Any]:
-        """What two held-out figures must have in common to be comparable."""
-        return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
-
-    def _sampling(self) -> list[float]:
+        """The conditions that make two held-out figures comparable."""
         rollouts = self.config.rollouts
-        return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
+        sampling = [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
+        return {"tasks": self.node.tasks.names, **self.config.eval.model_dump(), "rollouts": sampling}
 
     def set_aside(self, metrics: Path) -> None:
         """Rename the metrics of earlier rounds, whose checkpoints are gone or refused."""

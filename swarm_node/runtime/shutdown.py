@@ -24,7 +24,7 @@ import time
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 from swarm_node.errors import StopRequested
 
@@ -46,7 +46,8 @@ class Stopper:
         self.requested = False
         self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
         self._ends = math.inf
-        self._signalled = False
+        self._signalled = False  # whether a first signal has come, for the main thread
+        self._signal_seen = False  # the same, for the watchdog
         self._notice_s = deadline_s
         self._interruptible = False
         self._safe = False
@@ -65,9 +66,7 @@ class Stopper:
         self._watchdog.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.hold()
         self._left.set()
         for number, handler in self._old.items():
@@ -136,19 +135,14 @@ class Stopper:
 
     def _watch(self) -> None:
         """Keep the deadline. Python runs `_handle` only between bytecodes, C writes to the wake-up socket at once."""
-        ends, signalled = math.inf, False
+        ends = math.inf
         while (number := self._signal_before(ends)) is not None:
-            if number in STOPPING and signalled:
-                _quit(128 + number)
-            signalled |= number in STOPPING
             ends = min(ends, time.monotonic() + (self._notice_s if number == NOTICE else self._deadline_s))
         if not self._left.is_set() and not self._safe:
             threading.Thread(target=self._resort, name="last-resort", daemon=True).start()
             until = time.monotonic() + LAST_RESORT_S
-            while (number := self._signal_before(until)) is not None:
-                if number in STOPPING and signalled:
-                    _quit(128 + number)
-                signalled |= number in STOPPING
+            while self._signal_before(until) is not None:
+                pass
         elif not self._left.is_set():
             self._left.wait(SAFE_EXIT_S)
         if not self._left.is_set():
@@ -162,7 +156,8 @@ class Stopper:
                 _quit(0)
 
     def _signal_before(self, ends: float) -> int | None:
-        """The number of the next stopping signal; None at the time `ends`, or once the context is left."""
+        """The number of the next stopping signal; None at the time `ends`, or once the context is left. A second signal
+        ends the process."""
         while True:
             self._read.settimeout(None if ends == math.inf else max(0.001, ends - time.monotonic()))
             try:
@@ -171,9 +166,14 @@ class Stopper:
                 return None
             if not received:
                 return None
+            number = received[0]
+            if number in STOPPING:
+                if self._signal_seen:
+                    _quit(128 + number)
+                self._signal_seen = True
             # Others' signals, such as a reward function's alarm, come here too.
-            if received[0] in (*STOPPING, HANGUP, NOTICE):
-                return received[0]
+            if number in (*STOPPING, HANGUP, NOTICE):
+                return number
 
 
 def _quit(code: int) -> None:

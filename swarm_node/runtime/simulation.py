@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from protocol.codec import spoken_by
@@ -90,11 +89,12 @@ class Simulation:
                 transport = self.network.join(identity, manifest.swarm_id, link=peer.link, bootstrap=first)
                 first = first or transport.addresses[:1]
                 now, spoken = self.clock.now, spoken_by(peer.protocol)
+                # Admission's clock stands still: a simulation must not depend on the speed of the machine.
                 member = Member(
-                    peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken, spent=_takes_no_time
+                    peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken, spent=lambda: 0.0
                 )
             peer.node = peer.node_type(*parts, member, self.clock.now)
-            self.clock.call_at(START + peer.starts_at, partial(self._begin, peer))
+            self._call_at(START + peer.starts_at, peer, self._begin)
 
     def run(self, rounds: int | None = None, seconds: float | None = None) -> None:
         """Run until every living peer has had `rounds` rounds in all, or for `seconds` of virtual time."""
@@ -102,7 +102,8 @@ class Simulation:
         end = float("inf") if seconds is None else self.clock.now() + seconds
         waiting, self._waiting = self._waiting, []
         for peer in waiting:
-            self._begin(peer)
+            if not peer.dead:
+                self._begin(peer)
         while any(not peer.dead and len(peer.metrics) < self._rounds for peer in self.peers):
             if not self.clock.step(end):
                 break
@@ -126,53 +127,44 @@ class Simulation:
 
     def _begin(self, peer: Peer) -> None:
         """Sample now, or when the node wakes."""
-        if peer.dead:
-            return
         if peer.node.round >= self._rounds:
             self._waiting.append(peer)
             return
         now = self.clock.now()
         awake = max((START + to for since, to in peer.sleeps if START + since <= now < START + to), default=now)
         if awake > now:
-            self.clock.call_at(awake, lambda: self._begin(peer))
+            self._call_at(awake, peer, self._begin)
             return
         collected = peer.node.collect()
         collected.seconds = collected.num_tokens / peer.speed.generate_tok_s
-        self.clock.call_at(now + collected.seconds, lambda: self._learn(peer, now, collected))
+        self._call_at(now + collected.seconds, peer, self._learn, now, collected)
 
     def _learn(self, peer: Peer, began: float, collected: Collected) -> None:
         """Publish the groups, choose foreign ones, learn."""
-        if peer.dead:
-            return
         peer.node.share(collected)
         groups = peer.node.choose(collected)
         learned = peer.node.learn(groups)
         tokens = sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
         seconds = collected.seconds + tokens / peer.speed.train_tok_s + peer.speed.overhead_s
         seconds = max(seconds, peer.config.pace_s)
-        self.clock.call_at(began + seconds, lambda: self._end(peer, seconds, collected, learned))
+        self._call_at(began + seconds, peer, self._end, seconds, collected, learned)
 
     def _end(self, peer: Peer, seconds: float, collected: Collected, learned: dict[str, float]) -> None:
         """Record the round and begin the next."""
-        if peer.dead:
-            return
         line = peer.node.record(collected, learned, seconds)
         peer.metrics.append({name: value for name, value in line.items() if name not in WALL_CLOCK})
         self._average(peer)
 
     def _average(self, peer: Peer) -> None:
         """Exchange weights, wait for others if need be, and begin the next round."""
-        if peer.dead:
-            return
         if peer.node.average():
-            self.clock.call_at(self.clock.now() + SIMULATED_CHECK_S, partial(self._average, peer))
+            self._call_at(self.clock.now() + SIMULATED_CHECK_S, peer, self._average)
         else:
             self._begin(peer)
 
-
-def _takes_no_time() -> float:
-    """A clock for admission that stands still: a simulation must not depend on the speed of the machine."""
-    return 0.0
+    def _call_at(self, at: float, peer: Peer, do: Callable[..., None], *more: Any) -> None:
+        """Call `do(peer, *more)` at the virtual time `at`, if the peer lives then."""
+        self.clock.call_at(at, lambda: None if peer.dead else do(peer, *more))
 
 
 def manifest_for(config: NodeConfig, name: str = "simulation", **limits: Any) -> Manifest:

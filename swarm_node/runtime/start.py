@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
-from swarm_node.runtime.console import Console
+from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopper
@@ -58,10 +58,10 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         console = Console(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, console.say))
+        stop = stack.enter_context(stopper(config.spot, last_resort, say))
         with ExitStack() as inner:
             try:
-                whole = Run(config, run, json_output, inner, stop, console, swarm)
+                whole = Run(config, run, inner, stop, console, swarm)
             except StopRequested:
                 console.leave(NOT_BEGUN)
                 stop.safe()

@@ -1,4 +1,4 @@
-"""What `swarm-node status` shows of a run in a swarm, written every two seconds."""
+"""swarm.json, which `swarm-node status` shows of a run in a swarm, written every two seconds."""
 
 from __future__ import annotations
 

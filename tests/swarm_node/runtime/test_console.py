@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swarm_node.config import NodeConfig
-from swarm_node.runtime.console import LOGGER, Console
+from swarm_node.runtime.console import LOGGER, Console, say
 from swarm_node.storage.rundir import RunDir
 
 
@@ -26,7 +26,7 @@ def shown(path: Path, capsys: pytest.CaptureFixture[str], json_output: bool = Fa
     config = NodeConfig.model_validate({"run_dir": str(path), "rounds": 2, "health": {"port": 0}} | settings)
     with ExitStack() as stack:
         console = Console(config, stack.enter_context(RunDir.open(path)), json_output, stack)
-        console.say("resumed", "resume")
+        say("resumed", "resume")
         logging.getLogger("swarm_node.storage.mirror").info("the %s is full", "bucket")
         console.progress.start()
         for round in (1, 2):

@@ -11,7 +11,7 @@ import pytest
 
 from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.observability.tally import Buckets
-from swarm_node.runtime.cost import LEAST_ROUNDS, CostMeter, gain, spent
+from swarm_node.runtime.cost import LEAST_ROUNDS, CostMeter, gain
 from tests.support.run_files import read_jsonl
 
 
@@ -23,8 +23,8 @@ def gained(*rewards: float | None) -> float | None:
 
 
 def test_an_hour_costs_its_price() -> None:
-    assert spent(2.5, 3600.0) == 2.5
-    assert spent(2.5, 900.0) == 0.625
+    assert CostMeter(2.5, 0.0).round(0.5, 1, 3600.0)["cost/spent"] == 2.5
+    assert CostMeter(2.5, 100.0).round(0.5, 1, 1000.0)["cost/spent"] == 0.625
 
 
 def test_without_a_price_there_is_no_figure() -> None:
