@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from swarm_node.config import config_reference
+from swarm_node.config.writing import config_reference
 from swarm_node.observability.metrics_reference import metrics_reference
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,7 @@ import atexit
 import functools
 import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -65,26 +64,19 @@ EPILOG = (
 )
 
 
-@contextmanager
-def user_errors(json_output: bool = False) -> Iterator[None]:
-    """Report an error of the package as one line. Exit code 2; 1 if no member of a swarm was reached."""
-    try:
-        yield
-    except SwarmNodeError as error:
-        message = printable(str(error))
-        typer.echo(f"swarm-node: {message}", err=True)
-        if json_output:
-            typer.echo(json.dumps({"error": message}))
-        raise typer.Exit(NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR) from None
-
-
 def _reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` within `user_errors`."""
+    """`command` with errors of the package as one line, and an exit code."""
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        with user_errors(values.get("json_output", False)):
+        try:
             command(**values)
+        except SwarmNodeError as error:
+            message = printable(str(error))
+            typer.echo(f"swarm-node: {message}", err=True)
+            if values.get("json_output"):
+                typer.echo(json.dumps({"error": message}))
+            raise typer.Exit(NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR) from None
 
     return run
 

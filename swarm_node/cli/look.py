@@ -13,7 +13,7 @@ import typer
 
 from swarm_node.cli.options import CommandSettings, Json, option
 from swarm_node.cli.train import print_config
-from swarm_node.config import config_reference
+from swarm_node.config.writing import config_reference
 from swarm_node.storage.rundir import RunDir
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]

@@ -45,7 +45,7 @@ def evaluate_model(
     """Measure pass@1 and pass@k on held-out questions."""
     from swarm_node.cli.commands.evaluate import main
 
-    raise typer.Exit(main(target, split_names(tasks), samples, questions, json_output))
+    main(target, split_names(tasks), samples, questions, json_output)
 
 
 def export(
@@ -114,25 +114,27 @@ def merge_models(
     It is measured against each of them on held-out questions. Members go on training meanwhile. --model, --config and
     --set say how they load their model, as for `join`; the config.toml of any member's run will do.
     """
-    if (cohort or without or settings.any_typed) and not any(map(is_swarm, sources)):
+    with_swarm = any(map(is_swarm, sources))
+    if (cohort or without or settings.any_typed) and not with_swarm:
         raise UserError(
             "--cohort, --without, --model and --set are for merging a swarm, and so is --config: a run has its own "
             "settings"
         )
-    runs = [] if any(map(is_swarm, sources)) else runs_of(sources)
-    if not runs and len(sources) > 1:
+    if with_swarm and len(sources) > 1:
         raise UserError("a merge is of one swarm, or of run directories")
+    runs = [] if with_swarm else runs_of(sources)
     with os_errors_explained(out):
         if out.exists() and any(out.iterdir()):
             raise UserError(f"{out} is not empty; choose another directory")
     from swarm_node.cli.commands.merge import MergeRequest, main
 
     request = MergeRequest(out, method, scale, questions, json_output)
-    if runs:
-        raise typer.Exit(main(runs, request))
-    from swarm_node.cli.commands.merge_swarm import main as merge_members
+    if with_swarm:
+        from swarm_node.cli.commands.merge_swarm import main as merge_members
 
-    raise typer.Exit(merge_members(sources[0], settings.load(), request, timeout, cohort, split_names(without) or []))
+        merge_members(sources[0], settings.load(), request, timeout, cohort, split_names(without) or [])
+    else:
+        main(runs, request)
 
 
 def is_swarm(named: str) -> bool:
@@ -146,8 +148,7 @@ def runs_of(sources: Sequence[str]) -> list[RunDir]:
     """The runs to merge. Raises UserError unless there are two or more."""
     runs = [RunDir(source) for source in sources]
     for run in runs:
-        if not run.exists:
-            raise UserError(f"no run in {run.path} (it has no config.toml)")
+        run.check_exists()
     if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
         raise UserError("a merge takes at least two different run directories, each of them once")
     return runs

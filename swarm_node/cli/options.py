@@ -19,8 +19,10 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from swarm_node.config import OPTIONS, VARIABLE_PREFIX, KeyOption, NodeConfig, all_keys, load_config, load_run_config
-from swarm_node.config.keys import alternatives
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
+from swarm_node.config.loading import load_run_config, read_layers
+from swarm_node.config.options import OPTIONS, KeyOption, explanation
 
 CONFIGURATION = "Configuration"
 COMMAND_VARIABLES: set[str] = set()
@@ -75,12 +77,9 @@ class CommandSettings:
         return load_config(self.file, os.environ, self.flags | flags, self.sets, COMMAND_VARIABLES)
 
     def load_run(self, member: bool) -> NodeConfig:
-        """The configuration for a start in a directory that may have a run: its own settings come first.
-
-        Raises UserError.
-        """
-        sources = self.file, os.environ, self.flags, self.sets
-        return load_run_config(*sources, member, lambda text: typer.echo(text, err=True), COMMAND_VARIABLES)
+        """The configuration for a start in a directory that may have a run. Raises UserError."""
+        layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
+        return load_run_config(layers, member, lambda text: typer.echo(text, err=True))
 
 
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:
@@ -104,12 +103,12 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
     def run(context: typer.Context, **values: Any) -> None:
         source = context.get_parameter_source("config")
         is_typed = source is not None and source.name == "COMMANDLINE"
-        flags = {row.name: _plain(values.pop(row.name)) for row in rows}
+        flags = {row.name: values.pop(row.name) for row in rows}
+        flags = {name: split_names(value) if isinstance(value, list) else value for name, value in flags.items()}
         function(settings=CommandSettings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
 
-    signature = inspect.Signature(list(parameters()))
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    run.__signature__ = inspect.Signature(list(parameters()))  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters()}
     return run
 
 
@@ -120,7 +119,7 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
     (kind, *more) = [kind for kind in kinds if kind is not NoneType]
     values = get_args(get_args(kind)[0] if get_origin(kind) is list else kind)
     settings: dict[str, Any] = {
-        "help": row.help_for(command),
+        "help": row.says.get(command) or explanation(row.key),
         "rich_help_panel": row.panel,
         "metavar": row.metavar or ("|".join(map(str, values)) if values and isinstance(values[0], str) else None),
     }
@@ -140,11 +139,6 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
 
 def _bare(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _plain(value: object) -> object:
-    """A value from typer as `load_config` takes it."""
-    return split_names(value) if isinstance(value, list) else value
 
 
 def split_names(given: list[str] | None) -> list[str] | None:

@@ -78,14 +78,13 @@ def _is_alternative(part: int | str) -> bool:
 
 def did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
     """`; did you mean …?` with the nearest known name. Names with the same last part come first."""
+
+    def last(name: str) -> str:
+        return name.removeprefix(VARIABLE_PREFIX).rpartition(separator)[2]
+
     indices = re.findall(r"\[\d+\]", word)
     word = re.sub(r"\[\d+\]", "[]", word)
-    last = word.rpartition(separator)[2].removeprefix(VARIABLE_PREFIX)
-    alike = [
-        name
-        for name in known
-        if name.removeprefix(VARIABLE_PREFIX).rpartition(separator)[2] == last.removeprefix(VARIABLE_PREFIX)
-    ]
+    alike = [name for name in known if last(name) == last(word)]
     match = difflib.get_close_matches(word, alike or known, n=1, cutoff=0.0 if alike else 0.6)
     if not match:
         return "; `swarm-node config reference` lists all"

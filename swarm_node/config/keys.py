@@ -12,10 +12,8 @@ from pydantic.fields import FieldInfo
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.section import Section
 
-Table = dict[str, Any]
-"""Nested, as in a TOML file."""
-VARIABLE_PREFIX = "SWARM_NODE_"
-"""Start of the names of environment variables."""
+Table = dict[str, Any]  # nested, as in a TOML file
+VARIABLE_PREFIX = "SWARM_NODE_"  # start of the names of environment variables
 
 
 @cache

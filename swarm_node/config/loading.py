@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Literal, get_origin
@@ -25,8 +25,8 @@ from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
 
-SETS_VARIABLE = VARIABLE_PREFIX + "SET"
-"""Environment variable that takes what `--set` takes, several with spaces between."""
+SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
+Layers = Sequence[tuple[str, Table]]  # (source, partial table) in rising precedence
 
 
 def load_config(
@@ -42,28 +42,16 @@ def load_config(
     key, to its value; None = not given. `sets` has texts `section.key=value`. Raises UserError with one line: key,
     value and source.
     """
-    return _resolved(list(_layers(file, env or {}, flags or {}, sets, others)))
+    return _resolved(read_layers(file, env or {}, flags or {}, sets, others))
 
 
-def load_run_config(
-    file: Path | None,
-    env: Mapping[str, str],
-    flags: Mapping[str, object],
-    sets: Sequence[str],
-    member: bool,
-    say: Callable[[str], None],
-    others: Collection[str] = (),
-) -> NodeConfig:
-    """The configuration for the start of a run, as a `member` of a swarm or alone. For sources see `load_config`.
+def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) -> NodeConfig:
+    """The configuration for the start of a run, as a `member` of a swarm or alone.
 
     If the directory already has a run, that run's own settings come right above the defaults. Raises UserError also
     for a start alone in the directory of a member.
     """
-    layers = list(_layers(file, env, flags, sets, others))
-    table: Table = {}
-    for source, layer in layers:
-        _check(source, layer)
-        table = merged(table, layer)
+    table = _together(layers)
     where = {key: table[key] for key in ("run_dir", "name") if key in table}
     directory = NodeConfig.model_validate(where | {"swarm": "any" if member else None}).directory
     there = directory / "config.toml"
@@ -90,29 +78,27 @@ def _is_lost(swarm: str) -> bool:
     return swarm != "" and "://" not in swarm and not Path(swarm).expanduser().is_file()
 
 
-def _check(source: str, layer: Table) -> None:
-    """Raises UserError for a value that is wrong without regard to others."""
-    try:
-        NodeConfig.model_validate(layer)
-    except ValidationError as error:
-        if any(each["type"] != TOGETHER for each in error.errors()):
-            raise UserError(explain(error, source)) from None
-
-
-def _resolved(layers: Sequence[tuple[str, Table]]) -> NodeConfig:
-    """The configuration from (source, partial table) in rising precedence."""
+def _together(layers: Layers) -> Table:
+    """All layers in one. Raises UserError for a value that is wrong without regard to others."""
     table: Table = {}
-    given: dict[str, list[str]] = {}
     for source, layer in layers:
-        _check(source, layer)
+        try:
+            NodeConfig.model_validate(layer)
+        except ValidationError as error:
+            if any(each["type"] != TOGETHER for each in error.errors()):
+                raise UserError(explain(error, source)) from None
         table = merged(table, layer)
-        for name in layer:
-            given.setdefault(name, []).append(source)
+    return table
+
+
+def _resolved(layers: Layers) -> NodeConfig:
+    table = _together(layers)
     try:
         config = NodeConfig.model_validate(table)
     except ValidationError as error:  # each layer is right by itself
-        sources = given.get(str(error.errors()[0]["loc"][0]), [])
-        raise UserError(explain(error, " and ".join(dict.fromkeys(sources)))) from None
+        section = error.errors()[0]["loc"][0]
+        sources = dict.fromkeys(source for source, layer in layers if section in layer)
+        raise UserError(explain(error, " and ".join(sources))) from None
     _check_together(config)
     return config
 
@@ -137,31 +123,27 @@ def _check_together(config: NodeConfig) -> None:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
 
 
-def _layers(
+def read_layers(
     file: Path | None,
     env: Mapping[str, str],
     flags: Mapping[str, object],
     sets: Sequence[str],
     others: Collection[str],
-) -> Iterator[tuple[str, Table]]:
-    """(source, partial table) in rising precedence."""
-    if file is not None:
-        yield str(file), _read_toml(file)
+) -> Layers:
+    """What each source of `load_config` sets. Raises UserError."""
+    layers = [] if file is None else [(str(file), _read_toml(file))]
     variables = all_variables()
     for name in sorted(name for name in env if name.startswith(VARIABLE_PREFIX)):
         if name in variables:
-            yield name, nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
+            layers.append((name, nest(variables[name], _parse(env[name], all_keys()[variables[name]]))))
         elif name != SETS_VARIABLE and name not in others:
             hint = did_you_mean(name, [*variables, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
-    for text in _split_sets(env.get(SETS_VARIABLE, "")):
-        yield SETS_VARIABLE, _parse_set(text, SETS_VARIABLE)
+    layers += [(SETS_VARIABLE, _parse_set(text, SETS_VARIABLE)) for text in _split_sets(env.get(SETS_VARIABLE, ""))]
     keys = keys_by_name()
-    for name, value in flags.items():
-        if value is not None:
-            yield "--" + name.replace("_", "-"), nest(keys.get(name, name), value)
-    for text in sets:
-        yield "--set", _parse_set(text, "--set")
+    given = {name: value for name, value in flags.items() if value is not None}
+    layers += [("--" + name.replace("_", "-"), nest(keys.get(name, name), value)) for name, value in given.items()]
+    return layers + [("--set", _parse_set(text, "--set")) for text in sets]
 
 
 def _read_toml(file: Path) -> Table:

@@ -22,10 +22,8 @@ class KeyOption(NamedTuple):
     """An option that sets one key."""
 
     key: str
-    flag: str
-    """The option as typed; a name without dashes is an argument."""
-    commands: str
-    """The commands that have it, with spaces between."""
+    flag: str  # the option as typed; a name without dashes is an argument
+    commands: str  # the commands that have it, with spaces between
     panel: str | None = None
     metavar: str | None = None
     says: Mapping[str, str] = MappingProxyType({})
@@ -35,10 +33,6 @@ class KeyOption(NamedTuple):
     def name(self) -> str:
         """`max_cpu` for `--max-cpu`: the parameter, and in capitals the end of the environment variable."""
         return self.flag.removeprefix("--").replace("-", "_").lower()
-
-    def help_for(self, command: str) -> str:
-        """The explanation that `command` shows."""
-        return self.says.get(command) or explanation(self.key)
 
 
 OPTIONS = (

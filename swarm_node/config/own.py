@@ -37,12 +37,9 @@ GIVEN_ANEW = {
 UNREPORTED = {"swarm", "name", "run_dir", "rounds", "minutes"}
 """Settings that a later start does not report, because it shows them anyway. It reports all others: --relay or
 --max-cpu stay in force even if they are not given again."""
-SECRET = "pipeline.crew"
-"""The name of a crew is its password, so it is never shown."""
-MAX_LISTED = 8
-"""Most settings in one sentence."""
-MAX_VALUE_CHARS = 60
-"""Longest value in a sentence; system prompts are longer."""
+SECRET = "pipeline.crew"  # the name of a crew is its password, so it is never shown
+MAX_LISTED = 8  # most settings in one sentence
+MAX_VALUE_CHARS = 60  # longest value in a sentence; system prompts are longer
 HOW_LONG = {"rounds", "minutes"}
 """A start that sets one of these takes neither from the run: 60 rounds done must not end `--minutes 5` at once."""
 
@@ -122,7 +119,8 @@ def _known(file: Path, text: str, say: Callable[[str], None]) -> Table:
             unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
             if not any([_take_out(table, location) for location in unknown]):  # all of them, so that it is said once
                 raise UserError(explain(error, str(file))) from None
-            say(f"{file} has settings that this version does not know; left out: {', '.join(map(_dotted, unknown))}")
+            names = ", ".join(".".join(map(str, location)) for location in unknown)
+            say(f"{file} has settings that this version does not know; left out: {names}")
 
 
 def _take_out(table: Table, location: Collection[int | str]) -> bool:
@@ -135,7 +133,3 @@ def _take_out(table: Table, location: Collection[int | str]) -> bool:
         return False
     del place[name]
     return True
-
-
-def _dotted(location: Collection[int | str]) -> str:
-    return ".".join(map(str, location))

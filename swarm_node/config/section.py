@@ -15,8 +15,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-TOGETHER = "together"
-"""Type of a validation error about several keys whose values contradict each other."""
+TOGETHER = "together"  # type of a validation error about several keys whose values contradict each other
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]+$"
 NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
@@ -24,7 +23,7 @@ CODE = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
 URL_OR_NONE = r"^([a-z][a-z0-9+]*://\S+)?$"
 HOST_OR_NONE = r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"
 HOST_NAME = r"^([A-Za-z0-9._-]+|\*)$"
-IN_WORDS = {
+IN_WORDS = {  # pattern -> message about a text that does not match it
     NAME_PATTERN: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     NAME_OR_NONE: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     CODE: "must be package.module:function or file.py:function",
@@ -32,7 +31,4 @@ IN_WORDS = {
     HOST_OR_NONE: "must be HOST or HOST:PORT",
     HOST_NAME: "must be a name without a port, or *",
 }
-"""Pattern -> message about a text that does not match it."""
-
-Plugin = Annotated[str, Field(pattern=CODE)]
-"""Code of the user, named `package.module:function` or `file.py:function`."""
+Plugin = Annotated[str, Field(pattern=CODE)]  # code of the user: `package.module:function` or `file.py:function`

@@ -55,8 +55,7 @@ class RewardFunctionConfig(Section):
     """A reward function that the user wrote."""
 
     path: str
-    """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions,
-    **columns)`."""
+    """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions, **columns)`."""
     weight: float = 1.0
     """Factor of its reward in the sum."""
 
@@ -116,8 +115,7 @@ class GrpoConfig(Section):
     delta: float | None = Field(None, gt=0)
     """Two-sided clip: also cap the ratio at this value when the advantage is negative."""
     importance_level: Literal["token", "sequence"] | None = None
-    """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo:
-    sequence)."""
+    """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo: sequence)."""
     correction: Literal["recorded"] | Plugin = "recorded"
     """Denominator of the ratios, and factors on the loss, if another policy sampled. `recorded` = own recorded
     log-probabilities, and ratio 1 for a peer's rollouts; or a plugin `package.module:Class`."""
@@ -131,8 +129,7 @@ class GrpoConfig(Section):
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss (DAPO's overlong filter)."""
     learning_rate: PositiveFloat | None = None
-    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for
-    LoRA."""
+    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for LoRA."""
     betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.95)
     """Adam's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)

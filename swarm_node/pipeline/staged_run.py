@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from swarm_node.config import NodeConfig, read_own
+from swarm_node.config import NodeConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.pipeline.compute.partition import trained_shapes
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files

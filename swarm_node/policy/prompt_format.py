@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
+from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
+from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.chat_template import frame_around
 

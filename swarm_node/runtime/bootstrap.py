@@ -60,7 +60,7 @@ def run_bootstrap(config: NodeConfig) -> int:
         open_log(run, as_json or (lambda text, kind: _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
-        run.write_config(dump_toml(config))
+        run.write("config.toml", dump_toml(config))
         health = Health(what="look", least_s=NO_ADDRESS_S)
         open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))

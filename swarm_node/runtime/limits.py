@@ -26,7 +26,7 @@ from types import FrameType
 
 import psutil
 
-from swarm_node.config import ResourcesConfig
+from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.cgroups import cpu_quotas
 from swarm_node.runtime.pause import Machine, pause_asked, quiet

@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 
-from swarm_node.config import NodeConfig, ResourcesConfig, load_config, read_own
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.config.machine import ResourcesConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained

@@ -31,7 +31,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarm_node.config import SpotConfig
+from swarm_node.config.machine import SpotConfig
 from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, Stopper
 from swarm_node.say import Once, Say
 

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.storage.rundir import os_error_text
+from swarm_node.storage.rundir import existing_part, os_error_text
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
@@ -193,8 +193,7 @@ class CheckpointStore:
 def check_room(folder: Path, size: int, there: int = 0) -> None:
     """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more (or two, if it has none)."""
     count = max(1, 2 - there)
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing_part(folder)).free
     if count * size > free:
         each = f"{size / 2**20:,.1f} MiB"
         wanted = f"two checkpoints of {each}" if count > 1 else f"one more checkpoint of {each}"
@@ -211,8 +210,7 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
     be read.
     """
     with _torn():
-        lines = (path / "SHA256SUMS").read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        sums = _sums(path)
         _check(path / "state.json", sums)
         document = _load_state(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
@@ -283,6 +281,12 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
+def _sums(path: Path) -> dict[str, str]:
+    """File name -> digest, as SHA256SUMS has it."""
+    lines = (path / "SHA256SUMS").read_text().splitlines()
+    return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+
+
 def _check(path: Path, sums: dict[str, str]) -> None:
     if _digest(path) != sums.get(path.name):
         raise CheckpointError(f"{path.name} does not have the digest in SHA256SUMS")
@@ -294,8 +298,7 @@ def check_files(path: Path) -> None:
     Raises CheckpointError if it is torn, UserError if it may not be read, and OSError for an error that may pass.
     """
     with _torn(NOT_THERE):
-        lines = (path / "SHA256SUMS").read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        sums = _sums(path)
         for name in {"state.json", *sums}:
             _check(path / Path(name).name, sums)
 

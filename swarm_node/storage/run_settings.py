@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from swarm_node.config import NodeConfig, dump_own, read_own
-from swarm_node.config.own import GIVEN_ANEW, flat, listed, shown
+from swarm_node.config import NodeConfig
+from swarm_node.config.own import GIVEN_ANEW, dump_own, flat, listed, read_own, shown
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say
 from swarm_node.storage.rundir import RunDir
@@ -49,7 +49,7 @@ class RunSettings:
         if trained and checkpoint:
             self.of_weights = dict(checkpoint)
         if not trained or not self._run.exists:
-            self._run.write_config(self._text)
+            self._run.write("config.toml", self._text)
             return
         self._pending = True
         self._before = read_own(self._run.config)
@@ -71,8 +71,8 @@ class RunSettings:
             earlier = self._run.config.read_text(encoding="utf-8")
             if earlier != self._text:
                 if self._changed():
-                    self._run.keep_config(self._kept_name(), earlier)
-                self._run.write_config(self._text)
+                    self._run.write(self._kept_name(), earlier)
+                self._run.write("config.toml", self._text)
         except (OSError, UserError) as error:
             self._once("disk", f"{self._run.config} has the settings of earlier rounds: {error}")
             return

@@ -43,16 +43,14 @@ from typing import Any
 
 from swarm_node.errors import UserError
 
-RUN_FILES = {
+RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "checkpoints", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
     *("peers", "paused", "waits", "health.json"),
 }
-"""Files of a directory in which a run began, but did not get as far as its config.toml."""
-HALF_WRITTEN = re.compile(
+HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
     r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
-"""Names of files that a process which was killed left half-written."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
@@ -112,16 +110,18 @@ class RunDir:
             os.close(lock)
         return False
 
+    def check_exists(self) -> None:
+        """Raises UserError unless a run was ever started here."""
+        if not self.exists:
+            raise UserError(f"no run in {self.path} (it has no config.toml)")
+
     @classmethod
-    def open(cls, path: str | Path, create: bool = True) -> RunDir:
+    def open(cls, path: str | Path) -> RunDir:
         """The run directory at `path`, locked for this process until `close` or the process ends.
 
-        Raises UserError if another process holds it, if it cannot be written or, unless `create`, if no run
-        is there.
+        Raises UserError if another process holds it, or if it cannot be written.
         """
         run = cls(path)
-        if not create and not run.exists:
-            raise UserError(f"no run in {run.path}: start one with `swarm-node local --run-dir {run.path}`")
         with os_errors_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             others = {name for name in os.listdir(run.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
@@ -134,9 +134,7 @@ class RunDir:
         try:
             with os_errors_explained(run.path):
                 for folder in (run.checkpoints, run.export, run.plots):
-                    folder.mkdir(exist_ok=True)
-                    if not os.access(folder, os.W_OK | os.X_OK):
-                        raise PermissionError(errno.EACCES, "not writable", str(folder))
+                    _make(folder)
         except UserError:
             run.close()
             raise
@@ -144,36 +142,25 @@ class RunDir:
 
     def _take_lock(self) -> None:
         """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock_soon(lock)
             os.ftruncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
         except BlockingIOError as error:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock)
+            self.close()
             raise UserError(
                 f"{self.path} is in use by process {holder}: stop it, or choose another --run-dir"
             ) from error
         except OSError:
-            os.close(lock)
+            self.close()
             raise
-        self._lock = lock
 
-    def write_config(self, text: str) -> None:
-        """Replace config.toml, all of it or nothing. Raises UserError."""
-        with os_errors_explained(self.config):
-            _replace(self.config, text, safely=True)
-
-    def keep_config(self, name: str, text: str) -> None:
-        """Write earlier settings beside config.toml, all of them or nothing. Raises UserError."""
-        with os_errors_explained(self.config):
+    def write(self, name: str, text: str) -> None:
+        """Replace the file `name`, all of it or nothing, also in a power cut. Raises UserError."""
+        with os_errors_explained(self.path / name):
             _replace(self.path / name, text, safely=True)
-
-    def write_swarm(self, text: str) -> None:
-        """Replace swarm.toml, all of it or nothing. Raises UserError."""
-        with os_errors_explained(self.swarm):
-            _replace(self.swarm, text, safely=True)
 
     def write_status(self, status: dict[str, Any]) -> None:
         """Replace swarm.json, all of it or nothing. It is only for looking at: an error is ignored."""
@@ -264,11 +251,21 @@ def _replace(path: Path, text: str, safely: bool) -> None:
 def check_new_directory(path: Path) -> None:
     """Make the directory `path`, which must be new or empty, before the work that fills it. Raises UserError."""
     with os_errors_explained(path):
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path)
         if any(path.iterdir()):
             raise UserError(f"{path} is not empty; choose another directory")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", str(path))
+
+
+def _make(folder: Path) -> None:
+    """Make a folder unless it exists. Raises OSError, also if it may not be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "not writable", str(folder))
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def goes_with_container(path: Path, root: Path = Path("/")) -> bool:

@@ -123,7 +123,7 @@ def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
     """Write the manifest to the run directory, for restarts. The first line says how it was `named`, in the same
     file, so that a crash cannot separate the two."""
     first = f"# joined by {json.dumps(named)}\n" if named else ""
-    run.write_swarm(f"{first}{render(manifest).decode()}")
+    run.write("swarm.toml", f"{first}{render(manifest).decode()}")
 
 
 def _joined_by(run: RunDir) -> str:

@@ -17,7 +17,8 @@ from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.cli.commands.sweep import grid_settings, read_grid
-from swarm_node.config import all_keys, load_config
+from swarm_node.config import load_config
+from swarm_node.config.keys import all_keys
 from tests.support.pages import ELSEWHERE, PAGES, Fence, fences, name_of, spans
 from tests.support.repository import ROOT
 

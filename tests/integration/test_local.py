@@ -96,7 +96,7 @@ def test_export_loads_in_plain_transformers(finished, tmp_path):
 def test_eval_takes_a_run_or_a_model(finished, tmp_path, capsys):
     export_run(finished, tmp_path / "out", lambda text: None)
     for target in (finished, tmp_path / "out"):
-        assert evaluate_main(str(target), ["small"], samples=2, questions=7, json_output=True) == 0
+        evaluate_main(str(target), ["small"], samples=2, questions=7, json_output=True)
     run, model = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert run["held_out"] == model["held_out"] and run["held_out"]["all"]["questions"] == 7
 
@@ -321,13 +321,13 @@ def test_a_failing_reward_function_saves_finished_rounds(tmp_path):
 
 def test_a_full_disk_leaves_the_configuration_whole(tmp_path):
     run = RunDir.open(tmp_path / "run")
-    run.write_config("seed = 1\n")
+    run.write("config.toml", "seed = 1\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         with pytest.raises(UserError, match="disk full"):
-            run.write_config("seed = 2\n" * 100)
+            run.write("config.toml", "seed = 2\n" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)

@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor
 
 from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
+from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
+from swarm_node.config.machine import CheckpointsConfig
 from swarm_node.errors import StopRequested
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import assemble as assembling

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
 from swarm_node.cli.options import COMMAND_VARIABLES
-from swarm_node.config import all_variables, load_config
+from swarm_node.config import load_config
+from swarm_node.config.options import all_variables
 from swarm_node.errors import UserError
 from tests.support.pages import ELSEWHERE, Command, stands_for_something
 from tests.support.repository import ROOT

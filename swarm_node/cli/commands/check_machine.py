@@ -18,6 +18,7 @@ from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import install_command, reinstall_command, torch_command
+from swarm_node.storage.rundir import existing_part
 
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
 """Package -> start of its tested versions."""
@@ -165,11 +166,6 @@ def _to_fetch(base: str, size: int) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
-
-
-def existing_part(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def directory(path: Path, start: StartCommand = UNKNOWN_START) -> Check:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm_node.cli.commands.export import policy_of_run, tasks_of
-from swarm_node.config import EvalConfig, NodeConfig, TaskConfig
+from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
@@ -26,7 +27,7 @@ from swarm_node.tasks.option_limits import check_options
 NONE_FITS = "no held-out question fits rollouts.max_prompt_tokens and the model"
 
 
-def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> int:
+def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document.
 
     A run and an exported model are measured with the tasks and the sampling settings of their training.
@@ -53,12 +54,11 @@ def main(target: str, tasks: list[str] | None, samples: int | None, questions: i
     if json_output:
         json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
         sys.stdout.write("\n")
-        return 0
+        return
     shown = Table("task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}")
     for label, held in table.items():
         shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
     Console().print(shown)
-    return 0
 
 
 def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swarm_node.config import NodeConfig, TaskConfig, read_own
+from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
@@ -23,7 +25,7 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
     run or no checkpoint yet.
     """
     run = RunDir(path)
-    _check_runs([run])
+    run.check_exists()
     config = read_own(run.config, report)
     if config.pipeline.stages:
         from swarm_node.pipeline.staged_run import find_stages
@@ -73,37 +75,32 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
     return [*task_tables(manifest, files)]
 
 
-def _chosen(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
-    """The tasks that a member chose; all of `tasks_of` if it chose none."""
-    return config.tasks if config.swarm and config.tasks else tasks_of(run, config)
-
-
 def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained.
 
     Several paths are run directories of one crew. Raises UserError.
     """
-    runs = [RunDir(path)] if isinstance(path, Path) else [RunDir(each) for each in path]
-    _check_runs(runs)
+    runs = [RunDir(each) for each in ([path] if isinstance(path, Path) else path)]
+    for run in runs:
+        run.check_exists()
     in_stages = [read_own(run.config, report).pipeline.stages > 0 for run in runs]
     if len(runs) > 1 and not all(in_stages):
         raise UserError("only the runs of one crew are exported together; `swarm-node merge` merges other runs")
     check_new_directory(out)
+    save: Callable[[Path], None]
     if in_stages[0]:
         from swarm_node.pipeline.staged_run import find_stages, save_staged
 
         staged = find_stages(runs, report)
-        is_lora = staged.plan.lora
-        with os_errors_explained(out):
-            save_staged(staged, out)
-            config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
-            write_prompt_format(out, tokenizer, config, _chosen(runs[0], config), is_lora)
+        config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
+        save, is_lora = partial(save_staged, staged), staged.plan.lora
     else:
         policy, config = policy_of_run(runs[0].path, report, samples=False)
-        is_lora = policy.is_lora
-        with os_errors_explained(out):
-            policy.save(out)
-            write_prompt_format(out, policy.tokenizer, config, _chosen(runs[0], config), is_lora)
+        save, is_lora, tokenizer = policy.save, policy.is_lora, policy.tokenizer
+    tasks = config.tasks if config.swarm and config.tasks else tasks_of(runs[0], config)  # those that a member chose
+    with os_errors_explained(out):
+        save(out)
+        write_prompt_format(out, tokenizer, config, tasks, is_lora)
     report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
     return out
 
@@ -113,9 +110,3 @@ def loaded_with(path: Path, is_lora: bool) -> str:
     if is_lora:
         return f"PeftModel.from_pretrained(base, {str(path)!r})"
     return f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
-
-
-def _check_runs(runs: Sequence[RunDir]) -> None:
-    for run in runs:
-        if not run.exists:
-            raise UserError(f"no run in {run.path} (it has no config.toml)")

@@ -25,7 +25,9 @@ from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
-from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
+from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
+from swarm_node.config.own import read_own
+from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
@@ -95,12 +97,11 @@ class MergeRequest:
             raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
 
 
-def main(runs: Sequence[RunDir], request: MergeRequest) -> int:
+def main(runs: Sequence[RunDir], request: MergeRequest) -> None:
     """Merge runs. A table, or a JSON document, goes to standard output."""
     say = on_stderr()
     check_new_directory(request.out)
     merge_and_show(cohort_of_runs(runs, say), request, say)
-    return 0
 
 
 def on_stderr() -> Say:

@@ -52,7 +52,7 @@ def main(
     timeout_s: float,
     wanted: str | None = None,
     without: Sequence[str] = (),
-) -> int:
+) -> None:
     """Merge members of a swarm. `wanted` names a cohort, `without` members to leave out.
 
     Finding members takes at most `timeout_s`, and so does fetching all weights.
@@ -72,7 +72,6 @@ def main(
             tasks = [] if request.questions == 0 else _tasks(swarm, config, transport, folder, say)
             weights, versions = gather(transport, swarm.id, cohort, chosen, fragments, policy, folder, timeout_s, say)
         merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
-    return 0
 
 
 # --------------------------------------------------------------------- the cohort and its members

@@ -46,7 +46,8 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from protocol.transports.memory import LinkModel
 from swarm_node import __version__
-from swarm_node.config import NodeConfig, Section, load_config
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
 from swarm_node.storage.rundir import os_errors_explained

@@ -16,8 +16,9 @@ from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.cli.options import COMMAND_VARIABLES
-from swarm_node.config import OPTIONS, all_keys, all_variables, load_config
-from swarm_node.config.options import explanation
+from swarm_node.config import load_config
+from swarm_node.config.keys import all_keys
+from swarm_node.config.options import OPTIONS, all_variables, explanation
 from swarm_node.storage.rundir import RunDir
 
 

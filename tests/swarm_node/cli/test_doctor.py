@@ -408,7 +408,7 @@ def test_a_run_is_examined_with_own_settings(
 ) -> None:
     run = RunDir("runs/alice")
     run.path.mkdir(parents=True)
-    run.write_config(dump_toml(NodeConfig(network=NetworkConfig(announce=["203.0.113.9"], port=listener))))
+    run.write("config.toml", dump_toml(NodeConfig(network=NetworkConfig(announce=["203.0.113.9"], port=listener))))
     mine, other = address(0, listener), address(1, listener)
     run.write_status({"swarm": SWARM, "time": time.time(), "peer": peer_id(0), "addresses": [mine]})
     run.swarm.write_text(f'name = "sums"\nbootstrap = ["{mine}"]\ntasks = [{{env = "gcd"}}]\n')
@@ -468,7 +468,7 @@ def test_a_lone_run_needs_no_network(
     monkeypatch.setattr(footprint, "free_memory", lambda: 1)
     crew = PipelineConfig(stages=stages, crew="local" if stages else "")
     with RunDir.open("runs/alone") as run:
-        run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", pipeline=crew)))
+        run.write("config.toml", dump_toml(NodeConfig(run_dir="runs/alone", pipeline=crew)))
         if stages:  # in a swarm of its own processes
             run.swarm.write_text('name = "local"\ntasks = [{env = "gcd"}]\n')
         assert examine("runs/alone", NodeConfig(), json_output=True) == 0
@@ -484,7 +484,7 @@ def a_member_run(role: str = "") -> RunDir:
     run = RunDir("runs/alice")
     run.path.mkdir(parents=True)
     network = NetworkConfig(port=0, gossip_port=0, listen="127.0.0.1")
-    run.write_config(dump_toml(NodeConfig(swarm="sums.toml", network=network)))
+    run.write("config.toml", dump_toml(NodeConfig(swarm="sums.toml", network=network)))
     run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
     run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, free_port())}"]\ntasks = [{{env = "gcd"}}]\n')
     return run

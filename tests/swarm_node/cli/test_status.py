@@ -17,7 +17,8 @@ import typer
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.cli.commands import status
 from swarm_node.cli.commands.status import show_status
-from swarm_node.config import NetworkConfig, ResourcesConfig
+from swarm_node.config import NetworkConfig
+from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.pause import pause_run, resume_run

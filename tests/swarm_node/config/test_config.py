@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_node.config import NodeConfig, TaskConfig, config_reference, dump_toml, load_config
+from swarm_node.config import NodeConfig, TaskConfig, dump_toml, load_config
+from swarm_node.config.writing import config_reference
 from swarm_node.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))

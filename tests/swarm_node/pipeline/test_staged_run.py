@@ -37,7 +37,7 @@ class Runs:
         self.paths = [folder / peer.name for peer in self.peers]
         for path in self.paths:
             path.mkdir(exist_ok=True)
-            RunDir(path).write_config(dump_toml(self.world.config))
+            RunDir(path).write("config.toml", dump_toml(self.world.config))
         self.said: list[str] = []
 
     def train(self, updates: int = 1, peers: list[Peer] | None = None, seed: int = 0) -> None:
@@ -151,7 +151,7 @@ def test_runs_of_different_crews_do_not_go_together(
     runs.train()
     config = runs.world.config
     other = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
-    RunDir(runs.paths[1]).write_config(dump_toml(other))
+    RunDir(runs.paths[1]).write("config.toml", dump_toml(other))
     with pytest.raises(UserError, match=why):
         runs.export(tmp_path / "out")
 
@@ -161,7 +161,7 @@ def test_stages_of_another_model_are_refused(saved: Saved, tmp_path: Path) -> No
     runs.train()
     config = runs.world.config.model_copy(update={"policy": saved("qwen2")})
     for path in runs.paths:
-        RunDir(path).write_config(dump_toml(config))
+        RunDir(path).write("config.toml", dump_toml(config))
     with pytest.raises(UserError, match="not all of|not of it|in these stages"):
         runs.export(tmp_path / "out")
 

@@ -22,7 +22,8 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.config import NodeConfig, ResourcesConfig, dump_toml, load_config
+from swarm_node.config import NodeConfig, dump_toml, load_config
+from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.runtime.limits import (
     BURST_S,
@@ -46,7 +47,7 @@ def made(path: Path, **sections: Any) -> RunDir:
     """A run directory in which a run was started."""
     path.mkdir()
     run = RunDir(path)
-    run.write_config(dump_toml(NodeConfig.model_validate(sections)))
+    run.write("config.toml", dump_toml(NodeConfig.model_validate(sections)))
     return run
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swarm_node.config import SpotConfig
+from swarm_node.config.machine import SpotConfig
 from swarm_node.errors import StopRequested
 from swarm_node.runtime.preemption import (
     AZURE_TAG,

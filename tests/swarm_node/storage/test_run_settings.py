@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config, load_run_config
+from swarm_node.config import NodeConfig, dump_toml, load_config
+from swarm_node.config.loading import load_run_config, read_layers
+from swarm_node.config.own import dump_own
 from swarm_node.errors import UserError
 from swarm_node.storage.run_settings import RunSettings, as_trained
 from swarm_node.storage.rundir import RunDir
@@ -128,7 +130,7 @@ def test_old_defaults_are_no_user_settings(write: Any) -> None:
     RUN.mkdir()
     config, asked = NodeConfig.model_validate({**given, "seed": 5}), NodeConfig.model_validate(given)
     (RUN / "config.toml").write_text(write(config, asked))
-    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
+    again = load_run_config(read_layers(None, {}, {"run_dir": "r"}, (), ()), True, print)
     assert again.swarm == "swarm://x" and again.network.model_fields_set == {"port"}
     assert "tasks" not in again.model_fields_set
 
@@ -136,7 +138,7 @@ def test_old_defaults_are_no_user_settings(write: Any) -> None:
 def test_only_a_member_s_own_choices_are_kept() -> None:
     chosen = {"tasks": ["small"], "swarm": "swarm://x"}
     a_run(chosen, {"policy": {"model": "/cache/of/the/swarm"}})
-    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
+    again = load_run_config(read_layers(None, {}, {"run_dir": "r"}, (), ()), True, print)
     assert again.tasks == ["small"] and "tasks" in again.model_fields_set
     assert again.policy.model == "starter", "the swarm's model is found again by its digest"
 

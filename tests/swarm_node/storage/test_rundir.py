@@ -84,12 +84,6 @@ def test_a_directory_of_other_things_is_left_alone(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_missing_run_is_not_created_unless_asked(tmp_path):
-    with pytest.raises(UserError, match="no run in .*nowhere: start one with"):
-        RunDir.open(tmp_path / "nowhere", create=False)
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "local").write_text("")
     with pytest.raises(UserError, match="not a directory"):

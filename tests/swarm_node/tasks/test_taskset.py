@@ -14,8 +14,9 @@ import pytest
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
-from swarm_node.config import RewardFunctionConfig, RewardsConfig, TaskConfig
+from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.base import Messages, TaskSource, normalise
