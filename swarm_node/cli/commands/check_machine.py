@@ -20,8 +20,8 @@ from swarm_node.errors import UserError
 from swarm_node.install import install_command, reinstall_command, torch_command
 from swarm_node.storage.rundir import existing_part
 
+# package -> start of its tested versions
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
-"""Package -> start of its tested versions."""
 CREW_BYTES = 6  # random bytes in a proposed crew name, which is the crew's password
 TIGHT = 0.8  # above this part of the free memory, sampling may exhaust it
 GIB = 2**30
@@ -118,12 +118,11 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     free = free_memory()
     needs = f"{model} needs {_gib(needed)} before sampling"
     detail = f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
+    remedy = start.having("--lora")
     if plan.lora:
         crew = config.pipeline.crew or secrets.token_hex(CREW_BYTES)  # a password
         options = f"--stages {2 * config.pipeline.stages or 2} --crew {crew}"
         remedy = (msgspec.structs.replace(start, verb="join") if start.verb == "local" else start).having(options)
-    else:
-        remedy = start.having("--lora")
     if running:
         yield Check("memory", "ok", f"{needs}; the run has it")
     elif free and needed > TIGHT * free:
@@ -131,12 +130,11 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     else:
         yield Check("memory", "ok", detail)
     trained = needed - itemsize * plan.size * plan.lora
-    yield disk(
-        config, place, (config.checkpoints.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size), start
-    )
+    kept = (config.checkpoints.keep + 1) * trained
+    yield disk(place, kept, _to_fetch(plan.base, itemsize * plan.size), start)
 
 
-def disk(config: NodeConfig, place: Path, kept: int, fetched: int, start: StartCommand = UNKNOWN_START) -> Check:
+def disk(place: Path, kept: int, fetched: int, start: StartCommand = UNKNOWN_START) -> Check:
     """Whether `kept` bytes of checkpoints fit at `place`, and `fetched` bytes of weights in the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -173,8 +171,6 @@ def directory(path: Path, start: StartCommand = UNKNOWN_START) -> Check:
     existing = existing_part(path)
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return Check("directory", "ok", f"{path} is writable")
-    if existing.is_dir():
-        remedy = f"sudo chown -R $(id -u) {shlex.quote(str(existing))}"
-    else:
-        remedy = start.having(elsewhere=True)
+    own = f"sudo chown -R $(id -u) {shlex.quote(str(existing))}"
+    remedy = own if existing.is_dir() else start.having(elsewhere=True)
     return Check("directory", "fail", f"{existing} is not writable", remedy)

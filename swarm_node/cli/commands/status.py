@@ -38,7 +38,10 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
 
     Raises UserError, and typer.Exit with code 1 if no member of a swarm is reached.
     """
-    found = _of_run(RunDir(target) if target else _newest()) if _is_run(target) else _of_swarm(target or "", network)
+    if target is None or Path(target).is_dir():
+        found = _of_run(RunDir(target) if target else _newest())
+    else:
+        found = _of_swarm(target, network)
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -59,20 +62,12 @@ def read_status(run: RunDir) -> dict[str, Any] | None:
     return status if isinstance(status, dict) else None
 
 
-def _is_run(target: str | None) -> bool:
-    return target is None or Path(target).is_dir()
-
-
 def _newest() -> RunDir:
-    runs = [RunDir(path) for path in Path("runs").glob("*") if path.is_dir()]
-    dated = [(max(mtimes), run) for run in runs if (mtimes := _mtimes(run))]
-    if not dated:
+    runs = map(RunDir, Path("runs").glob("*"))
+    files = [path for run in runs for path in (run.status, run.metrics, run.config) if path.is_file()]
+    if not files:
         raise UserError("no run below runs/: name a run directory or a swarm")
-    return max(dated, key=lambda pair: pair[0])[1]
-
-
-def _mtimes(run: RunDir) -> list[float]:
-    return [path.stat().st_mtime for path in (run.status, run.metrics, run.config) if path.is_file()]
+    return RunDir(max(files, key=lambda path: path.stat().st_mtime).parent)
 
 
 def _of_run(run: RunDir) -> dict[str, Any]:
@@ -108,37 +103,35 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     if sys.stderr.isatty():
         typer.echo("looking for members, a few seconds", err=True)
     members: Mapping[str, PeerCard] = {}
-    answered, connected = _answers(addresses), False
+    answering, connected = dial(addresses), False
+    answered = any(answering.values()) or not answering  # relayed addresses are not tried
     if answered:
         with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
             members = look_around(transport, PATIENT_S)
             connected = bool(members) or transport.stats().get("connections/dht", 0) > 0
+    reached = {"answered": answered, "connected": connected}
     status = {
         "swarm": swarm.id,
         "swarm_name": swarm.manifest.name if swarm.manifest else "",
         "time": time.time(),
-        "answered": answered,
-        "connected": connected,
+        **reached,
         "asked": addresses,
         "peers": {peer: _card(card) for peer, card in sorted(members.items())},
     }
     listed = [_member(peer, card) for peer, card in sorted(members.items())]
+    cohorts = {
+        cohort: _totals([member for member in listed if member["cohort"] == cohort])
+        for cohort in sorted({card.cohort for card in members.values()} - {""})
+    }
     return {
         "schema": SCHEMA,
         "run": None,
         "swarm": status,
         "metrics": None,
-        "answered": answered,
-        "connected": connected,
+        **reached,
         "members": listed,
-        "totals": _totals(listed) | {"cohorts": _by_cohort(listed)},
+        "totals": _totals(listed) | {"cohorts": cohorts},
     }
-
-
-def _answers(addresses: Sequence[str]) -> bool:
-    """Whether an address answers, not necessarily as a peer. True also if all are relayed, which are not tried."""
-    answering = dial(addresses)
-    return any(answering.values()) or not answering
 
 
 def _card(card: PeerCard) -> dict[str, Any]:
@@ -170,12 +163,3 @@ def _totals(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "trainers": sum("trainer" in member["roles"] for member in members),
         "tokens_per_s": sum(member["tokens_per_s"] for member in members),
     }
-
-
-def _by_cohort(members: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Cohort -> totals of its members."""
-    cohorts: dict[str, list[Mapping[str, Any]]] = {}
-    for member in members:
-        if member["cohort"]:
-            cohorts.setdefault(member["cohort"], []).append(member)
-    return {cohort: _totals(them) for cohort, them in sorted(cohorts.items())}

@@ -43,12 +43,10 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         why = f"; not sent: {unsent}" if unsent else ""
         yield f"sent       {_count(status['sent'], 'swarm/groups_sent')} groups{why}"
     if "received" in status:
-        received, used = status["received"], (metrics or {}).get("swarm/groups_used")
-        yield (
-            f"received   {_count(received, 'swarm/groups_received')} groups, "
-            f"admitted {_count(received, 'swarm/groups_admitted')}"
-            + ("" if used is None else f", used {used:.0f} in the last round")
-        )
+        came, admitted = (_count(status["received"], f"swarm/groups_{name}") for name in ("received", "admitted"))
+        used = (metrics or {}).get("swarm/groups_used")
+        last = "" if used is None else f", used {used:.0f} in the last round"
+        yield f"received   {came} groups, admitted {admitted}{last}"
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused}"
     yield from _sources(status, "" if refused else "refused")

@@ -29,24 +29,23 @@ All rows of a simulation are written at its end. A later call runs the simulatio
 from __future__ import annotations
 
 import csv
-import dataclasses
 import hashlib
 import io
 import json
 import os
 import subprocess
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 
 from protocol.transports.memory import LinkModel
 from swarm_node import __version__
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.config.keys import merged, nest
 from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
@@ -56,41 +55,37 @@ METRICS = ["reward", "frac_reward_zero_std", "num_tokens", "swarm/groups_sent", 
 METRICS += ["swarm/groups_admitted", "swarm/groups_used", "swarm/staleness_mean"]
 
 
-class SweepGrid(Section):
-    """A grid file."""
+class Scene(Section):
+    """What is simulated, besides the configuration of the peers."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     peers: PositiveInt = 4
     rounds: PositiveInt = 100
+    link: LinkModel = LinkModel()
+    speed: Speed = Speed()
+
+
+class SweepGrid(Scene):
+    """A grid file."""
+
     seeds: list[int] = Field([0], min_length=1)
     metrics: list[str] = METRICS
     config: dict[str, Any] = {}
-    link: dict[str, Any] = {}
-    speed: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One combination of the grid's values."""
 
-    values: dict[str, Any]
-    """Key -> value, as in [grid]."""
-    peers: int
-    rounds: int
+    values: dict[str, Any]  # key -> value, as in [grid]
+    scene: Scene
     config: NodeConfig
-    link: LinkModel
-    speed: Speed
 
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the whole setting."""
-        parts = {
-            "peers": self.peers,
-            "rounds": self.rounds,
-            "config": self.config.model_dump(mode="json"),
-            "link": dataclasses.asdict(self.link),
-            "speed": dataclasses.asdict(self.speed),
-        }
+        parts = {"config": self.config.model_dump(mode="json"), **self.scene.model_dump()}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -103,7 +98,7 @@ def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
     settings = list(grid_settings(grid))
     columns = ["commit", "config", *grid.grid, "seed", "peer", "round", *grid.metrics]
     wanted = [(setting, seed) for setting in settings for seed in grid.seeds]
-    done = _keep_whole(out, columns, {setting.digest: setting.peers * setting.rounds for setting in settings})
+    done = _keep_whole(out, columns, {one.digest: one.scene.peers * one.scene.rounds for one in settings})
     missing = [(setting, seed) for setting, seed in wanted if (setting.digest, str(seed)) not in done]
     say(f"{len(wanted)} simulations, {len(wanted) - len(missing)} of them in {out} already")
     commit = code_version()
@@ -133,34 +128,24 @@ def grid_settings(grid: SweepGrid) -> Iterator[Setting]:
     """Every combination of the grid's values; the last key changes fastest. Raises UserError."""
     for values in product(*grid.grid.values()):
         chosen = dict(zip(grid.grid, values, strict=True))
-        table: dict[str, Any] = {"link": dict(grid.link), "speed": dict(grid.speed)}
-        keys: dict[str, Any] = {}
+        table, keys = grid.model_dump(include=set(Scene.model_fields)), dict(grid.config)
         for key, value in chosen.items():
-            section, _, name = key.partition(".")
-            if key in ("peers", "rounds"):
-                table[key] = value
-            elif section in table:
-                table[section][name] = value
+            if key.partition(".")[0] in Scene.model_fields:
+                table = merged(table, nest(key, value))
             else:
                 keys[key] = value
         try:
-            one = grid.model_validate({**grid.model_dump(include={"peers", "rounds"}), **table})
+            scene = Scene.model_validate(table)
         except ValidationError as error:
             raise UserError(_explain(error)) from None
-        yield Setting(
-            values=chosen,
-            peers=one.peers,
-            rounds=one.rounds,
-            config=load_config(flags={**grid.config, **keys}),
-            link=_made(LinkModel, "link", one.link),
-            speed=_made(Speed, "speed", one.speed),
-        )
+        yield Setting(chosen, scene, load_config(flags=keys))
 
 
 def simulate(setting: Setting, seed: int, metrics: Sequence[str]) -> list[list[Any]]:
     """[peer, round, *metrics] for every round of every peer; an absent metric is empty."""
-    peers = [Peer(setting.config, setting.speed, setting.link) for _ in range(setting.peers)]
-    Simulation(manifest_for(setting.config), peers, seed).run(setting.rounds)
+    scene = setting.scene
+    peers = [Peer(setting.config, scene.speed, scene.link) for _ in range(scene.peers)]
+    Simulation(manifest_for(setting.config), peers, seed).run(scene.rounds)
     return [
         [number, line["round"], *(line.get(name, "") for name in metrics)]
         for number, peer in enumerate(peers)
@@ -183,20 +168,11 @@ def code_version() -> str:
     return commit.stdout.strip()[:12] + ("+" if changed.stdout else "")
 
 
-def _made(kind: type[Any], section: str, values: Mapping[str, Any]) -> Any:
-    """The dataclass `kind` with these fields. Raises UserError."""
-    unknown = values.keys() - {field.name for field in dataclasses.fields(kind)}
-    if unknown:
-        raise UserError(f"unknown key {section}.{min(unknown)} in the grid")
-    try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        raise UserError(_explain(error, section)) from None
-
-
-def _explain(error: ValidationError, *where: str) -> str:
+def _explain(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
-    key = ".".join(map(str, (*where, *problem["loc"])))
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "unexpected_keyword_argument":
+        return f"unknown key {key} in the grid"
     return f"{key} = {problem['input']!r} in the grid: {problem['msg']}"
 
 
@@ -205,25 +181,20 @@ def _keep_whole(out: Path, columns: Sequence[str], whole: Mapping[str, int]) -> 
 
     Raises UserError if it has other columns.
     """
-    kept: list[list[str]] = []
-    done: set[tuple[str, str]] = set()
     with os_errors_explained(out):
         text = out.read_text(encoding="utf-8") if out.exists() else ""
         rows = list(csv.reader(io.StringIO(text)))
         if rows and rows[0] != list(columns):
             raise UserError(f"{out} has other columns than this grid: give another --out")
-        place = {name: i for i, name in enumerate(columns)}
-        entire = [row for row in rows[1:] if len(row) == len(columns)]
-        counts = Counter((row[place["config"]], row[place["seed"]]) for row in entire)
-        for row in entire:
-            key = row[place["config"]], row[place["seed"]]
-            if counts[key] == whole.get(key[0], counts[key]):
-                kept.append(row)
-                done.add(key)
+        found: dict[tuple[str, str], list[list[str]]] = {}
+        for row in rows[1:]:
+            if len(row) == len(columns):
+                found.setdefault((row[columns.index("config")], row[columns.index("seed")]), []).append(row)
+        done = {key: rows for key, rows in found.items() if len(rows) == whole.get(key[0], len(rows))}
         half = out.with_name(out.name + ".part")
-        half.write_text(_csv([columns, *kept]), encoding="utf-8")
+        half.write_text(_csv([columns, *chain.from_iterable(done.values())]), encoding="utf-8")
         half.replace(out)
-    return done
+    return set(done)
 
 
 def _append(out: Path, rows: Sequence[Sequence[Any]]) -> None:

@@ -157,9 +157,9 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
 def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path("hub").absolute()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert disk(NodeConfig(), Path("runs/new"), 600, 400).verdict == "ok"
-    assert "HF_HOME" in disk(NodeConfig(), Path("runs/new"), 600, 401).remedy
-    assert "--run-dir" in disk(NodeConfig(), Path("runs/new"), 1001, 0).remedy
+    assert disk(Path("runs/new"), 600, 400).verdict == "ok"
+    assert "HF_HOME" in disk(Path("runs/new"), 600, 401).remedy
+    assert "--run-dir" in disk(Path("runs/new"), 1001, 0).remedy
 
 
 def test_directory() -> None:
