@@ -125,7 +125,6 @@ class Node:
         return collected
 
     def share(self, collected: Collected) -> None:
-        """Publish the groups that were sampled."""
         if self.exchange is not None:
             for group in collected.groups:
                 group.created = self.now()

@@ -94,7 +94,6 @@ class Curves:
         return first, last
 
     def _widen(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add a column for each new name."""
         new = sorted(set().union(*records) - self._columns.keys() - {"rounds"})
         new = [name for name in new if any(_number(record.get(name)) is not None for record in records)]
         fitting = new[: MAX_NAMES - len(self._columns)]

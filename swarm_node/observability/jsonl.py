@@ -20,10 +20,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
+
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 CHUNK_BYTES = 64 << 10  # bytes read at a time from the end of a file: some tens of lines
 
 
@@ -42,7 +45,7 @@ class JsonLines:
         self._lock = Lock()
         with os_errors_explained(path):
             _temporary(path).unlink(missing_ok=True)  # of a process that was killed while it replaced the file
-            self._descriptor = _opened(path)
+            self._descriptor = os.open(path, APPENDING, 0o644)
             os.ftruncate(self._descriptor, _whole_bytes(path))
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -177,13 +180,19 @@ def tidy(value: Any) -> Any:
 
 def parsed(line: bytes, path: Path, number: int | None = None) -> dict[str, Any]:
     """The record in a line of `path`. Raises UserError if it is not a record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
+    record = record_in(line)
+    if record is None:
         raise not_a_record(path, number)
     return record
+
+
+def record_in(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if it is not a record."""
+    try:
+        record = msgspec.json.decode(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -211,15 +220,11 @@ def _whole_bytes(path: Path) -> int:
     return next((start + len(line) for start, line in _backwards(path)), 0)
 
 
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-
 def _replaced(path: Path, lines: Iterable[bytes]) -> int:
     """Replace the file at `path` by `lines`, synced to disk; the descriptor of the new file. Raises OSError."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
-    descriptor = _opened(temporary)
+    descriptor = os.open(temporary, APPENDING, 0o644)
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.writelines(lines)

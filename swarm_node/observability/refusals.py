@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
-from swarm_node.say import Once, Say
+from swarm_node.say import Once
 
 MAX_ROWS = 20  # most sources in a status: an attacker may have many names, and people read a few
 NOTABLE = 10  # least refusals of a source for a row, if honest nodes cause such refusals now and then
@@ -95,18 +95,10 @@ def _is_ip(source: str) -> bool:
     return "." in source or ":" in source
 
 
-class FirstRefusals:
-    """Says the first refusal of each kind."""
-
-    def __init__(self, say: Say) -> None:
-        self._once = Once(say)
-
-    def look(self, refused: Iterable[str], sources: Mapping[str, Refused]) -> None:
-        """Say new refusals; `refused` are the reasons that the transport has counted."""
-        for reason in sorted(SAID.intersection(refused)):
-            worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")
-            known = bool(worst) and reason in sources[worst].reasons
-            origin = f", from {place(worst, sources[worst].address)}" if known else ""
-            self._once(
-                reason, f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused"
-            )
+def say_first_refusals(once: Once, refused: Iterable[str], sources: Mapping[str, Refused]) -> None:
+    """Say the first refusal of each kind; `refused` are the reasons that the transport has counted."""
+    for reason in sorted(SAID.intersection(refused)):
+        worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")
+        known = bool(worst) and reason in sources[worst].reasons
+        origin = f", from {place(worst, sources[worst].address)}" if known else ""
+        once(reason, f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused")

@@ -9,7 +9,7 @@ Totals of the swarm begin at 0 in each start. Where one falls, a start began, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -58,30 +58,25 @@ class Buckets(msgspec.Struct):
     def first(self, k: int) -> tuple[float, float]:
         """(mean, sample variance) of the first `k` numbers."""
         whole, part = divmod(k, self.each)
-        return _moments(k, *(sum(parts[:whole]) + self._share(parts, whole, part) for parts in self._both))
+        return self._moments(k, lambda parts: sum(parts[:whole]) + self._share(parts, whole, part))
 
     def last(self, k: int) -> tuple[float, float]:
         """(mean, sample variance) of the last `k` numbers."""
         whole, part = divmod(self.count - k, self.each)
-        return _moments(k, *(sum(parts[whole:]) - self._share(parts, whole, part) for parts in self._both))
-
-    @property
-    def _both(self) -> tuple[list[float], list[float]]:
-        return self.sums, self.squares
+        return self._moments(k, lambda parts: sum(parts[whole:]) - self._share(parts, whole, part))
 
     def _share(self, parts: list[float], at: int, numbers: int) -> float:
         """The share of `numbers` numbers in the sum of part `at`, as if all were equal."""
         return parts[at] * numbers / min(self.each, self.count - at * self.each) if numbers else 0.0
 
+    def _moments(self, k: int, total: Callable[[list[float]], float]) -> tuple[float, float]:
+        mean = total(self.sums) / k
+        return mean, max(0.0, (total(self.squares) - k * mean * mean) / max(1, k - 1))
+
     def _merge(self) -> None:
         self.sums = [a + b for a, b in zip(self.sums[::2], self.sums[1::2], strict=True)]
         self.squares = [a + b for a, b in zip(self.squares[::2], self.squares[1::2], strict=True)]
         self.each *= 2
-
-
-def _moments(k: int, total: float, squares: float) -> tuple[float, float]:
-    mean = total / k
-    return mean, max(0.0, (squares - k * mean * mean) / max(1, k - 1))
 
 
 class Tally(msgspec.Struct):

@@ -10,6 +10,7 @@ number in `rounds`. Its other numbers are means over its rounds, except those th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -64,11 +65,10 @@ def thinned(path: Path, groups: Sequence[int]) -> Iterator[bytes]:
     lines = enumerate(whole_lines(path), 1)
     for size in groups:
         taken = list(islice(lines, size))
-        yield (
-            taken[0][1]
-            if size == 1
-            else encoded_line(merged_record([parsed(line, path, number) for number, line in taken]))
-        )
+        if size == 1:
+            yield taken[0][1]
+        else:
+            yield encoded_line(merged_record([parsed(line, path, number) for number, line in taken]))
     yield from (line for _, line in lines)
 
 
@@ -97,17 +97,13 @@ def _surplus(groups: Sequence[tuple[int, int]], size: int) -> int:
 def _paired(groups: Sequence[tuple[int, int]], size: int, surplus: int) -> list[tuple[int, int]]:
     """All groups, with the oldest `surplus` groups of `size` rounds merged in pairs."""
     left: list[tuple[int, int]] = []
-    waiting = False  # the last group of `left` is to be merged with the next one
-    for n, lines in groups:
-        fits = surplus > 0 and size <= n < 2 * size
-        if waiting and fits:
-            before = left.pop()
-            left.append((before[0] + n, before[1] + lines))
-            surplus -= 2
-            waiting = False
-            continue
+    rest = deque(groups)
+    while rest:
+        n, lines = rest.popleft()
+        if surplus > 0 and rest and size <= n < 2 * size and size <= rest[0][0] < 2 * size:
+            more, more_lines = rest.popleft()
+            n, lines, surplus = n + more, lines + more_lines, surplus - 2
         left.append((n, lines))
-        waiting = fits
     return left
 
 

@@ -27,15 +27,15 @@ from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
-from swarm_node.observability.refusals import FirstRefusals, refusal_rows
+from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
 from swarm_node.runtime.limits import MemoryLimit
-from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
+from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import STATUS_S
 from swarm_node.say import Once
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.join import say_what_leaves
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
@@ -161,7 +161,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
     """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
     told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
-    once, first_refusals = Once(say), FirstRefusals(say)
+    once = Once(say)
     memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -178,7 +178,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
         if traffic.get("rejected/newer"):
             once("newer", outdated(transport.too_new() or "a peer"))
         reasons = [name.removeprefix("rejected/") for name, n in traffic.items() if n and "rejected/" in name]
-        first_refusals.look(reasons, transport.refusals())
+        say_first_refusals(once, reasons, transport.refusals())
         if addresses:
             looks += 1
             health.write(looks, {"swarm/peers": here} | {f"swarm/{name}": value for name, value in traffic.items()})

@@ -1,4 +1,4 @@
-"""Draining: what a node does so that little is lost when it leaves."""
+"""Draining: a node that leaves hands over its weights and its last checkpoint, so that little is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from swarm_node.config import NodeConfig
 from swarm_node.runtime.console import say
 from swarm_node.runtime.preemption import cloud_of, reach
-from swarm_node.storage.mirror import Mirror
+from swarm_node.runtime.shutdown import Stopper
+from swarm_node.storage.mirror import Accept, Mirror
 from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
@@ -34,12 +35,30 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
     return averager.counts["exchanges"] != exchanges
 
 
-def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None) -> Mirror | None:
-    """The copies of checkpoints at `checkpoints.to`; None if it is not set. Raises UserError if it cannot be used."""
+def open_mirror(
+    config: NodeConfig,
+    run: RunDir,
+    swarm: JoinedSwarm | None,
+    stop: Stopper,
+    accept: Accept = lambda state: None,
+    crew: bool = False,
+) -> Mirror | None:
+    """The copies of checkpoints at `checkpoints.to`, restored as `Mirror.restore` does; None if it is not set. Raises
+    UserError if it cannot be used, and StopRequested."""
     if not config.checkpoints.to:
         return None
     place, peer = ("local", "") if swarm is None else (swarm.manifest.swarm_id, swarm.identity.peer_id)
-    return Mirror(config.checkpoints.to, place, config.name or run.path.resolve().name, peer, run.path, say)
+    mirror = Mirror(config.checkpoints.to, place, config.name or run.path.resolve().name, peer, run.path, say)
+    with stop.allowed():
+        mirror.restore(accept, crew)
+    mirror.start()
+    return mirror
+
+
+def finish_mirror(mirror: Mirror | None, stop: Stopper) -> None:
+    """Copy the last checkpoint, as long as there is time."""
+    if mirror is not None:
+        mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
 
 
 def say_reach(config: NodeConfig, state_bytes: int | None) -> None:

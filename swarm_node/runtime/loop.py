@@ -26,7 +26,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, WEIGHTS_CHECK_S, last_exchange, mirror_of, say_reach
+from swarm_node.runtime.drain import WEIGHTS_CHECK_S, finish_mirror, last_exchange, open_mirror, say_reach
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
@@ -101,14 +101,10 @@ class Run:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
             self.progress.waiting = self.console.health.waiting = self.limits.waiting
             self.progress.paused_s = lambda: self.limits.paused_s
-        self._mirror = mirror_of(config, run, swarm) if crew is None else None
         self.finished = False  # whether all rounds are over
         self._changing = False
         self.after = Evaluation()
-        if self._mirror is not None:
-            with stop.allowed():
-                self._mirror.restore(self.state.foreign)
-            self._mirror.start()
+        self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         resumed = self.state.resume()
         if crew is None:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
@@ -180,8 +176,7 @@ class Run:
             self.checkpoints.wait()
         if self.crew is None:
             stop.safe()
-        if self._mirror is not None:
-            self._mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
+        finish_mirror(self._mirror, stop)
         if self.limits.over:
             raise UserError(self.limits.over)
 
@@ -317,7 +312,6 @@ class Run:
 
 
 def _say_completions(groups: Sequence[Group]) -> None:
-    """Show some answers, because none earns a reward."""
     say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
     for group in groups[:3]:
         rollout = group.rollouts[0]

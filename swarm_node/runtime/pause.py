@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -21,11 +20,10 @@ from swarm_node.config.machine import ResourcesConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say
-from swarm_node.storage.rundir import RunDir, os_errors_explained
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
 
 OWNER_CHECK_S = 10.0  # time between two looks whether the owner is active; each starts a process
 COOLER_C = 5.0  # a node that paused for heat goes on so many degrees below `hot_c`
-BOOTSTRAP = "bootstrap"  # role of a run in swarm.json
 _PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
 
 
@@ -103,16 +101,8 @@ def _check_run(run: RunDir, verb: str) -> None:
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
             "it hands its stage over to another"
         )
-    if verb == "pause" and _is_bootstrap(run):
+    if verb == "pause" and run.read_role() == BOOTSTRAP:
         raise UserError(f"{run.path} is a bootstrap, which others join by at any time: stop it instead (Ctrl-C)")
-
-
-def _is_bootstrap(run: RunDir) -> bool:
-    try:
-        status = json.loads(run.status.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(status, dict) and status.get("role") == BOOTSTRAP
 
 
 def pause_asked(path: Path, now: float) -> str:

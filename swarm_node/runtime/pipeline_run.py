@@ -16,7 +16,7 @@ from swarm_node.errors import StopRequested
 from swarm_node.pipeline.assemble import assemble, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
-from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, mirror_of, say_reach
+from swarm_node.runtime.drain import finish_mirror, open_mirror, say_reach
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopper
@@ -61,8 +61,9 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 return 0
             check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             if beside is not None:
-                crew.join_command.open = False
-                inner.enter_context(beside(partial(_link, crew), say))
+                command = crew.join_command
+                command.open = False
+                inner.enter_context(beside(lambda: command.link, say))
             try:
                 while True:
                     try:
@@ -89,8 +90,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 stop.hold()
                 crew.leaving.close(stop)
             stop.safe()
-            if mirror is not None:
-                mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
+            finish_mirror(mirror, stop)
         if lead is not None:
             lead.report().draw()  # the swarm has been left
     return 0
@@ -108,11 +108,7 @@ def _enter(
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     config = entered.with_model(config)
-    mirror = mirror_of(config, run, entered)
-    if mirror is not None:
-        with stop.allowed():
-            mirror.restore(crew=True)
-        mirror.start()
+    mirror = open_mirror(config, run, entered, stop, crew=True)
     crew = CrewNode(assemble(config, entered, run, say, stack, asked), stack)
     crew.parts.run_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
@@ -121,10 +117,6 @@ def _enter(
     )
     say_reach(config, None)
     return crew, mirror
-
-
-def _link(crew: CrewNode) -> str:
-    return crew.join_command.link
 
 
 def _others(crew: CrewNode) -> int | None:

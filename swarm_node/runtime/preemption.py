@@ -55,8 +55,6 @@ AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 @dataclass(frozen=True)
 class Notice:
-    """The notice of a cloud."""
-
     text: str
     left_s: float  # seconds left; infinite = it may happen soon, but is not decided
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import to_builtins
@@ -21,20 +22,20 @@ from swarm_node.runtime.console import Console
 from swarm_node.storage.rundir import RunDir
 
 
+@dataclass
 class RunReport:
     """The report of a run that has ended."""
 
-    def __init__(
-        self, run: RunDir, tally: Tally, resumed_at: int, before: Evaluation, after: Evaluation, samples: int
-    ) -> None:
-        """`tally` covers all rounds. The last start resumed after round `resumed_at`; each held-out question got
-        `samples` answers."""
-        self.run = run
-        self.before = before
-        self.after = after
-        self.samples = samples
-        self._plot = run.plots / "reward.png"
-        self.figures = figures(tally, resumed_at, compared(before, after, samples))
+    run: RunDir
+    tally: Tally  # of all rounds
+    resumed_at: int  # round after which the last start resumed
+    before: Evaluation
+    after: Evaluation
+    samples: int  # answers to each held-out question
+
+    def __post_init__(self) -> None:
+        self._plot = self.run.plots / "reward.png"
+        self.figures = figures(self.tally, self.resumed_at, compared(self.before, self.after, self.samples))
 
     def tell(self, console: Console, crew: bool, held_out: bool) -> None:
         """Show the report in words. `held_out`: whether the tasks have held-out questions."""

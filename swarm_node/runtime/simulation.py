@@ -140,7 +140,6 @@ class Simulation:
         self._call_at(now + collected.seconds, peer, self._learn, now, collected)
 
     def _learn(self, peer: Peer, began: float, collected: Collected) -> None:
-        """Publish the groups, choose foreign ones, learn."""
         peer.node.share(collected)
         groups = peer.node.choose(collected)
         learned = peer.node.learn(groups)
@@ -150,7 +149,6 @@ class Simulation:
         self._call_at(began + seconds, peer, self._end, seconds, collected, learned)
 
     def _end(self, peer: Peer, seconds: float, collected: Collected, learned: dict[str, float]) -> None:
-        """Record the round and begin the next."""
         line = peer.node.record(collected, learned, seconds)
         peer.metrics.append({name: value for name, value in line.items() if name not in WALL_CLOCK})
         self._average(peer)

@@ -41,6 +41,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from swarm_node.errors import UserError
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
@@ -48,6 +50,8 @@ RUN_FILES = {  # of a directory in which a run began, but did not get as far as 
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
     *("peers", "paused", "waits", "health.json"),
 }
+BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
+MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
     r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
@@ -56,6 +60,10 @@ FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
 LOCK_WAIT_S = 0.2  # longest wait for the lock: longer than `in_use` holds it
+
+
+class _Status(msgspec.Struct):
+    role: str = ""
 
 
 class RunDir:
@@ -166,6 +174,14 @@ class RunDir:
         """Replace swarm.json, all of it or nothing. It is only for looking at: an error is ignored."""
         with suppress(OSError):
             _replace(self.status, json.dumps(status, indent=1) + "\n", safely=False)
+
+    def read_role(self) -> str:
+        """The role in swarm.json; empty if it has none, or cannot be read."""
+        try:
+            with open(self.status, "rb") as file:
+                return msgspec.json.decode(file.read(MAX_STATUS_BYTES), type=_Status).role
+        except (OSError, ValueError, RecursionError):
+            return ""
 
     def write_paused(self, until: float | None) -> None:
         """Ask the process of this run to pause. Raises OSError."""

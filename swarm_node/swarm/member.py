@@ -25,8 +25,9 @@ from swarm_node.averaging import Averager, LateJoin
 from swarm_node.averaging.cohort import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
-from swarm_node.observability.refusals import FirstRefusals, refusal_rows
+from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.policy.policy import Policy
+from swarm_node.say import Once
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
@@ -106,7 +107,7 @@ class Member:
         self._cohort = ""
         self._names: dict[str, str] = {}  # peer -> name as of the last `status`; includes peers that have left
         self._say = say
-        self._first_refusals = FirstRefusals(say)
+        self._refusals_said = Once(say)
         self._too_slow = False
         self._figures: dict[str, float] = {}
         """The metrics of the last round. Replaced as a whole, so that other threads may read them."""
@@ -222,7 +223,7 @@ class Member:
                 if value > averaged:  # refusals of averaging have metrics of their own
                     figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
                     refused.append(name.removeprefix("rejected/"))
-        self._first_refusals.look(refused, self.transport.refusals())
+        say_first_refusals(self._refusals_said, refused, self.transport.refusals())
         self._figures = figures
         if figures.get("swarm/rejected/newer") and not self._outdated:
             self._outdated = True

@@ -27,8 +27,7 @@ from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
-from swarm_node.runtime.pause import BOOTSTRAP
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.links import Swarm, find_swarm
 from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor

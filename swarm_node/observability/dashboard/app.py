@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -61,7 +62,6 @@ def make_app(
         return _json({"runs": await run_in_threadpool(gallery.list)})
 
     async def run(request: Request) -> Response:
-        """The data of one run as one document."""
         id = request.path_params["id"]
         told = await run_in_threadpool(lambda: list(news(gallery, [id], Told())))
         parts = {kind: message for kind, message in told if kind not in ("list", "gone")}
@@ -91,14 +91,14 @@ def make_app(
     return Guard(Starlette(routes=routes), hosts, token)
 
 
+@dataclass
 class Guard:
     """Guards an application: GET only, the token, headers, and a known host. Otherwise another site's name could be
     pointed at this machine, and its script could read the page."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, token: str | None) -> None:
-        self._app = app
-        self._hosts = hosts
-        self._token = token
+    app: ASGIApp
+    hosts: frozenset[str] | None
+    token: str | None = field(repr=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,22 +111,22 @@ class Guard:
                     headers[name] = value
             await send(message)
 
-        answer = self._refusal(scope) or self._app
+        answer = self._refusal(scope) or self.app
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"} | CLOSE)
-        if self._hosts is not None and host_of(headers.get("host", "")) not in self._hosts:
+        if self.hosts is not None and host_of(headers.get("host", "")) not in self.hosts:
             return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403, CLOSE)
-        if self._token is None:
+        if self.token is None:
             return None
         name = f"{COOKIE}_{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if self._is_token(query.get("token")):  # out of the address bar, into a cookie
             response = RedirectResponse("/", 303)
-            response.set_cookie(name, self._token, httponly=True, samesite="lax")
+            response.set_cookie(name, self.token, httponly=True, samesite="lax")
             return response
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         cookie = cookie_parser(headers.get("cookie", "")).get(name)
@@ -137,7 +137,7 @@ class Guard:
         )
 
     def _is_token(self, given: str | None) -> bool:
-        return bool(given and self._token) and hmac.compare_digest(str(given).encode(), str(self._token).encode())
+        return bool(given and self.token) and hmac.compare_digest(str(given).encode(), str(self.token).encode())
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Response]:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,12 @@ class Gallery:
                 raise UserError(_no_run(path, named=bool(paths)))
 
     def runs(self) -> dict[str, RunDir]:
-        """The runs that exist now."""
         found: dict[str, RunDir] = {}
         for path in self._paths:
             for each in [path] if _is_run(path) else sorted(_runs_below(path)):
                 name = each.resolve().name or "run"
-                number = 1
-                while (id := name if number == 1 else f"{name} ({number})") in found:
-                    number += 1
-                found[id] = _run(each)
+                ids = (name if number == 1 else f"{name} ({number})" for number in count(1))
+                found[next(id for id in ids if id not in found)] = _run(each)
         return found
 
     def list(self) -> list[dict[str, Any]]:

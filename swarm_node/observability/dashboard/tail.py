@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from swarm_node.observability.jsonl import record_in
 
 CHUNK = 4 << 20  # bytes read at a time; a longer line is no record
 MARK = 64  # bytes before the position that must still be the same; otherwise the file is another one
@@ -78,11 +78,7 @@ class Tail:
         records = []
         for line in lines:
             self._lines += 1
-            try:
-                record = msgspec.json.decode(line)
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-                record = None
-            if isinstance(record, dict):
+            if (record := record_in(line)) is not None:
                 records.append(record)
             else:
                 self.damaged.append(self._lines)

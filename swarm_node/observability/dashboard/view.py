@@ -19,12 +19,11 @@ import msgspec
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.reasons import words
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
 
 EVENTS = 300  # most events shown: the newest
 EVENT_BYTES = 512 << 10  # bytes at the end of events.jsonl in which events are looked for
 GLANCE_BYTES = 64 << 10  # bytes at the end of metrics.jsonl in which its last line is looked for
-STATUS_BYTES = 16 << 20
 CONFIG_BYTES = 1 << 20
 TEXT = 4000  # most characters shown of a sentence (TEXT), and of shorter texts (NAME)
 NAME = 200
@@ -32,7 +31,6 @@ ITEMS = 1000  # most items shown of a list or table in the status
 FRESH_S = 30.0  # a run that shows no activity for longer than this, and for longer than four rounds, waits
 LATELY = 10  # rounds behind the speed that is shown
 KNOWN = 4096  # most runs whose last round and role are kept in memory
-BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 
 Stamp = tuple[int, int, int, int]
 """(time of the last change in ns, bytes, device, inode): tells one content of a file from another."""
@@ -81,21 +79,19 @@ class View:
         self._problems: dict[str, str] = {}
 
     def refresh(self) -> None:
-        """Read what is new."""
         with self.lock:
             self._in_use = self._held.held()
             self._waits = _text(self.run.read_waits()) if self._in_use else ""
             self._problems = {}
             if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
                 self._config = config
-            if (status := self._changed(self.run.status, STATUS_BYTES, msgspec.json.decode)) is not None:
+            if (status := self._changed(self.run.status, MAX_STATUS_BYTES, msgspec.json.decode)) is not None:
                 self.status = self._public(status)
             self._follow(self._metrics, self._add_rounds)
             self._follow(self._events, self._add_events)
             self.refreshed_at = time.monotonic()
 
     def summary(self, now: float) -> dict[str, Any]:
-        """Key figures."""
         last = self._lately[-1] if self._lately else {}
         first_tenth, last_tenth = self.curves.tenths("reward")
         config, state = self._config, self.state(now)
@@ -241,12 +237,6 @@ class View:
         return parsed
 
 
-class StatusRole(msgspec.Struct):
-    """The part of swarm.json that a list of runs needs."""
-
-    role: str = ""
-
-
 def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
     """The part of a run that a list of runs shows, found without reading all of its files."""
     known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
@@ -256,7 +246,7 @@ def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
     return {
         "in_use": held,
         "paused": held and bool(run.read_waits()),
-        "trains": rounds is not None or _last_role(run.status, _stamp(run.status)) != BOOTSTRAP,
+        "trains": rounds is not None or _role(run, _stamp(run.status)) != BOOTSTRAP,
         "rounds": rounds,
         "started": started / 1e9,
     }
@@ -274,14 +264,9 @@ def _last_round(path: Path, stamp: Stamp | None) -> int | None:
 
 
 @lru_cache(KNOWN)
-def _last_role(path: Path, stamp: Stamp | None) -> str:
+def _role(run: RunDir, stamp: Stamp | None) -> str:
     """The role in the swarm.json that has this stamp."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(STATUS_BYTES + 1)
-        return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=StatusRole).role
-    except (OSError, ValueError, RecursionError):  # said by whoever opens it
-        return ""
+    return run.read_role()
 
 
 def _stamp(path: Path) -> Stamp | None:

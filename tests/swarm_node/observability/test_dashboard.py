@@ -29,8 +29,7 @@ from swarm_node.observability.dashboard.serve import CONNECTIONS, LOCAL_NAMES, P
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.dashboard.view import View
 from swarm_node.observability.jsonl import JsonLines
-from swarm_node.runtime.pause import BOOTSTRAP
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from tests.support.run_files import metrics, write
 
 NAME = "<img src=x onerror=alert(1)>"

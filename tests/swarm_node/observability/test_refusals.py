@@ -6,7 +6,8 @@ import pytest
 
 from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, WORDS
-from swarm_node.observability.refusals import MAX_ROWS, FirstRefusals, RefusalRow, refusal_rows
+from swarm_node.observability.refusals import MAX_ROWS, RefusalRow, refusal_rows, say_first_refusals
+from swarm_node.say import Once
 from swarm_node.sharing.peer_accounts import MALICIOUS, REASONS
 from tests.support.fake_transport import peer_id
 
@@ -68,9 +69,9 @@ def test_rows_and_their_reasons_are_few() -> None:
 )
 def test_the_first_refusal_of_each_kind_is_said(sources: dict[str, Refused], origin: str) -> None:
     said: list[str] = []
-    first = FirstRefusals(said.append)
+    once = Once(said.append)
     for _ in range(3):
-        first.look(["find", "seen", "newer"], sources)
+        say_first_refusals(once, ["find", "seen", "newer"], sources)
     assert len(said) == 1 and said[0].startswith(f"refused: too many keys asked at once{origin}")
-    first.look(["find", "key"], sources)
+    say_first_refusals(once, ["find", "key"], sources)
     assert len(said) == 2
