@@ -14,6 +14,7 @@ from swarm_node.observability.thinning import rounds_of
 POINTS = 1024  # most rows; a run with that many rounds has at least half as many
 MAX_NAMES = 256
 DIGITS = 6
+EMPTY = np.array([0.0, 0.0, np.inf, -np.inf])[:, None, None]  # sum, count, least and most of no number
 LARGEST = 1e290  # largest number that is kept: many such numbers can still be added
 MOST_ROUNDS = 2**40  # most rounds of one line of metrics.jsonl
 
@@ -30,10 +31,7 @@ class Curves:
         self.left_out = 0  # number of names that were left out, beyond MAX_NAMES
         self._columns: dict[str, int] = {}
         self._alien: set[str] = set()
-        self._sums = np.zeros((POINTS, 0))
-        self._counts = np.zeros((POINTS, 0))
-        self._least = np.full((POINTS, 0), np.inf)
-        self._most = np.full((POINTS, 0), -np.inf)
+        self._table = np.empty((4, POINTS, 0))  # [sum, count, least and most, row, name]
 
     @property
     def rows(self) -> int:
@@ -64,24 +62,24 @@ class Curves:
     def points(self, first: int = 0) -> dict[str, dict[str, list[float | None]]]:
         """Name -> `mean` of the rows from `first` on, and `least` and `most` if rows have several rounds; None where
         nothing was measured."""
-        part = slice(first, self.rows)
+        sums, counts, least, most = self._table[:, first : self.rows]
         with np.errstate(invalid="ignore"):
-            means = self._sums[part] / self._counts[part]
+            means = sums / counts
         found = {}
         for name, column in self._columns.items():
             if name in ("round", "time"):  # where a row ends
-                found[name] = {"mean": _listed(self._most[part, column], None if name == "time" else DIGITS)}
+                found[name] = {"mean": _listed(most[:, column], None if name == "time" else DIGITS)}
                 continue
             found[name] = {"mean": _listed(means[:, column])}
             if self.per_row > 1:
-                found[name]["least"] = _listed(self._least[part, column])
-                found[name]["most"] = _listed(self._most[part, column])
+                found[name]["least"] = _listed(least[:, column])
+                found[name]["most"] = _listed(most[:, column])
         return found
 
     def total(self, name: str) -> float | None:
         """The sum over all rounds; None if never measured."""
         column = self._columns.get(name)
-        return None if column is None else float(self._sums[:, column].sum())
+        return None if column is None else float(self._table[0, :, column].sum())
 
     def tenths(self, name: str) -> tuple[float | None, float | None]:
         """The means over the first and the last tenth of all rounds, to within a row."""
@@ -89,7 +87,7 @@ class Curves:
         if column is None:
             return None, None
         ends = slice(0, tenth), slice(self.rows - tenth, self.rows)
-        sums, counts = ([float(a[end, column].sum()) for end in ends] for a in (self._sums, self._counts))
+        sums, counts = ([float(part[end, column].sum()) for end in ends] for part in self._table[:2])
         first, last = (s / n if n else None for s, n in zip(sums, counts, strict=True))
         return first, last
 
@@ -100,10 +98,7 @@ class Curves:
         self._alien.update(new[len(fitting) :][: MAX_NAMES - len(self._alien)])
         self.left_out = len(self._alien)
         self._columns |= {name: len(self._columns) + i for i, name in enumerate(fitting)}
-        wider = [(0, 0), (0, len(fitting))]
-        self._sums, self._counts = np.pad(self._sums, wider), np.pad(self._counts, wider)
-        self._least = np.pad(self._least, wider, constant_values=np.inf)
-        self._most = np.pad(self._most, wider, constant_values=-np.inf)
+        self._table = np.concatenate([self._table, np.broadcast_to(EMPTY, (4, POINTS, len(fitting)))], axis=2)
 
     def _fold(self, values: np.ndarray, rounds: np.ndarray) -> None:
         """Add lines [n, names] (NaN = not measured) of so many rounds [n] each; they must fit."""
@@ -111,22 +106,18 @@ class Curves:
         row = (self.rounds + np.cumsum(rounds) - rounds) // self.per_row
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         rows, measured, weights = row[starts], ~np.isnan(values), rounds[:, None].astype(float)
-        self._sums[rows] += np.add.reduceat(np.where(measured, values * weights, 0.0), starts)
-        self._counts[rows] += np.add.reduceat(measured * weights, starts)
-        least = np.minimum.reduceat(np.where(measured, values, np.inf), starts)
-        most = np.maximum.reduceat(np.where(measured, values, -np.inf), starts)
-        self._least[rows] = np.minimum(self._least[rows], least)
-        self._most[rows] = np.maximum(self._most[rows], most)
+        sums, counts, least, most = self._table
+        sums[rows] += np.add.reduceat(np.where(measured, values * weights, 0.0), starts)
+        counts[rows] += np.add.reduceat(measured * weights, starts)
+        least[rows] = np.minimum(least[rows], np.minimum.reduceat(np.where(measured, values, np.inf), starts))
+        most[rows] = np.maximum(most[rows], np.maximum.reduceat(np.where(measured, values, -np.inf), starts))
         self.rounds += int(rounds.sum())
 
     def _merge(self) -> None:
-        half = POINTS // 2
-        self._sums[:half] = self._sums[0::2] + self._sums[1::2]
-        self._counts[:half] = self._counts[0::2] + self._counts[1::2]
-        self._least[:half] = np.minimum(self._least[0::2], self._least[1::2])
-        self._most[:half] = np.maximum(self._most[0::2], self._most[1::2])
-        self._sums[half:] = self._counts[half:] = 0.0
-        self._least[half:], self._most[half:] = np.inf, -np.inf
+        even, odd = self._table[:, 0::2], self._table[:, 1::2]
+        least, most = np.minimum(even[2], odd[2]), np.maximum(even[3], odd[3])
+        merged = np.stack([even[0] + odd[0], even[1] + odd[1], least, most])
+        self._table = np.concatenate([merged, np.broadcast_to(EMPTY, merged.shape)], axis=1)
         self.per_row *= 2
 
 

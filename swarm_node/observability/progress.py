@@ -96,7 +96,8 @@ class ProgressDisplay:
         width = width or (None if tty else PLAIN_WIDTH)
         self._console = Console(file=self._stream, width=width, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        self._line = line
+        self._plain = line or (lambda text: print(text, file=self._stream, flush=True))
+        self._as_lines = line is not None
         self._on_terminal = tty and not self._console.is_dumb_terminal and not json_output and line is None
         self._clock = clock
         self.waiting: Callable[[], str] = str
@@ -110,9 +111,8 @@ class ProgressDisplay:
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
         self._round = 0
+        self._metrics: Mapping[str, float | None] = {}  # of the last round
         self._rewards: list[float] = []
-        self._tokens_per_s: float | None = None
-        self._others: float | None = None
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
         self._traffic: deque[tuple[float, float, float]] = deque()  # (when, total bytes in, total bytes out)
         self._averaged = ""
@@ -139,7 +139,7 @@ class ProgressDisplay:
     def update(self, round: int, metrics: Mapping[str, float | None], averaged: str = "") -> None:
         """Show that `round` rounds are done, with the metrics of the last one (`reward`, `step_time`, `swarm/…`).
         `averaged` is a status text of averaging, if this node averages."""
-        self._round = round
+        self._round, self._metrics = round, metrics
         now, took = self._now(), metrics.get("step_time")
         if self._rounds_at is None:
             self._rounds_at = self._ended[-1] if took is None else max(self._ended[-1], now - took)
@@ -149,10 +149,12 @@ class ProgressDisplay:
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
-        self._tokens_per_s = metrics.get("perf/generated_tok_s")
-        self._others = metrics.get("swarm/trainers")
         self._averaged = averaged
-        self._count_traffic(metrics.get("swarm/bytes_in"), metrics.get("swarm/bytes_out"))
+        inward, outward = metrics.get("swarm/bytes_in"), metrics.get("swarm/bytes_out")
+        if inward is not None and outward is not None:
+            self._traffic.append((self._updated_at, inward, outward))
+            while len(self._traffic) > 2 and self._traffic[1][0] <= self._updated_at - TRAFFIC_OVER_S:
+                self._traffic.popleft()
         self._used.append(metrics.get("swarm/groups_used") or 0.0)
         if not self._on_terminal and self._line_due():
             self._print_line()
@@ -174,7 +176,7 @@ class ProgressDisplay:
         print its rows as sentences."""
         cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
         widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
-        if self._line or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
+        if self._as_lines or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
             named = ([f"{column} {cell}" for column, cell in zip(columns, row, strict=True)] for row in cells)
             self.say(f"{title}:", lasting=False)
             self.paragraphs([", ".join(words) for words in named], indent=2)
@@ -240,12 +242,6 @@ class ProgressDisplay:
             return line
         return textwrap.fill(line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
-    def _plain(self, line: str) -> None:
-        if self._line is not None:
-            self._line(line)
-        else:
-            print(line, file=self._stream, flush=True)
-
     def view(self) -> Group:
         """The lines that stay on a terminal, none wider than it. Also called from Rich's thread."""
         width, waiting = self._console.width, self.waiting()
@@ -281,29 +277,22 @@ class ProgressDisplay:
         return [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
 
     def _speed(self) -> list[str]:
-        return [] if self._tokens_per_s is None else [f"{self._tokens_per_s:,.0f} tok/s"]
+        speed = self._metrics.get("perf/generated_tok_s")
+        return [] if speed is None else [f"{speed:,.0f} tok/s"]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
-        crew, used_lately = self.crew(), list(self._used)
-        if self._others is None:
+        crew, used_lately, there = self.crew(), list(self._used), self._metrics.get("swarm/trainers")
+        if there is None:
             return [] if crew is None else [f"crew of {crew + 1}"]
-        if not self._others and not any(used_lately):
+        if not there and not any(used_lately):
             return ["nobody else trains"]
-        others = "1 other" if self._others == 1 else f"{self._others:.0f} others"
-        if crew is not None and crew >= self._others > 0:
+        others = "1 other" if there == 1 else f"{there:.0f} others"
+        if crew is not None and crew >= there > 0:
             return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
         who = others if crew is None else f"{others}, {crew} of the crew"
         used = f"{fmean(used_lately):.1f}"
         return [f"{who}, {used} of their groups a round", f"{who}, {used} groups a round", f"{others}, {used} groups"]
-
-    def _count_traffic(self, inward: float | None, outward: float | None) -> None:
-        if inward is None or outward is None:
-            return
-        now, points = self._clock(), self._traffic
-        points.append((now, inward, outward))
-        while len(points) > 2 and points[1][0] <= now - TRAFFIC_OVER_S:
-            points.popleft()
 
     def _rates(self) -> list[str]:
         if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:

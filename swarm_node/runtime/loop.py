@@ -109,7 +109,7 @@ class Run:
         if crew is None:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
-            self.state.set_aside(run.metrics)
+            self.state.set_aside()
         shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
         sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.console.health]
         self.metrics = MetricsWriter(run.metrics, say, sinks, keep_all=config.metrics.keep == "all")

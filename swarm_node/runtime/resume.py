@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -98,7 +97,7 @@ class RunState:
             upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.held_stages.checkpoints.run)
             if upto < 0:
                 checkpoint = None
-                self.set_aside(self.run.metrics)
+                self.set_aside()
         if self.crew is not None:
             known = self.crew.progress.round or (0 if checkpoint is None else checkpoint.round)
             self.node.round = known or self.node.policy.version
@@ -165,9 +164,10 @@ class RunState:
         sampling = [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
         return {"tasks": self.node.tasks.names, **self.config.eval.model_dump(), "rollouts": sampling}
 
-    def set_aside(self, metrics: Path) -> None:
+    def set_aside(self) -> None:
         """Rename the metrics of earlier rounds, whose checkpoints are gone or refused."""
-        if metrics.exists() and metrics.stat().st_size:
+        metrics = self.run.metrics
+        if self.run.has_rounds:
             kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
             metrics.rename(kept)
             say(f"starting anew; the metrics that were there are now {kept}")

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import hmac
+import mimetypes
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 import anyio
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request, cookie_parser
-from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm_node.observability.dashboard.gallery import Gallery, Told, news
 from swarm_node.observability.hosts import host_of
 
 STATIC = Path(__file__).parent / "static"
-FILES = {
-    "/": ("index.html", "text/html"),
-    "/dashboard.css": ("dashboard.css", "text/css"),
-    "/dashboard.js": ("dashboard.js", "text/javascript"),
-    "/chart.js": ("chart.js", "text/javascript"),
-    "/nodes.js": ("nodes.js", "text/javascript"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+mimetypes.add_type("text/javascript", ".js")  # the system may know it by another name
 FILES_CHECK_S = 0.5  # time between two looks at the files for a page
 PAGE_ALIVE_S = 10.0
 """A page gets an event at least this often, and takes the connection for lost otherwise (SILENT_MS in dashboard.js). It
@@ -86,9 +80,9 @@ def make_app(
 
         return StreamingResponse(messages(), media_type="text/event-stream")
 
-    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
-    routes += [Route("/api/runs", runs), Route("/api/runs/{id:path}", run), Route("/api/stream", stream)]
-    return Guard(Starlette(routes=routes), hosts, token)
+    routes = [Route("/api/runs", runs), Route("/api/runs/{id:path}", run), Route("/api/stream", stream)]
+    page = Mount("/", StaticFiles(directory=STATIC, html=True))
+    return Guard(Starlette(routes=[*routes, page]), hosts, token)
 
 
 @dataclass
@@ -106,31 +100,26 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        answer = self._refusal(scope) or self.app
+        answer = self._refusal(Request(scope)) or self.app
         await answer(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"} | CLOSE)
-        if self.hosts is not None and host_of(headers.get("host", "")) not in self.hosts:
+        if self.hosts is not None and host_of(request.headers.get("host", "")) not in self.hosts:
             return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403, CLOSE)
         if self.token is None:
             return None
-        name = f"{COOKIE}_{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        if self._is_token(query.get("token")):  # out of the address bar, into a cookie
+        name = f"{COOKIE}_{(request.scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
+        if self._is_token(request.query_params.get("token")):  # out of the address bar, into a cookie
             response = RedirectResponse("/", 303)
             response.set_cookie(name, self.token, httponly=True, samesite="lax")
             return response
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        cookie = cookie_parser(headers.get("cookie", "")).get(name)
-        if self._is_token(cookie) or (scheme.lower() == "bearer" and self._is_token(bearer.strip())):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if self._is_token(request.cookies.get(name)) or (scheme.lower() == "bearer" and self._is_token(bearer.strip())):
             return None
         return PlainTextResponse(
             "no token: open the address that `swarm-node dashboard` printed, with all that follows the ?\n", 401, CLOSE
@@ -138,10 +127,6 @@ class Guard:
 
     def _is_token(self, given: str | None) -> bool:
         return bool(given and self.token) and hmac.compare_digest(str(given).encode(), str(self.token).encode())
-
-
-def _file(name: str, media_type: str) -> Callable[[Request], Response]:
-    return lambda request: FileResponse(STATIC / name, media_type=media_type)
 
 
 def _json(value: object) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -107,16 +108,12 @@ def _listen(host: str, port: int | None) -> socket.socket:
     for each in wanted:
         try:
             family, *_, address = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise UserError(f"--host {host} is no address of this machine: {error}") from None
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(CONNECTIONS)
-            return listener
+            return socket.create_server(address, family=family, backlog=CONNECTIONS, dualstack_ipv6=both)
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE and each != wanted[-1]:
                 continue
             raise UserError(_cannot_listen(host, each, error)) from None
@@ -128,4 +125,4 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
         return f"port {port} is in use: choose another with --port, or --port 0 for any that is free"
     if error.errno == errno.EACCES:
         return f"no permission to listen on port {port}: choose one above 1023 with --port"
-    return f"cannot listen on {host}: {error.strerror}; choose an address of this machine with --host"
+    return f"cannot listen on {host}: {os.strerror(error.errno or 0)}; choose an address of this machine with --host"
