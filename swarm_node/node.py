@@ -101,8 +101,6 @@ class Node:
         self.round = 0
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
-    # ----------------------------------------------------------------- a round
-
     def collect(self) -> Collected:
         """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()

@@ -1,4 +1,4 @@
-"""Refusals: their reasons in words, rows by source for `swarm-node status`, `doctor` and the dashboard.
+"""Refusals by source: rows for `swarm-node status`, `doctor` and the dashboard, and the first refusals in words.
 
 transport: source (peer id or IP address) -> reasons  --+--> rows, the worst sources first -> swarm.json
 receiver:  author of rollouts -> reasons              --+
@@ -13,78 +13,13 @@ from typing import Any
 import msgspec
 
 from protocol.transports.refusals import Refused
+from swarm_node.observability.reasons import HOSTILE, SAID, words
 from swarm_node.say import Once
 
 MAX_ROWS = 20  # most sources in a status: an attacker may have many names, and people read a few
 NOTABLE = 10  # least refusals of a source for a row, if honest nodes cause such refusals now and then
 MAX_REASONS = 3  # reasons named per source, the most frequent first; the status of a peer has all
 SHORT_ID = 8  # last characters of a peer id that are shown: the first ones are the same for all
-
-
-WORDS = {
-    "age": "too old",
-    "assignment": "not the sender's task",
-    "busy": "asked while all places were taken",
-    "cap": "over the swarm's limits",
-    "connections": "connected while all places were taken",
-    "crowded": "too many connections from one address",
-    "digest": "not what its digest says",
-    "dials": "addresses that were dialled too often",
-    "duplicate": "known already",
-    "error": "texts that could not be judged",
-    "expiration": "cards of another time",
-    "find": "too many keys asked at once",
-    "flood": "more than any honest peer sends",
-    "forged": "a forged signature",
-    "frame": "broken gossip frames",
-    "future": "dated ahead of this machine's clock",
-    "graylist": "too many bad gossip messages",
-    "handler": "a fault of this node",
-    "handshake": "handshakes that did not end",
-    "identity": "not a peer id",
-    "key": "cards in the wrong place",
-    "length": "answers too long",
-    "memory": "hung up on to save memory",
-    "method": "requests that this node does not know",
-    "muted": "sender muted",
-    "newcomers": "too many new peers at once",
-    "newer": "newer protocol",
-    "node_id": "places in the DHT that are not the sender's",
-    "payload": "right answers with text that nothing asks for",
-    "peer": "cards in another peer's name",
-    "pool": "no room",
-    "prompt": "another question",
-    "quota": "over the sender's quota",
-    "rate": "too much of one peer",
-    "schema": "malformed",
-    "seen": "heard before",
-    "shard": "on a topic that is not the sender's",
-    "signature": "not signed",
-    "size": "of a size that is not allowed",
-    "slot": "answers to the same task for the third time",
-    "slow": "too slow",
-    "store": "malformed lists of cards",
-    "stuck": "a peer that does not read",
-    "surplus": "more than could be examined",
-    "swarm": "of another swarm",
-    "task": "task unknown here",
-    "text": "texts that this model cannot say",
-    "torn": "broken off",
-    "unsigned": "gossip without a signature",
-    "version": "older protocol",
-    "zero": "all rewarded alike",
-}
-"""Reason -> noun phrase; a reason that is not here stands for itself."""
-
-HOSTILE = frozenset(
-    "assignment cap find flood forged frame graylist key node_id peer schema shard signature size store "
-    "unsigned".split()
-)
-"""Reasons that an honest node of this version hardly ever causes. `slot` is not among them: a node that restarts within
-a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
-
-SAID = HOSTILE | {"connections", "crowded", "handshake", "memory", "newcomers", "stuck"}
-"""Reasons of the network whose first refusal is said: the other reasons come with honest traffic."""
 
 
 class RefusalRow(msgspec.Struct, frozen=True):
@@ -136,11 +71,6 @@ def refusal_rows(
     ]
     found = [row for row in found if row.hostile or row.count >= NOTABLE]
     return sorted(found, key=lambda row: (-row.hostile, -row.count, row.source))[:MAX_ROWS]
-
-
-def words(reason: str) -> str:
-    """The noun phrase for `reason`."""
-    return WORDS.get(reason, reason)
 
 
 def says(counts: Mapping[str, int]) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from swarm_node.observability.progress import clock_face, volume
-from swarm_node.observability.refusals import words
+from swarm_node.observability.reasons import words
 from swarm_node.observability.tally import Tally
 
 LEAST_QUESTIONS = 50

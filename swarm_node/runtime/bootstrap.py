@@ -50,13 +50,14 @@ TRAFFIC_LINE_S = 60.0  # time between two lines about its state; one comes at on
 
 def run_bootstrap(config: NodeConfig) -> int:
     """Run a bootstrap until a signal comes; returns the exit code. Raises UserError."""
-    config = _resolved(config)
+    name = config.name or "bootstrap"
+    config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
     swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
-    if (run := RunDir(config.directory)).has_trained:
-        raise UserError(f"{run.path} is a run that trains, whose settings are kept: choose another --run-dir")
+    if RunDir(config.directory).has_trained:
+        raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        as_json = shown_as_json(config.name or "", sys.stderr) if config.log_format == "json" else None
+        as_json = shown_as_json(name, sys.stderr) if config.log_format == "json" else None
         open_log(run, as_json or (lambda text, kind: _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
@@ -67,18 +68,12 @@ def run_bootstrap(config: NodeConfig) -> int:
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, stop, stack)
-            health.identify(config.name or run.path.resolve().name, manifest.swarm_id)
+            health.identify(name, manifest.swarm_id)
             _watch(config, manifest, transport, run, health)
         except StopRequested:
             health.leaving = True
             say("leaving")
     return 0
-
-
-def _resolved(config: NodeConfig) -> NodeConfig:
-    """The configuration with this command's own defaults."""
-    name = config.name or "bootstrap"
-    return config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
 
 
 def _print(sentence: str, stream: TextIO | None = None) -> None:

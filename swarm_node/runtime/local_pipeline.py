@@ -97,30 +97,25 @@ class Other:
     wait_s: float = RESTART_S  # time after which it starts again if it dies next
 
 
+@dataclass
 class Others:
-    """Starts the processes of the other stages, and restarts those that die. `now` is a clock in seconds."""
+    """Starts the processes of the other stages, and restarts those that die."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        folder: Path,
-        link: Callable[[], str],
-        say: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self._now = now
-        self._folder = folder
-        self._link = link
-        self._say = say
-        self._others = [Other(stage) for stage in range(1, config.pipeline.stages)]
+    config: NodeConfig
+    folder: Path
+    link: Callable[[], str]
+    say: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic  # in seconds
+
+    def __post_init__(self) -> None:
+        self._others = [Other(stage) for stage in range(1, self.config.pipeline.stages)]
         self._ended = threading.Event()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the processes until the context is left. Raises UserError if the folder cannot be written."""
-        with os_errors_explained(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with os_errors_explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             config = self.config.model_copy(
                 update={
                     "run_dir": None,
@@ -130,7 +125,7 @@ class Others:
                     "health": self.config.health.model_copy(update={"port": 0}),
                 }
             )
-            (self._folder / "config.toml").write_text(dump_toml(config))
+            (self.folder / "config.toml").write_text(dump_toml(config))
         watch = threading.Thread(target=self._watch, name="stages", daemon=True)
         watch.start()
         try:
@@ -142,10 +137,10 @@ class Others:
 
     def _watch(self) -> None:
         while not self._ended.wait(PROCESS_CHECK_S):
-            link = self._link()
+            link = self.link()
             for other in self._others if link else ():
-                if other.again <= self._now():
-                    other.started, other.again = self._now(), math.inf
+                if other.again <= self.now():
+                    other.started, other.again = self.now(), math.inf
                     other.process = self.launch(other.stage, link)
                 elif other.process is not None and (code := other.process.poll()) is not None:
                     _close_input(other.process)
@@ -154,9 +149,9 @@ class Others:
 
     def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
         """Start the process of a stage, which ends when its standard input does."""
-        folder = self._folder / str(stage)
+        folder = self.folder / str(stage)
         log = folder.with_suffix(".log")
-        arguments = ["join", link, "--config", str(self._folder / "config.toml"), "--run-dir", str(folder)]
+        arguments = ["join", link, "--config", str(self.folder / "config.toml"), "--run-dir", str(folder)]
         arguments += ["--name", f"stage-{stage}", "--stage", str(stage)]
         with log.open("ab") as output:
             return subprocess.Popen(
@@ -171,14 +166,14 @@ class Others:
     def _dead(self, other: Other, code: int) -> None:
         """Plan when a process starts again: never if it said what the user has to do, and rarely if it never lives
         long."""
-        now, log = self._now(), self._folder / f"{other.stage}.log"
+        now, log = self.now(), self.folder / f"{other.stage}.log"
         if code == USER_ERROR:
-            self._say(f"the process of stage {other.stage} ended: {log.read_text().strip().splitlines()[-1]}")
+            self.say(f"the process of stage {other.stage} ended: {log.read_text().strip().splitlines()[-1]}")
             return
         wait_s = RESTART_S if now - other.started > MAX_RESTART_S else other.wait_s
         other.wait_s = min(MAX_RESTART_S, 2 * wait_s)
         other.again = now + (wait_s if code else max(wait_s, ENDED_RESTART_S))
-        self._say(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again")
+        self.say(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again")
 
     def _end(self) -> None:
         processes = [other.process for other in self._others if other.process is not None]

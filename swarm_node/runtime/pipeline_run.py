@@ -33,7 +33,7 @@ Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextMan
 """(the join link, empty while there is none; how to say a sentence) -> the context of what runs beside the node."""
 
 
-def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None) -> int:
+def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None = None) -> int:
     """Hold stages, and lead the crew while that is this node's task, until the run is over or a signal comes. Returns
     the exit code. Raises UserError."""
     crew: CrewNode | None = None

@@ -123,8 +123,6 @@ class Simulation:
         if peer.node.member is not None:
             self.network.kill(peer.node.member.peer_id)
 
-    # ----------------------------------------------------------------- a round
-
     def _begin(self, peer: Peer) -> None:
         """Sample now, or when the node wakes."""
         if peer.node.round >= self._rounds:

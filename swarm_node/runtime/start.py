@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
@@ -13,9 +12,6 @@ from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm
-
-if TYPE_CHECKING:  # alone, a run loads nothing of the network
-    from swarm_node.runtime.pipeline_run import Beside
 
 NOT_BEGUN = "stopping before training began; the same command begins here again"
 
@@ -33,16 +29,16 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
     return _run(config.model_copy(update={"swarm": None}), json_output)
 
 
-def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False, beside: Beside | None = None) -> int:
+def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
     """Train as a member of `swarm` until `rounds` or `minutes` are over or a signal comes; resume as `run_local` does.
 
-    It waits for others only once, for the swarm's manifest. With `pipeline.stages`, this node is one of a crew;
-    `beside` then runs beside it. Returns the exit code. Raises UserError.
+    It waits for others only once, for the swarm's manifest. With `pipeline.stages`, this node is one of a crew.
+    Returns the exit code. Raises UserError.
     """
     if config.pipeline.stages:
         from swarm_node.runtime.pipeline_run import run_crew
 
-        return run_crew(config, json_output, swarm, beside)
+        return run_crew(config, json_output, swarm)
     return _run(config, json_output, swarm)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.manifest import ManifestLimits
-from swarm_node.observability.refusals import words
+from swarm_node.observability.reasons import words
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "

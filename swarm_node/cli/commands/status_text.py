@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from swarm_node.observability.refusals import SHORT_ID, RefusalRow, words
+from swarm_node.observability.reasons import words
+from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 WORST = 5  # most sources of refusals that are named

@@ -18,7 +18,7 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
-from swarm_node.observability.refusals import words
+from swarm_node.observability.reasons import words
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
 
 EVENTS = 300  # most events shown: the newest

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.transports.refusals import Refused
-from swarm_node.observability.refusals import (
-    HOSTILE,
-    MAX_ROWS,
-    SAID,
-    WORDS,
-    RefusalRow,
-    refusal_rows,
-    say_first_refusals,
-)
+from swarm_node.observability.reasons import HOSTILE, SAID, WORDS
+from swarm_node.observability.refusals import MAX_ROWS, RefusalRow, refusal_rows, say_first_refusals
 from swarm_node.say import Once
 from swarm_node.sharing.peer_accounts import MALICIOUS, REASONS
 from tests.support.fake_transport import peer_id
