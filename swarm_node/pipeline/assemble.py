@@ -161,17 +161,14 @@ def assemble(
     access = StageAccess(transport, spec.architecture, config.averaging.method != "none")
     weight_transfer = WeightTransfer(
         transport,
-        spec.swarm,
-        spec.architecture,
+        (spec.swarm, spec.architecture),
         access.may_have,
         access.in_crew,
         shelf=access.shelf,
         shelved=lambda: stage_transport.report(held_stages.holding()),
         room=free_main_memory,
     )
-    held_stages = HeldStages(
-        config, loading, weight_transfer, run.path / "stages", spec.me, stage_transport.stands, say
-    )
+    held_stages = HeldStages(config, loading, weight_transfer, run.path / "stages", stage_transport.stands, say)
     access.stage_transport, access.held_stages = stage_transport, held_stages
     held_stages.go_to(spec.run)
     recalled = held_stages.recall(spec.spans)

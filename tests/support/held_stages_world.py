@@ -39,7 +39,15 @@ class Peer:
         """Questions whether a stage is still wanted that are answered with yes."""
         known = [address for peer in world.peers.values() for address in peer.transport.addresses]
         self.transport: MemoryTransport = world.network.join(name, SWARM, bootstrap=known)
-        self.weight_transfer = WeightTransfer(self.transport, SWARM, ARCHITECTURE, lambda peer, stage: True)
+        self.weight_transfer = WeightTransfer(
+            self.transport,
+            (SWARM, ARCHITECTURE),
+            allowed=lambda peer, stage: True,
+            of_crew=lambda peer: True,
+            shelf=lambda peer, stage: {},
+            shelved=lambda: None,
+            room=lambda: 0,
+        )
         self.held_stages = self.new_held_stages()
         self.cohort = StageCohort(
             world.averaging, SWARM, PERIOD_S, self.held_stages, self.transport, self.said.append, world.clock.now
@@ -53,7 +61,6 @@ class Peer:
             world.loading,
             self.weight_transfer,
             world.folder / self.name / "stages",
-            self.transport.peer_id,
             self._stands,
             self.said.append,
         )

@@ -1,9 +1,7 @@
 """A peer's channels in its crew: which other peers may have one, and for how long.
 
-    strangers    peers that have opened a channel, and are not known to be of the crew: few of them, and not for long
-    neighbours   holders of neighbouring stages: the one with the higher stage opens the channel, again after each end
-
-Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
+strangers    peers that have opened a channel, and are not known to be of the crew: few of them, and not for long
+neighbours   holders of neighbouring stages: the one with the higher stage opens the channel, again after each end
 """
 
 from __future__ import annotations

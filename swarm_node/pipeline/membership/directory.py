@@ -13,7 +13,7 @@ from protocol.messages import CrewCard, PeerCard
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.roster import short
+from swarm_node.pipeline.membership.roster import remember, short
 
 MAX_NAMES = 512  # peers whose names are remembered
 NAMELESS = "it does not know the crew's name"
@@ -57,15 +57,10 @@ class Directory:
 
     def admit(self, peer: str, hello: Hello, leader: Leader | None) -> Refusal | None:
         """Remember a peer of this crew; a Refusal if it cannot be in it, with a proof if it knows the crew's name."""
-        problem = self._objection(peer, hello)
-        if problem is None and leader is not None and not leader.planning.takes(hello.spans):
-            problem = "span", "its files are of stages with other layers: it can take part with another --run-dir"
+        problem = self._objection(peer, hello, leader)
         known = problem is None or problem[0] not in ("swarm", "crew")
         if known:
-            self.names.pop(peer, None)
-            self.names[peer] = hello.name
-            if len(self.names) > MAX_NAMES:
-                del self.names[next(iter(self.names))]
+            remember(self.names, peer, hello.name, MAX_NAMES)
         if problem is None:
             return None
         reason, detail = problem
@@ -73,7 +68,7 @@ class Directory:
         self._queue.say_of_peer(f"peer {short(peer)} is refused in crew {self._spec.crew}: {detail}")
         return Refusal(reason, detail, self._spec.proof_to(peer) if known else "")
 
-    def _objection(self, peer: str, hello: Hello) -> tuple[str, str] | None:
+    def _objection(self, peer: str, hello: Hello, leader: Leader | None) -> tuple[str, str] | None:
         """Reason (one word) and explanation why a peer cannot be in this crew; `None` if it can."""
         spec = self._spec
         if hello.swarm != spec.swarm:
@@ -86,4 +81,6 @@ class Directory:
             return "stages", f"it has {hello.stages} stages, here are {len(spec.spans)}"
         if hello.wanted is not None and hello.wanted >= hello.stages:
             return "stages", f"it wants stage {hello.wanted} of {hello.stages}"
+        if leader is not None and not leader.planning.takes(hello.spans):
+            return "span", "its files are of stages with other layers: it can take part with another --run-dir"
         return None

@@ -5,7 +5,6 @@
     whole -> DropStage for each stage that another peer has taken over
 
 A stage is reported as ready once all its neighbours can be talked to, so that a whole crew can train at once.
-Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progres
 from protocol.lineage import leads_to
 from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec, Spans
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
-from swarm_node.pipeline.membership.placement import adjacent, succession
+from swarm_node.pipeline.membership.placement import adjacent
 from swarm_node.pipeline.membership.roster import NOTHING, counted
 
 
@@ -75,10 +74,13 @@ class Following:
         return self._ordered.get(order.stage) == order
 
     def succession(self, leader: str) -> list[str]:
-        """Peers that lead after `leader`, first in line first; empty if the plan is not its plan."""
+        """Peers that lead after `leader`, first in line first: spares, then the holders of stages 1, 2, ...
+
+        Empty if the plan is not its plan."""
         if self.plan is None or self.plan.lead != leader:
             return []
-        return succession([row.peer for row in self.plan.assignments], self.plan.spares)
+        line = dict.fromkeys([*self.plan.spares, *(row.peer for row in self.plan.assignments)])
+        return [peer for peer in line if peer != leader]
 
     # ----------------------------------------------------------------- plans
 

@@ -6,7 +6,6 @@
 A new leader of an old crew first waits until the peers of the last plan have come, or `GATHER_S` have passed, so that
 peers that live keep their stages. Its first plan begins a segment of the run (`protocol.lineage`). A crew that never
 was whole waits until there are as many peers as stages.
-Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Leader:
         self.term = term
         self.plan: Plan | None = None
         self.roster = CrewRoster(spec.me, hello, before, lost, now)
-        self.planning = Planning(spec, before, bool(before or hello.spans), self.roster, queue)
+        self.planning = Planning(spec, before, self.roster, queue)
         self.whole = False
         self.won = 0  # last term in which the crew was whole
         self.lost: set[int] = set()  # stages lost since `resume`; none if only messages were
@@ -320,7 +319,7 @@ class Leader:
         if self.whole:
             self.give_up(peer, f"it stalls: a message has been waiting for {held_s:.0f} s", now)
             return
-        late = [stage for stage in self.planning.held_by(peer) if stage not in self._ready]
-        for stage in [stage for stage in late if self.planning.spare_fits(stage)]:
+        late = set(self.planning.held_by(peer)) - self._ready
+        for stage in [stage for stage in sorted(late) if self.planning.spare_fits(stage)]:
             self.roster.members[peer].unable.add(stage)
             self._lose(stage, f"peer {short(peer)} has not got on with it for {held_s:.0f} s", now)

@@ -9,7 +9,6 @@
 
 `TRANSITIONS` is the whole table. A record that does not fit the role is the sender's fault, and counted; a change of
 role that is not in the table is a mistake of this program, and raises LocalProtocolError.
-Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
 from swarm_node.pipeline.membership.directory import NAMELESS, Directory
 from swarm_node.pipeline.membership.following import Following
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.leader_search import LeaderSearch
-from swarm_node.pipeline.membership.rivals import Rivals
+from swarm_node.pipeline.membership.leader_search import LeaderSearch, Rivals
 from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM, NOTHING, short
 
 MAX_GUESTS = 32  # peers of the crew that wait here while it has no leader
@@ -118,7 +116,7 @@ class Leadership:
 
     def gone(self, link: PeerLink) -> None:
         """A channel is no more."""
-        self.search.gone(link)
+        self.search.hoping.pop(link, None)
         self.guests.pop(link, None)
         if self.rivals is not None:
             self.rivals.forget(link)
@@ -154,7 +152,7 @@ class Leadership:
         if len(self.guests) >= MAX_GUESTS:
             self.channels.close(link)
             return
-        self.search.release(link)
+        self.search.talks.pop(link, None)  # it asks this peer as well: its answer is not waited for
         self.guests[link] = hello
         self._answer(link, self.following.link.peer if self.following.link is not None else "")
         if hello.leads and self.role == CrewRole.SEEKING and self.following.plan is None:
@@ -211,7 +209,7 @@ class Leadership:
 
     def ended(self, link: PeerLink, why: str, now: float) -> None:
         """A channel with the leader, or a peer that might lead, or a member, has ended."""
-        if link in self.search:
+        if link in self.search.talks:
             self.search.unreached(link, now)
         elif link is self.following.link:
             self.lose_leader(why, now)

@@ -4,8 +4,7 @@
     Leader       while it leads: who is there, who holds which stage             PeerChannels    which ones stay open
     Following    the plan that it goes by, and the stages that it holds
 
-A follower's day: Hello -> Answer -> Plan -> BuildStage ... Ready -> Whole. No thread, no clock, no network: events come
-in with `now` (seconds, of any clock), actions are returned.
+A follower's day: Hello -> Answer -> Plan -> BuildStage ... Ready -> Whole.
 """
 
 from __future__ import annotations
@@ -51,6 +50,8 @@ class CrewMembership:
         """Stages that are lost, as far as this peer knows, until the crew is whole again -> since when."""
         self._held_s = held_s
         self._queue = queue = ActionQueue()
+        self.counts: Mapping[str, int] = queue.counts
+        """`lost`, `recovered/<way>`, `given_up`, `unable`, `stuck`, `stray`, `refused/<reason>`: running totals."""
         self._channels = channels = PeerChannels(queue, lambda link: self.leadership.gone(link))
         self.following = Following(spec, channels, queue)
         self.directory = Directory(spec, queue)
@@ -58,11 +59,6 @@ class CrewMembership:
         self.leadership = Leadership(spec, channels, queue, self.following, self.directory, search)
 
     # ----------------------------------------------------------------- what is known
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """`lost`, `recovered/<way>`, `given_up`, `unable`, `stuck`, `stray`, `refused/<reason>`: running totals."""
-        return self._queue.counts
 
     @property
     def role(self) -> CrewRole:

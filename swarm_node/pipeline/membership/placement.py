@@ -65,13 +65,6 @@ def fill(vacant: Collection[int], claims: Collection[Claim], costs: Sequence[int
     return holders
 
 
-def succession(holders: Sequence[str], spares: Sequence[str]) -> list[str]:
-    """Peers that lead when the leader is lost, first in line first.
-
-    Spares come as the plan lists them, then the holders of stages 1, 2, ..."""
-    return [peer for peer in dict.fromkeys([*spares, *holders[1:]]) if peer and peer != holders[0]]
-
-
 def adjacent(holders: Sequence[str], me: str, reach: int) -> dict[str, bool]:
     """Peers with stages at most `reach` from those of `me` -> whether `me` opens the channel to them.
 

@@ -5,7 +5,6 @@
 
 If a peer of a new crew has no room for an equal share, the layers are divided by memory, unless some peer has stages,
 or files of stages, with just these layers.
-Pure: `now` (seconds, of any clock) comes in.
 """
 
 from __future__ import annotations
@@ -25,22 +24,16 @@ from swarm_node.pipeline.membership.roster import CrewRoster, short
 class Planning:
     """The holders of the stages, in the making."""
 
-    def __init__(
-        self,
-        spec: PeerSpec,
-        before: Plan | None,
-        fixed: bool,
-        roster: CrewRoster,
-        queue: ActionQueue,
-    ) -> None:
-        """`before`: the last plan that this peer went by. `fixed`: the layers may not be divided anew."""
+    def __init__(self, spec: PeerSpec, before: Plan | None, roster: CrewRoster, queue: ActionQueue) -> None:
+        """`before`: the last plan that this peer went by."""
         self.spans = before.spans if before else spec.spans
         self.settings = before.settings if before else spec.settings
         self.costs = spec.costs(self.spans)  # bytes that each stage takes
         self.holders = [row.peer for row in before.assignments] if before else [""] * len(spec.spans)
         """Peer id by stage, empty = nobody."""
         self.vacant_since: dict[int, float] = {}
-        self.fixed = fixed  # some peer has stages, or files of stages, with just these layers
+        self.fixed = bool(before or roster.members[spec.me].hello.spans)
+        """Some peer has stages, or files of stages, with just these layers: they are not divided anew."""
         self._spec = spec
         self._before = before
         self._roster = roster

@@ -2,7 +2,6 @@
 
 Everything that peers hold counts only as far as it belongs to the crew's run. A new leader without weights of its own
 goes on with the run of the first peer that has some.
-Pure: `now` (seconds, of any clock) comes in.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median_high
+from typing import Any
 
 import msgspec
 
@@ -217,3 +217,11 @@ def counted(holding: Holding, theirs: Lineage, ours: Lineage) -> Holding:
 def short(peer: str) -> str:
     """The end of a peer id, for people."""
     return f"…{peer[-8:]}"
+
+
+def remember(peers: dict[str, Any], peer: str, value: Any, most: int) -> None:
+    """Note something about a peer, as the latest; of more than `most` peers, the first is forgotten."""
+    peers.pop(peer, None)
+    peers[peer] = value
+    if len(peers) > most:
+        del peers[next(iter(peers))]

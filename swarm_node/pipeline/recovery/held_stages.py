@@ -1,10 +1,4 @@
-"""The stages that this node holds for its crew: how each comes here, is kept, and leaves.
-
-take(order)       `StageBuilder`: the base model's layers, weights from a source, a `Worker`
-updated(plan)     after an update: write a checkpoint, renew a replica, each when it is due
-leave(stage)      forget it
-hand_over(plan)   this node goes: have others keep what was trained here
-"""
+"""The stages that this node holds for its crew: how each comes here, is kept, and leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +37,6 @@ class HeldStages:
         loading: Loading,
         weight_transfer: WeightTransfer,
         folder: Path,
-        me: str,
         stands: Callable[[BuildStage], bool],
         say: Callable[[str], None],
     ) -> None:
@@ -55,14 +48,11 @@ class HeldStages:
         self.workers: dict[int, Worker] = {}
         self.starts: dict[int, str] = {}  # digests of stages before any training, by number
         self.checkpoints = StageCheckpoints(folder, weight_transfer.place[1], config.checkpoints.keep, say)
-        self.replicas = Replicas(weight_transfer, self.shapes_of, me, say)
+        self.replicas = Replicas(weight_transfer, self.shapes_of, say)
         self._loading = loading
         self._shapes = trained_shapes(config.policy, loading)
-        self._me = me
         self._say = say
-        self._builder = StageBuilder(
-            loading, self._shapes, weight_transfer, self.checkpoints, me, self._weights, stands, say
-        )
+        self._builder = StageBuilder(loading, self._shapes, weight_transfer, self.checkpoints, stands, say)
         self._looked: dict[int, int] = {}  # updates of stages when it was last considered whether a checkpoint is due
         self._saved: dict[int, int] = {}  # updates of the last checkpoint of each stage
         self._spans: Spans = ()
@@ -93,11 +83,6 @@ class HeldStages:
             tuple(Kept(stage, state.updates) for stage, state in sorted(self.weight_transfer.replicas.copy().items())),
             tuple(files)[:MAX_KEPT],
         )
-
-    def _weights(self, stage: int) -> StageWeights | None:
-        """Live weights of a stage; `None` if it is not held here."""
-        worker = self.workers.get(stage)
-        return None if worker is None else weights_of(worker)
 
     # ----------------------------------------------------------------- coming and going
 
@@ -214,7 +199,7 @@ class HeldStages:
     def hand_over(self, plan: Plan, left_s: Callable[[], float]) -> dict[int, tuple[str, str]]:
         """See `offer_stages`."""
         updates = {stage: worker.updates for stage, worker in self.workers.items()}
-        return offer_stages(self.weight_transfer, plan, self._me, updates, left_s)
+        return offer_stages(self.weight_transfer, plan, updates, left_s)
 
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
         """At the end of a run: save the weights of stages that other peers hold, for an export of the policy.

@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from swarm_node.pipeline.compute.worker import Worker
 from swarm_node.pipeline.membership.actions import BuildStage, Spans
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
-from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer, ordered
+from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer
 from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.policy import lines, model_digest
@@ -46,11 +45,8 @@ TRIES = 4  # times that a peer is asked for a stage
 FAR = 10.0  # weights of another crew must not be further from the start than so many times the start's own norm
 
 
-@dataclass(frozen=True)
 class Unavailable(Exception):
     """A source does not have what it was said to have."""
-
-    why: str
 
 
 @dataclass(frozen=True)
@@ -62,30 +58,16 @@ class Built:
     start: str  # digest of the stage before any training: equal for peers that hold the same stage of one model
 
 
+@dataclass(frozen=True)
 class StageBuilder:
     """Builds stages that this peer is to hold."""
 
-    def __init__(
-        self,
-        loading: Loading,
-        shapes: Mapping[str, Tensor],
-        transfer: WeightTransfer,
-        checkpoints: StageCheckpoints,
-        me: str,
-        live: Callable[[int], StageWeights | None],
-        stands: Callable[[BuildStage], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        """`shapes`: all tensors that the policy trains. `live` gives the weights of a stage that is held here. `stands`
-        says whether an order is still to be carried out."""
-        self._loading = loading
-        self._shapes = shapes
-        self._transfer = transfer
-        self._checkpoints = checkpoints
-        self._me = me
-        self._live = live
-        self._stands = stands
-        self._say = say
+    loading: Loading
+    shapes: Mapping[str, Tensor]  # all tensors that the policy trains
+    transfer: WeightTransfer
+    checkpoints: StageCheckpoints
+    stands: Callable[[BuildStage], bool]  # whether an order is still to be carried out
+    say: Callable[[str], None]
 
     def build(self, order: BuildStage, spans: Spans, config: NodeConfig, reference: bool) -> Built | str:
         """Build a stage, or say why it cannot be built.
@@ -93,15 +75,17 @@ class StageBuilder:
         spans      layers of all stages
         reference  the stage keeps its weights of before training
         """
-        stage = load_stage(config.policy, Span.of(order.stage, spans), self._say)
+        stage = load_stage(config.policy, Span.of(order.stage, spans), self.say)
         start = model_digest(lines(stage.named(trainable=False).items(), adapters=True))
         native = is_native_exact(stage, config.rollouts)
         worker = Worker(stage, self._new_optimizer(stage, config), config.pipeline.wire, native)
         if reference:
             worker.keep_reference()
-        why = "no source was given"
-        for source in sorted(order.sources, key=partial(self._rank, order.sources)):
-            if not self._stands(order):
+        # a checkpoint here that is as new as the first source has the optimiser's moments as well: it comes before
+        why = ""
+        best = Source("snapshot", (self.transfer.me,), updates=order.sources[0].updates)
+        for source in sorted(order.sources, key=lambda source: source != best):
+            if not self.stands(order):
                 return "it is not wanted any more"
             try:
                 if source.way == "cohort":
@@ -112,28 +96,22 @@ class StageBuilder:
                     self._load(worker, source, order, spans)
             except (ProtocolError, CheckpointError, Unavailable, UserError, ValueError) as error:
                 why = str(error)  # UserError: a file that may not be read
-                self._say(f"{stage.span} could not be built from {source.way}: {why}")
+                self.say(f"{stage.span} could not be built from {source.way}: {why}")
                 continue
             return Built(worker, source, start)
         return why
 
     def _new_optimizer(self, stage: Stage, config: NodeConfig) -> Optimizer:
-        trained = sum(tensor.numel() for tensor in self._shapes.values())
-        rate = config.grpo.learning_rate or default_learning_rate(self._loading.lora, trained)
+        trained = sum(tensor.numel() for tensor in self.shapes.values())
+        rate = config.grpo.learning_rate or default_learning_rate(self.loading.lora, trained)
         shared = [] if stage.shared is None else [stage.shared]
         return Optimizer(stage.named().items(), config.grpo, rate, shared)
-
-    def _rank(self, sources: Sequence[Source], source: Source) -> bool:
-        """False puts a source first: a checkpoint here that is as new as the first one, since it has the optimiser's
-        moments as well. The others keep their order."""
-        mine = source.way == "snapshot" and source.peers == (self._me,)
-        return not (mine and source.updates == sources[0].updates)
 
     # ----------------------------------------------------------------- weights of peers
 
     def _load(self, worker: Worker, source: Source, order: BuildStage, spans: Spans) -> None:
         """Give `worker` weights of other peers. If that fails, `worker` stays as it is."""
-        span, optimizer, mine = worker.stage.span, worker.optimizer, worker.stage.named()
+        span, mine = worker.stage.span, worker.stage.named()
         if source.way in ("mean", "copy"):
             weights = self._from_neighbours(worker, source, order, spans)
         else:
@@ -142,11 +120,10 @@ class StageBuilder:
         if weights.tensors.keys() != mine.keys():
             raise Unavailable(f"it has {len(weights.tensors)} tensors instead of {len(mine)}")
         if source.way == "cohort":
-            check_near(weights.tensors, optimizer.weights())
-        _write(optimizer, weights.tensors)
-        worker.updates = optimizer.updates = weights.updates
+            check_near(weights.tensors, worker.optimizer.weights())
+        _write(worker, weights.tensors, weights.updates)
         if source.way in ("mean", "copy"):
-            optimizer.rate_scale = RATE
+            worker.optimizer.rate_scale = RATE
         else:
             worker.omega = weights.omega
 
@@ -155,7 +132,7 @@ class StageBuilder:
         span, mine = worker.stage.span, worker.stage.named()
         states = []
         for peer, stage in zip(source.peers, source.stages, strict=True):
-            like = shapes_of_stage(self._shapes, self._loading.config, stage, spans)
+            like = shapes_of_stage(self.shapes, self.loading.config, stage, spans)
             states.append(self._fetch(peer, Wanted(stage, *spans[stage], rest=False), like, order))
         neighbours = [Neighbour(state.tensors, state.omega) for state in states]
         after = neighbours[-1] if source.way == "mean" else None
@@ -172,55 +149,47 @@ class StageBuilder:
         if config.averaging.method == "none":
             raise Unavailable("nothing is averaged with other crews")
         start = cohort_start(config, worker.stage, start)
-        cohort = cohort_of(config.averaging, self._transfer.place[0], start, averaged(worker))
-        card = self._transfer.transport.members().get(peer)
+        cohort = cohort_of(config.averaging, self.transfer.place[0], start, averaged(worker))
+        card = self.transfer.transport.members().get(peer)
         if card is None or card.cohort != cohort:
             raise Unavailable(f"peer …{peer[-8:]} is not in the cohort of this stage")
 
     def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: BuildStage) -> StageWeights:
-        if peer == self._me:
-            return self._own(wanted)
-        fetch, tries = self._transfer.fetch(peer, wanted, like), 1
+        if peer == self.transfer.me:
+            if (own := self.transfer.own(wanted)) is None:
+                raise Unavailable(f"stage {wanted.stage} is not here")
+            return own
+        fetch, tries = self.transfer.fetch(peer, wanted, like), 1
         while True:
             try:
                 return fetch.result(WAIT_S)
             except NotYet:
-                if not self._stands(order):
+                if not self.stands(order):
                     raise Unavailable("it is not wanted any more") from None
             except RemoteProtocolError as error:
                 if error.reason not in ("stranger", "busy") or tries == TRIES:
                     raise
                 time.sleep(REFETCH_S)
-                fetch, tries = self._transfer.fetch(peer, wanted, like), tries + 1
-
-    def _own(self, wanted: Wanted) -> StageWeights:
-        """Weights that this peer has itself."""
-        stage = wanted.stage
-        state = self._transfer.replicas.get(stage) if wanted.replica else self._live(stage)
-        if state is None:
-            raise Unavailable(f"stage {stage} is not here")
-        names = ordered(state.tensors, wanted)
-        return StageWeights({name: state.tensors[name] for name in names}, state.updates, state.omega)
+                fetch, tries = self.transfer.fetch(peer, wanted, like), tries + 1
 
     # ----------------------------------------------------------------- checkpoints
 
     def _load_checkpoint(self, worker: Worker, source: Source) -> None:
-        if source.peers != (self._me,):
+        if source.peers != (self.transfer.me,):
             raise Unavailable("the checkpoint is not on this machine")
         key = worker.index, source.updates
-        file = next((file for file in self._checkpoints.files() if (file.stage, file.updates) == key), None)
+        file = next((file for file in self.checkpoints.files() if (file.stage, file.updates) == key), None)
         if file is None:
             raise Unavailable(f"there is no checkpoint after update {source.updates}")
-        checkpoint = self._checkpoints.read(file, worker.stage.span)
+        checkpoint = self.checkpoints.read(file, worker.stage.span)
         weights, optimizer = checkpoint.tensors["policy"], worker.optimizer
         mine = optimizer.weights()
         if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
             raise CheckpointError("its tensors are not those of this stage")
         if moments := checkpoint.tensors.get("optimizer"):  # there are none of a stage that another peer held
             optimizer.load_state_dict(moments, checkpoint.round)
-        _write(optimizer, weights)
-        worker.updates, worker.omega = checkpoint.round, float(checkpoint.state["omega"])
-        optimizer.updates = worker.updates
+        _write(worker, weights, checkpoint.round)
+        worker.omega = float(checkpoint.state["omega"])
 
 
 def cohort_start(config: NodeConfig, stage: Stage, start: str) -> str:
@@ -237,7 +206,8 @@ def check_near(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> No
 
 
 @torch.no_grad()
-def _write(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
-    for name, tensor in optimizer.weights().items():
+def _write(worker: Worker, weights: Mapping[str, Tensor], updates: int) -> None:
+    for name, tensor in worker.optimizer.weights().items():
         tensor.copy_(weights[name])
-    optimizer.publish()
+    worker.optimizer.publish()
+    worker.updates = worker.optimizer.updates = updates

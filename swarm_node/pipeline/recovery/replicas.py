@@ -1,14 +1,12 @@
-"""Replicas: copies of a stage's weights in the memory of another peer of the crew.
-
-Most of this module says which peer keeps which copy, and when it is renewed. `Replicas` keeps the copies that are this
-peer's to keep, and `offer_stages` has others keep the stages of a peer that leaves.
-"""
+"""Replicas: copies of a stage's weights in the memory of another peer of the crew; which peer keeps which, and when
+it is renewed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -19,7 +17,7 @@ from protocol.errors import ProtocolError
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.membership.actions import Spans
-from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, WeightTransfer
+from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, WeightTransfer, size_of
 
 MANY_STAGES, EVERY = 4, 20
 """With so many stages and all weights trained, replicas are renewed every so many updates; else after each update."""
@@ -68,54 +66,46 @@ def takers(plan: Plan, stage: int, me: str) -> list[str]:
     return [peer for peer in dict.fromkeys(peers) if peer != me]
 
 
+@dataclass(eq=False)
 class Replicas:
     """Keeps the replicas that are this peer's to keep; `WeightTransfer.replicas` holds them."""
 
-    def __init__(
-        self,
-        transfer: WeightTransfer,
-        shapes_of: Callable[[int, Spans], dict[str, Tensor]],
-        me: str,
-        say: Callable[[str], None],
-    ) -> None:
-        """`shapes_of`: names and shapes of what a stage trains."""
-        self.asked: dict[int, int] = {}
-        """Stages that a leaving peer has asked this one to keep -> mark of the plan by which it held them. They are
-        kept until there is an update by another plan."""
-        self._transfer = transfer
-        self._shapes_of = shapes_of
-        self._me = me
-        self._say = say
-        self._cramped: set[int] = set()  # stages whose replica does not fit here, as was said
+    transfer: WeightTransfer
+    shapes_of: Callable[[int, Spans], dict[str, Tensor]]  # names and shapes of what a stage trains
+    say: Callable[[str], None]
+    asked: dict[int, int] = field(default_factory=dict)
+    """Stages that a leaving peer has asked this one to keep -> mark of the plan by which it held them. They are kept
+    until there is an update by another plan."""
+    cramped: set[int] = field(default_factory=set)  # stages whose replica does not fit here, as was said
 
     def renew(self, plan: Plan, config: NodeConfig, lora: bool, updates: int) -> None:
         """Forget replicas that are not this peer's to keep, and fetch the others anew where they are due.
 
         updates  that the stages held here have made"""
         every = replica_every(config, lora)
-        kept = {stage: part for stage in kept_for(plan, self._me) if (part := replicated(config, stage))}
+        kept = {stage: part for stage in kept_for(plan, self.transfer.me) if (part := replicated(config, stage))}
         for stage, mark in self.asked.copy().items():  # another thread adds to it
             if mark != plan.mark:
                 self.asked.pop(stage, None)
-        self._transfer.forget(kept.keys() | self.asked.keys())
+        self.transfer.forget(kept.keys() | self.asked.keys())
         for stage, part in kept.items():
-            known = self._transfer.replicas.get(stage)
+            known = self.transfer.replicas.get(stage)
             if known is not None and known.updates <= updates < known.updates + every:
                 continue
-            like = self._shapes_of(stage, plan.spans)
+            like = self.shapes_of(stage, plan.spans)
             if part == "rest":
                 like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
-            size = 4 * sum(tensor.numel() for tensor in like.values())
-            if known is None and 0 < self._transfer.room() < 2 * size:  # the rest is for training
-                if stage not in self._cramped:
-                    self._say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
-                self._cramped.add(stage)
+            size = size_of(like.values())
+            if known is None and 0 < self.transfer.room() < 2 * size:  # the rest is for training
+                if stage not in self.cramped:
+                    self.say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
+                self.cramped.add(stage)
                 continue
-            self._transfer.keep(stage, plan.assignments[stage].peer, like)
+            self.transfer.keep(stage, plan.assignments[stage].peer, like)
 
 
 def offer_stages(
-    transfer: WeightTransfer, plan: Plan, me: str, updates: Mapping[int, int], left_s: Callable[[], float]
+    transfer: WeightTransfer, plan: Plan, updates: Mapping[int, int], left_s: Callable[[], float]
 ) -> dict[int, tuple[str, str]]:
     """Before this peer leaves: have other peers of the crew keep the stages that were trained here.
 
@@ -123,7 +113,7 @@ def offer_stages(
     left_s   seconds that this may still take
 
     Returns, by stage, the peer that keeps it and "", or "" and why there is none."""
-    asked = {stage: takers(plan, stage, me) for stage, made in updates.items() if made}
+    asked = {stage: takers(plan, stage, transfer.me) for stage, made in updates.items() if made}
     found = {stage: ("", "there is no time") for stage, peers in asked.items() if peers}
     pause = OFFER_WAIT_S
     while asked and left_s() > 0:

@@ -49,26 +49,26 @@ def rank_sources(
     usual     a copy that is regularly renewed is at most so many updates old
     fresh     a copy that is at most so many updates old is better than a stage made of its neighbours
     """
-    live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
-    replicas = _of(stage, {peer: holding.replicas for peer, holding in holdings.items()})
-    found = [Source("live", (peer,), updates=n) for peer, n in live]
+    live = {peer: holding.live for peer, holding in holdings.items()}
+    stored = [kept for holding in holdings.values() for kept in holding.replicas + holding.checkpoints]
+    found = [Source("live", (peer,), updates=n) for peer, n in _of(stage, live)]
     base = Source("base")
-    if not updates and not any(kept.updates for holding in holdings.values() for kept in _stored(holding)):
+    if not updates and not any(kept.updates for kept in stored):
         return [*found, base]
-    lives = any(holding.live for holding in holdings.values())
-    old = _old(stage, len(spans), holdings, replicas, updates if lives else None)
+    lives = any(live.values())
+    old = _old(stage, len(spans), holdings, updates if lives else None)
     new = [source for source in old if lives and updates - fresh <= source.updates <= updates + AHEAD]
     found += [source for source in new if source.updates >= updates - usual]
     cohort = [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
     found += cohort if lives else []
     found += [source for source in new if source not in found]
-    found += _stand_ins(stage, spans, holdings, updates, plus)
+    found += _stand_ins(stage, spans, live, updates, plus)
     found += [source for source in [*old, *cohort] if source not in found]
     return [*found[:7], base]
 
 
 def _stand_ins(
-    stage: int, spans: tuple[Layers, ...], holdings: Mapping[str, Holding], updates: int, plus: bool
+    stage: int, spans: tuple[Layers, ...], live: Mapping[str, Collection[Kept]], updates: int, plus: bool
 ) -> list[Source]:
     """CheckFree or CheckFree+, if the neighbours are held."""
     last = len(spans) - 1
@@ -80,34 +80,28 @@ def _stand_ins(
         return []
     peers = []
     for model in models:
-        holders = _of(model, {peer: holding.live for peer, holding in holdings.items()})
+        holders = _of(model, live)
         if not holders or _length(spans[model]) != _length(spans[stage]):
             return []
         peers.append(holders[0][0])
     return [Source("mean" if len(models) == 2 else "copy", tuple(peers), tuple(models), updates)]
 
 
-def _old(
-    stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]], updates: int | None
-) -> list[Source]:
+def _old(stage: int, stages: int, holdings: Mapping[str, Holding], updates: int | None) -> list[Source]:
     """Checkpoints and replicas, newest first, but those that are newer than the crew last.
 
     updates  that the crew has made; `None` = no peer has any stage in memory. Then the newest update of which every
              stage has a file comes first.
     """
-    files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.checkpoints]
-    by_stage = [{kept.updates for _, kept in files if kept.stage == s} for s in range(stages)]
+    files = {peer: holding.checkpoints for peer, holding in holdings.items()}
+    replicas = {peer: holding.replicas for peer, holding in holdings.items()}
+    by_stage = [{n for _, n in _of(s, files)} for s in range(stages)]
     common = max(set.intersection(*by_stage), default=-1) if updates is None else -1
-    mine = {(kept.updates, peer) for peer, kept in files if kept.stage == stage}
-    found: list[tuple[Way, str, int]] = [("snapshot", peer, n) for n, peer in mine]
-    found += [("replica", peer, n) for peer, n in replicas]
+    found: list[tuple[Way, str, int]] = [("snapshot", peer, n) for peer, n in set(_of(stage, files))]
+    found += [("replica", peer, n) for peer, n in _of(stage, replicas)]
     most = math.inf if updates is None else updates + AHEAD
     found.sort(key=lambda one: (one[2] != common, one[2] > most, -one[2], one[0] == "replica", one[1]))
     return [Source(way, (peer,), updates=n) for way, peer, n in found]
-
-
-def _stored(holding: Holding) -> tuple[Kept, ...]:
-    return holding.replicas + holding.checkpoints
 
 
 def elsewhere(
@@ -116,6 +110,7 @@ def elsewhere(
     """Peers of other crews of the same policy that hold this stage -> its updates, as their cards say.
 
     crew  id of the own crew"""
+    first, last = layers[0], layers[1] - 1
     return {
         peer: card.policy_version
         for peer, card in members.items()
@@ -125,7 +120,8 @@ def elsewhere(
         and card.crew.count == stages
         and stage in card.crew.held
         and card.stages is not None
-        and (card.stages == (layers[0], layers[1] - 1) or (len(card.crew.held) > 1 and _within(layers, card.stages)))
+        and card.stages[0] <= first <= last <= card.stages[1]
+        and (card.stages == (first, last) or len(card.crew.held) > 1)
     }
 
 
@@ -136,41 +132,30 @@ def tell(stage: int, source: Source, updates: int, crew_updates: int, *, adapter
     crew_updates  of the other stages
     adapters      only adapters are trained
     """
-    return f"stage {stage} {_done(source, updates, adapters)}; {_lost(source, updates, crew_updates)}"
-
-
-def _done(source: Source, updates: int, adapters: bool) -> str:
     peer = f"peer …{source.peers[0][-8:]}" if source.peers else "no peer"
     stages = " and ".join(map(str, source.stages))
+    missing = crew_updates - updates
+    lost = "" if missing <= 0 else "its last update" if missing == 1 else f"its last {missing} updates"
     match source.way:
         case "live":
-            return f"handed over by {peer}"
+            done = f"handed over by {peer}"
         case "replica":
-            return f"rebuilt from the replica that {peer} kept"
-        case "cohort":
-            return f"taken from {peer} of another crew"
-        case "mean":
-            return f"rebuilt as the mean of stages {stages}, weighted with their gradient norms (CheckFree)"
-        case "copy":
-            return f"rebuilt as a copy of stage {stages}, which learned its work by swapped order (CheckFree+)"
+            done = f"rebuilt from the replica that {peer} kept"
         case "snapshot":
-            return f"rebuilt from the checkpoint after update {updates}"
-    return "begins with the base model" + (" and a fresh adapter" if adapters else "")
-
-
-def _lost(source: Source, updates: int, crew_updates: int) -> str:
-    match source.way:
+            done = f"rebuilt from the checkpoint after update {updates}"
         case "cohort":
-            return "lost: what it learned since the two crews last averaged"
-        case "mean" | "copy":
-            them = "them" if len(source.stages) > 1 else "that one"
-            return f"lost: what set it apart from {them}, which it learns again"
-    missing = crew_updates if source.way == "base" else crew_updates - updates
-    if missing <= 0:
-        return "nothing is lost"
-    if source.way == "base":
-        return f"lost: all that it learned in {missing} update{'s' * (missing > 1)}"
-    return f"lost: its last {f'{missing} updates' if missing > 1 else 'update'}"
+            done = f"taken from {peer} of another crew"
+            lost = "what it learned since the two crews last averaged"
+        case "mean":
+            done = f"rebuilt as the mean of stages {stages}, weighted with their gradient norms (CheckFree)"
+            lost = "what set it apart from them, which it learns again"
+        case "copy":
+            done = f"rebuilt as a copy of stage {stages}, which learned its work by swapped order (CheckFree+)"
+            lost = "what set it apart from that one, which it learns again"
+        case "base":
+            done = "begins with the base model" + (" and a fresh adapter" if adapters else "")
+            lost = f"all that it learned in {crew_updates} update{'s' * (crew_updates > 1)}" if crew_updates else ""
+    return f"stage {stage} {done}; {f'lost: {lost}' if lost else 'nothing is lost'}"
 
 
 def _of(stage: int, holdings: Mapping[str, Collection[Kept]]) -> list[tuple[str, int]]:
@@ -181,7 +166,3 @@ def _of(stage: int, holdings: Mapping[str, Collection[Kept]]) -> list[tuple[str,
 
 def _length(layers: Layers) -> int:
     return layers[1] - layers[0]
-
-
-def _within(layers: Layers, shown: tuple[int, int]) -> bool:
-    return shown[0] <= layers[0] and layers[1] - 1 <= shown[1]

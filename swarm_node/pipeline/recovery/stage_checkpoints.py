@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,48 +74,47 @@ def _read(path: Path, stage: int, updates: int, number: int) -> StageFile:
     return StageFile(path, stage, updates, number, torn, run, it.architecture, it.spans, it.round, it.time)
 
 
+@dataclass(eq=False)
 class StageCheckpoints:
     """The checkpoints of stages in this node's run directory."""
 
-    def __init__(self, folder: Path, architecture: str, keep: int, say: Callable[[str], None]) -> None:
-        """`architecture`: of the policy, as files name it. `keep`: checkpoints of each stage that are kept."""
-        self.run = NO_RUN  # the run that the crew is on; a file of another run counts only up to where the two forked
-        self.round = 0  # rounds of the run that the stages have behind them; written into each checkpoint
-        self._folder = folder
-        self._architecture = architecture
-        self._keep = keep
-        self._say = say
-        self._stores: dict[int, CheckpointStore] = {}
-        self._left_out = 0  # files that do not count, as was said
+    folder: Path
+    architecture: str  # of the policy, as files name it
+    keep: int  # checkpoints of each stage that are kept
+    say: Callable[[str], None]
+    run: Lineage = NO_RUN  # the run that the crew is on; a file of another run counts only up to where the two forked
+    round: int = 0  # rounds of the run that the stages have behind them; written into each checkpoint
+    stores: dict[int, CheckpointStore] = field(default_factory=dict)
+    left_out: int = 0  # files that do not count, as was said
 
     def files(self) -> list[StageFile]:
         """The checkpoints that count for this run, those of most updates first."""
-        return [file for file in stage_files(self._folder) if file.counts(self.run)]
+        return [file for file in stage_files(self.folder) if file.counts(self.run)]
 
     def go_to(self, run: Lineage) -> None:
         """The crew is on another run from now on; files that do not count there are said."""
         self.run = run
-        left_out = len(stage_files(self._folder)) - len(self.files())
-        if left_out > self._left_out:
-            self._say(f"checkpoints in {self._folder} that do not count, being of another run or branch: {left_out}")
-        self._left_out = left_out
+        left_out = len(stage_files(self.folder)) - len(self.files())
+        if left_out > self.left_out:
+            self.say(f"checkpoints in {self.folder} that do not count, being of another run or branch: {left_out}")
+        self.left_out = left_out
 
     def read(self, file: StageFile, span: Span) -> Checkpoint:
         """Raises CheckpointError if the file is torn, or of another run, policy or stage."""
-        return read_checkpoint(file.path, partial(self._mismatch, str(span)))
 
-    def _mismatch(self, span: str, state: dict[str, object]) -> str | None:
-        """Why a checkpoint is not of that stage of this run, or `None`."""
-        ours = shared(read_lineage(state.get("run")), self.run) >= 0
-        if not ours or state.get("architecture") != self._architecture or "round" not in state:
-            return "it is of another run"
-        return None if state.get("span") == span else f"it is {state.get('span')}"
+        def mismatch(state: dict[str, object]) -> str | None:
+            ours = shared(read_lineage(state.get("run")), self.run) >= 0
+            if not ours or state.get("architecture") != self.architecture or "round" not in state:
+                return "it is of another run"
+            return None if state.get("span") == str(span) else f"it is {state.get('span')}"
+
+        return read_checkpoint(file.path, mismatch)
 
     def store(self, stage: int) -> CheckpointStore:
-        if stage not in self._stores:
+        if stage not in self.stores:
             # An extra checkpoint of one stage must not cost the last update that all stages of the crew have.
-            self._stores[stage] = CheckpointStore(self._folder / str(stage), self._keep + 1, self._say)
-        return self._stores[stage]
+            self.stores[stage] = CheckpointStore(self.folder / str(stage), self.keep + 1, self.say)
+        return self.stores[stage]
 
     def save(
         self, stage: int, spans: Spans, updates: int, omega: float, tensors: Mapping[str, Mapping[str, Tensor]]
@@ -125,7 +123,7 @@ class StageCheckpoints:
         state = {
             "run": self.run,
             "time": time.time(),
-            "architecture": self._architecture,
+            "architecture": self.architecture,
             "span": str(Span.of(stage, spans)),
             "spans": spans,
             "omega": omega,
@@ -134,10 +132,11 @@ class StageCheckpoints:
         self.store(stage).save(updates, tensors, state)
 
     def wait(self) -> None:
-        """Until all checkpoints are on disk. Raises UserError if one of them could not be written."""
-        for store in list(self._stores.values()):
+        """Wait until no checkpoint is being written."""
+        for store in list(self.stores.values()):
             store.wait()
 
     def close(self) -> None:
-        for store in list(self._stores.values()):
+        """Raises UserError if the last checkpoint of a stage could not be written."""
+        for store in list(self.stores.values()):
             store.close()

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from weakref import WeakValueDictionary
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -93,49 +92,35 @@ class _Offer:
     told: bool = False  # the crew knows that it is here
 
 
-def nothing_kept(peer: str, stage: int) -> Mapping[str, Tensor]:
-    """A `WeightTransfer.shelf` that keeps no stage for any peer."""
-    raise RemoteProtocolError("stranger", f"stage {stage} is not kept here")
-
-
+@dataclass(eq=False)
 class WeightTransfer:
-    """Gives the weights that this peer holds and keeps, and fetches those of others."""
+    """Gives the weights that this peer holds and keeps, and fetches those of others.
 
-    def __init__(
-        self,
-        transport: Transport,
-        swarm: str,
-        architecture: str,
-        allowed: Callable[[str, int], bool],
-        of_crew: Callable[[str], bool] = lambda peer: True,
-        now: Callable[[], float] = time.monotonic,
-        shelf: Callable[[str, int], Mapping[str, Tensor]] = nothing_kept,
-        shelved: Callable[[], None] = lambda: None,
-        room: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`architecture`: 16 hexadecimal digits, equal for peers that hold stages of one policy. `allowed` says whether
-        a peer may have weights of a stage; others are refused as `stranger`. `of_crew` says whether a peer is of this
-        crew. `shelf` gives the names and shapes of a stage that is kept for a peer that asks, or raises
-        RemoteProtocolError. `shelved` is called when such a stage is here. `room`: free memory in bytes, 0 = not
-        known. All of them are called on any thread."""
-        self.transport = transport
-        self.allowed = allowed
-        self.of_crew = of_crew
-        self.now = now
-        self.shelf = shelf
-        self.shelved = shelved
-        self.room = room
-        self.place = swarm, architecture
-        self.replicas: dict[int, StageWeights] = {}  # copies of others' stages
+    The functions that it is given are called on any thread."""
+
+    transport: Transport
+    place: tuple[str, str]
+    """The swarm, and 16 hexadecimal digits that are equal for peers that hold stages of one policy."""
+    allowed: Callable[[str, int], bool]  # whether a peer may have weights of a stage; others are refused as `stranger`
+    of_crew: Callable[[str], bool]  # whether a peer is of this crew
+    shelf: Callable[[str, int], Mapping[str, Tensor]]
+    """Names and shapes of a stage that is kept for a peer that asks. Raises RemoteProtocolError if it is not."""
+    shelved: Callable[[], None]  # called when such a stage is here
+    room: Callable[[], int]  # free memory in bytes, 0 = not known
+    now: Callable[[], float] = time.monotonic
+    replicas: dict[int, StageWeights] = field(default_factory=dict)  # copies of others' stages
+
+    def __post_init__(self) -> None:
+        self.me = self.transport.peer_id
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        self._crew_slots = UploadSlots(AT_ONCE, PER_PEER, now)
-        self._other_slots = UploadSlots(1, 1, now)  # for peers of other crews
+        self._crew_slots = UploadSlots(AT_ONCE, PER_PEER, self.now)
+        self._other_slots = UploadSlots(1, 1, self.now)  # for peers of other crews
         self._keeping: dict[int, Future[StageWeights]] = {}  # fetches of replicas, the last of each stage
         self._offers: dict[int, _Offer] = {}  # the last one of each stage
-        transport.accept(STATE_METHOD, self._accept)
-        transport.accept(KEEP_METHOD, self._accept_offer)
+        self.transport.accept(STATE_METHOD, self._accept)
+        self.transport.accept(KEEP_METHOD, self._accept_offer)
 
     def hold(
         self, stage: int, state: Callable[[], StageWeights], still: Callable[[], AbstractContextManager[object]]
@@ -157,13 +142,24 @@ class WeightTransfer:
             self.replicas = {stage: state for stage, state in self.replicas.items() if stage in keep}
             self._keeping = {stage: fetch for stage, fetch in self._keeping.items() if stage in keep}
 
+    def own(self, wanted: Wanted) -> StageWeights | None:
+        """Weights that this peer has itself, live or as a replica; `None` if it has not."""
+        with self._lock:
+            state, held = self.replicas.get(wanted.stage), self._held.get(wanted.stage)
+        if not wanted.replica:
+            state = None if held is None else held[0]()
+        if state is None:
+            return None
+        tensors = {name: state.tensors[name] for name in ordered(state.tensors, wanted)}
+        return StageWeights(tensors, state.updates, state.omega)
+
     # ---------------------------------------------------------------- fetching
 
     def fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor]) -> Future[StageWeights]:
         """Fetch `wanted` from `peer`, in the background; `like` has its global names and shapes. Fails with
         ProtocolError. Nothing is allocated before the peer has announced a body of the right size."""
         names = ordered(like, wanted)
-        size = 4 * sum(like[name].numel() for name in names)
+        size = size_of(like[name] for name in names)
         theirs, tensors = StateHead(0, "", "", 0, False, 0, 0, False), dict[str, Tensor]()
 
         def answered(head: bytes, length: int) -> Sink:
@@ -174,8 +170,10 @@ class WeightTransfer:
                 raise RemoteProtocolError("stage", f"stage {theirs.stage}, layers {theirs.first} to {theirs.end}")
             if length != size:
                 raise RemoteProtocolError("size", f"{length} bytes")
-            tensors.update({name: torch.empty(like[name].shape) for name in names})
-            return Filler([*tensors.values()]).write
+            body = torch.empty(size // 4)
+            parts = body.split([like[name].numel() for name in names])
+            tensors.update({name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)})
+            return filling(body)
 
         def arrived() -> StageWeights:
             if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -191,8 +189,8 @@ class WeightTransfer:
         if running is not None and not running.done():
             return
         layers = [layer for name in like if (layer := layer_of(name)) is not None]
-        first, end = (min(layers), max(layers) + 1) if layers else (0, 0)
-        fetch = self._keeping[stage] = self.fetch(peer, Wanted(stage, first, end, rest=True), like)
+        wanted = Wanted(stage, min(layers, default=0), max(layers, default=-1) + 1, rest=True)
+        fetch = self._keeping[stage] = self.fetch(peer, wanted, like)
 
         def kept(fetched: Future[StageWeights]) -> None:
             if fetched.exception() is None:
@@ -240,7 +238,7 @@ class WeightTransfer:
                 raise RemoteProtocolError("flood", f"stage {stage} after update {updates} was to be kept before")
             offer.begun |= begin
         if begin:
-            size = 4 * sum(tensor.numel() for tensor in like.values())
+            size = size_of(like.values())
             if 0 < (room := self.room()) < 2 * size:  # the other half is for this peer's own work
                 raise RemoteProtocolError("room", f"{size} bytes are too many for {room} that are free")
             self.keep(stage, peer, like)
@@ -269,17 +267,14 @@ class WeightTransfer:
         self._check_place(request)
         if not self.allowed(peer, request.stage):
             raise RemoteProtocolError("stranger", f"stage {request.stage} is not for everybody")
+        slots, wait_s = (self._crew_slots, 0.0) if self.of_crew(peer) else (self._other_slots, OTHER_CREW_PAUSE_S)
         give = partial(self._give, _wanted(request))
-        if self.of_crew(peer):
-            return self._crew_slots.give(peer, give, lambda slot, size, error: self._crew_slots.leave(slot))
-        return self._other_slots.give(
-            peer, give, lambda slot, size, error: self._other_slots.leave(slot, wait_s=OTHER_CREW_PAUSE_S)
-        )
+        return slots.give(peer, give, lambda slot, size, error: slots.leave(slot, wait_s))
 
     def _give(self, wanted: Wanted, slot: UploadSlot) -> Outgoing:
         state, tensors = self._given(wanted)
-        size = 4 * sum(tensor.numel() for tensor in tensors)
-        return Outgoing(self._head(wanted, slot.peer, state), size, partial(self._body, state, tensors))
+        head = self._head(wanted, slot.peer, state.updates, state.omega)
+        return Outgoing(head, size_of(tensors), partial(self._body, state, tensors))
 
     def _given(self, wanted: Wanted) -> tuple[StageWeights, list[Tensor]]:
         """The tensors wanted, and the replica or copy that they are of; nothing changes them."""
@@ -310,11 +305,9 @@ class WeightTransfer:
         began = self.now()
         yield from in_time(_bytes_of(tensors), lambda taken: began + PACE.seconds(taken), self.now)
 
-    def _head(self, wanted: Wanted, peer: str, state: StageWeights | None = None) -> bytes:
-        part = StateHead(0, *self.place, wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest)
-        updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
-        version = version_for(peer, self.transport.members())
-        return encode_head(msgspec.structs.replace(part, protocol=version, updates=updates, omega=omega))
+    def _head(self, wanted: Wanted, peer: str, updates: int = 0, omega: float = 0.0) -> bytes:
+        version, (swarm, architecture) = version_for(peer, self.transport.members()), self.place
+        return encode_head(StateHead(version, swarm, architecture, **asdict(wanted), updates=updates, omega=omega))
 
     def _check_place(self, head: StateHead | KeepHead) -> None:
         if (head.swarm, head.architecture) != self.place:
@@ -323,6 +316,11 @@ class WeightTransfer:
 
 def _wanted(head: StateHead) -> Wanted:
     return Wanted(head.stage, head.first, head.end, head.rest, head.replica)
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors on their way, in float32."""
+    return 4 * sum(tensor.numel() for tensor in tensors)
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -339,19 +337,13 @@ def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:
     return sorted(inside, key=lambda name: (layers[name], name)) + rest
 
 
-class Filler:
-    """Fills float32 `tensors`, one after the other, from their bytes."""
+def filling(tensor: Tensor) -> Sink:
+    """Writes bytes into a float32 `tensor`, one piece after the other."""
+    left = tensor.numpy().view(np.uint8)
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._views = [tensor.flatten().numpy().view(np.uint8) for tensor in tensors if tensor.numel()]
-        self._at = 0
+    def write(piece: memoryview) -> None:
+        nonlocal left
+        left[: len(piece)] = np.frombuffer(piece, np.uint8)
+        left = left[len(piece) :]
 
-    def write(self, piece: memoryview) -> None:
-        data = np.frombuffer(piece, dtype=np.uint8)
-        while len(data):
-            room = self._views[0][self._at : self._at + len(data)]
-            room[:] = data[: len(room)]
-            data, self._at = data[len(room) :], self._at + len(room)
-            if self._at == len(self._views[0]):
-                del self._views[0]
-                self._at = 0
+    return write

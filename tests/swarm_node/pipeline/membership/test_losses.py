@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from protocol.crew import Holding, Kept, Progress, Ready, Report, Unable
+from protocol.crew import Assignment, Holding, Kept, Plan, Progress, Ready, Report, Unable
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, Send
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
 from swarm_node.pipeline.membership.leadership import CrewRole
@@ -14,6 +14,7 @@ from tests.support.crew_world import (
     BUILD_S,
     FORMING_S,
     MENDING_S,
+    SETTINGS,
     SILENCE_S,
     World,
     crew,
@@ -306,6 +307,16 @@ def test_a_new_lead_knows_the_runs_progress():
     world.run(MENDING_S)
     rounds = {machine.crew.following.progress.round for machine in world.machines.values()}
     assert min(rounds) > 70 and world.plan().term == 2
+
+
+def test_spares_succeed_first_then_stages_in_order():
+    following = World(0, 5).start("me").crew.following
+    assert following.succession("lead") == []
+    rows = tuple(Assignment(peer, (i, i + 1)) for i, peer in enumerate(["lead", "x", "lead", "y", "x"]))
+    following.plan = Plan(1, 1, rows, SETTINGS, ("s", "r"))
+    assert following.succession("lead") == ["s", "r", "x", "y"] and following.succession("x") == []
+    following.plan = replace(following.plan, assignments=rows[:1], spares=())
+    assert following.succession("lead") == []
 
 
 @pytest.mark.parametrize("silent", [False, True])

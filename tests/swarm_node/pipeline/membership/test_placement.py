@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from swarm_node.pipeline.membership.placement import Claim, adjacent, fill, neighbour, relief, succession
+from swarm_node.pipeline.membership.placement import Claim, adjacent, fill, neighbour, relief
 
 COSTS = [3, 1, 2, 2]
 
@@ -59,11 +59,6 @@ def test_as_many_stages_are_held_as_can_be(seed):
         for way in permutations(range(5))
     )
     assert len(seats) == best
-
-
-def test_spares_succeed_first_then_stages_in_order():
-    assert succession(["lead", "x", "lead", "y", "x"], ["s", "r"]) == ["s", "r", "x", "y"]
-    assert succession(["lead"], []) == []
 
 
 def test_higher_stages_open_the_channels_to_neighbours():

@@ -62,14 +62,13 @@ class Crew:
         self.peers = [
             WeightTransfer(
                 transport,
-                SWARM,
-                ARCHITECTURE,
+                (SWARM, ARCHITECTURE),
                 self.allowed,
                 lambda peer: peer not in self.guests,
-                self.clock.now,
                 self.shelf,
                 lambda i=i: self.shelved.append(i),  # type: ignore[misc]
                 lambda: self.room,
+                self.clock.now,
             )
             for i, transport in enumerate(self.transports)
         ]
