@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.errors import LocalProtocolError
@@ -77,14 +78,12 @@ def listen_address(ip: str, port: int) -> str:
     return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"
 
 
-def announced(settings: NetworkSettings, port: int, whole: bool = True) -> list[str]:
-    """Multiaddresses for `port`, without peer id, that the user wants announced. `whole` includes those given in
-    full."""
+def announced(announce: Iterable[str], port: int) -> list[str]:
+    """Multiaddresses for `port`, without peer id, that the user wants announced."""
     addresses = []
-    for item in settings.announce:
+    for item in announce:
         if item.startswith("/"):
-            if whole:
-                addresses.append(item.split("/p2p/")[0])
+            addresses.append(item.split("/p2p/")[0])
             continue
         try:
             kind = f"ip{ipaddress.ip_address(item).version}"

@@ -14,7 +14,7 @@ import msgspec
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PDaemonError
 from hivemind.proto import dht_pb2
-from plane_scenarios import EVERYWHERE, SWARM, TTL_S, fails, main, same, started, until
+from plane_scenarios import fails, main, same, started, until
 
 from benchmarks.attacks.hostile import call, dht_peer
 from protocol.codec import sign_card
@@ -23,21 +23,21 @@ from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS
-from protocol.transports.dht.records import CardStorage
-from protocol.transports.dht.server import FOUND_EACH, STORED_EACH
+from protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage
 from protocol.transports.p2p import p2pd_memory
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
+from tests.support.planes import EVERYWHERE, SWARM, TTL_S
 
 
 async def an_unconnected_member_is_reached_by_its_card() -> None:
     async with started("hub", "one", "two") as (hub, one, two):
         for node in (hub, two):
             await node.plane.store_card(node.card())
-        two.plane.streams.serve("hello", lambda caller, payload: b"hello " + payload)
+        two.serve("hello", lambda caller, payload: b"hello " + payload)
         await until(lambda: same(one.names(), {"hub", "two"}))
         assert await one.ask(two, "hello", b"one") == b"hello one"
-        assert two.id in await one.plane.connected()
+        assert two.id in await one.plane.connections.connected()
 
 
 async def p2pd_keeps_nothing_for_strangers() -> None:
@@ -49,7 +49,7 @@ async def p2pd_keeps_nothing_for_strangers() -> None:
 
 async def a_grown_p2pd_is_replaced_on_its_port() -> None:
     async with started("one", "two") as (one, two):
-        port, before = one.plane.port, one.plane.daemon.pid
+        port, before = one.plane.daemon.port_number, one.plane.daemon.pid
         limit, p2pd_memory.MAX_P2PD_RSS = p2pd_memory.MAX_P2PD_RSS, 2**20
         pause, p2pd_memory.P2PD_MEMORY_CHECK_S = p2pd_memory.P2PD_MEMORY_CHECK_S, 0.1
         try:
@@ -59,9 +59,9 @@ async def a_grown_p2pd_is_replaced_on_its_port() -> None:
             await until(lambda: one.plane.daemon.pid not in (None, before) and one.plane._dht is not None)
         finally:
             p2pd_memory.MAX_P2PD_RSS, p2pd_memory.P2PD_MEMORY_CHECK_S = limit, pause
-        assert one.plane.port == port and one.plane.daemon.restarts >= 1
+        assert one.plane.daemon.port_number == port and one.plane.daemon.restarts >= 1
         assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.daemon.restarts
-        two.plane._connections.dials.give(one.plane.addresses[0])
+        two.plane.connections.dials.give(one.plane.addresses[0])
 
         async def back() -> bool:
             await two.plane.connect(one.id, one.plane.addresses)
@@ -109,7 +109,7 @@ async def one_answer_makes_few_cards_of_others_known() -> None:
         crowd = [Identity.generate() for _ in range(FOUND_EACH + 200)]
         for peer in crowd:  # as if it had taken them in
             sealed = msgspec.msgpack.encode(sign_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
-            key = one.plane._validator.keys[bucket_of(peer.peer_id)]
+            key = one.plane.validator.keys[bucket_of(peer.peer_id)]
             assert liar.plane._storage.store(key, peer.peer_id, sealed, time.time() + TTL_S - 1, time.time(), True)
         await liar.plane.store_card(liar.card())
         await until(lambda: same(_count(one.plane.get_cards(EVERYWHERE)), FOUND_EACH + 1))  # and its own

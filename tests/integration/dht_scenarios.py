@@ -23,7 +23,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
-from plane_scenarios import EVERYWHERE, HANG_S, SWARM, TTL_S, Node, main, same, started, until
+from plane_scenarios import main, same, started, until
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
 from protocol.codec import sign_card
@@ -34,6 +34,7 @@ from protocol.limits import MAX_CARD_BYTES
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht.records import CardStorage, CardValidator
+from tests.support.planes import EVERYWHERE, HANG_S, SWARM, TTL_S, Node
 
 KEYS = [DHTID.generate(membership_key(SWARM, bucket)) for bucket in EVERYWHERE]
 pack = msgspec.msgpack.encode
@@ -492,7 +493,7 @@ async def members_see_each_other_among_ground_keys() -> None:
         async with contextlib.AsyncExitStack() as stack:
             nodes = [Node(Path(folder), name) for name in names]
             for node in nodes:
-                await node.plane.start()
+                await node.plane.daemon.start()
                 stack.push_async_callback(node.plane.close)
             evils = [await stack.enter_async_context(evil(f"{folder}/evil {i}.key")) for i in range(9)]
             for peer in evils:

@@ -14,63 +14,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
-from protocol.messages import PeerCard
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.p2p import daemon as p2p_daemon
 from protocol.transports.p2p.daemon import NEW_S, Daemon
-from protocol.transports.p2p.plane import HivemindPlane
-from protocol.transports.settings import NetworkSettings
+from tests.support.planes import EVERYWHERE, HANG_S, SWARM, Node
 from tests.support.ports import free_port
 from tests.support.scenarios import serve
 from tests.support.waiting import until_async
 
-SWARM = "ab" * 32
-TTL_S = 20.0
-HANG_S = 60.0
-EVERYWHERE = range(16)
 Scenario = Callable[[], Awaitable[None]]
-
-
-class Node:
-    """A plane with what tests want to know of it."""
-
-    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
-        self.said: list[str] = []
-        path = folder / f"{name}.key"
-        self.name, self.identity = name, Identity.load_or_create(path)
-        self.id = self.identity.peer_id
-        defaults = dict(listen="127.0.0.1", port=0, relay=False, card_ttl_s=TTL_S)
-        self.plane = HivemindPlane(
-            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), self.said.append
-        )
-
-    def card(self, **changes: Any) -> PeerCard:
-        card = PeerCard(1, SWARM, time.time(), self.name, ["trainer"], self.plane.addresses)
-        return msgspec.structs.replace(card, **changes)
-
-    async def names(self) -> set[str]:
-        """Of all members that this node finds."""
-        return {card.name for card in (await self.plane.get_cards(EVERYWHERE)).values()}
-
-    async def ask(
-        self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S, limit: int = 1024
-    ) -> bytes:
-        return await self.plane.streams.request(peer.id, method, payload, timeout, limit)
-
-    async def refused(self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S) -> str:
-        """How a request fails: the reason, or `unreachable`."""
-        try:
-            await self.ask(peer, method, payload, timeout)
-        except RemoteProtocolError as error:
-            return error.reason
-        except PeerUnreachable:
-            return "unreachable"
-        return "answered"
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +35,7 @@ async def started(*names: str, **settings: Any) -> AsyncIterator[list[Node]]:
         nodes = [Node(Path(folder), name, **settings) for name in names]
         try:
             for node in nodes:
-                await node.plane.start()
+                await node.plane.daemon.start()
                 if node is not nodes[0]:
                     await node.plane.connect(nodes[0].id, nodes[0].plane.addresses)
             yield nodes
@@ -115,7 +70,7 @@ async def everybody_sees_everybody() -> None:
             await until(lambda node=node: same(node.names(), {"one", "two", "three"}))
             assert node.plane.traffic.bytes_in > 500 and node.plane.traffic.bytes_out > 500
             assert not node.plane.traffic.rejected
-        assert nodes[0].id in await nodes[1].plane.connected()
+        assert nodes[0].id in await nodes[1].plane.connections.connected()
 
 
 async def a_newer_card_replaces_an_older_one() -> None:
@@ -129,14 +84,14 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
     async with started("one") as (one,):
         with tempfile.TemporaryDirectory() as folder:
             late = Node(Path(folder), "late", port=free_port())
-            address = f"/ip4/127.0.0.1/tcp/{late.plane.port}/p2p/{late.id}"
+            address = f"/ip4/127.0.0.1/tcp/{late.plane.daemon.port_number}/p2p/{late.id}"
             assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
             await one.plane.store_card(one.card())
             assert await one.names() == {"one"}  # alone, and not held up
             assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
-            one.plane._connections.dials.give(address)
+            one.plane.connections.dials.give(address)
             try:
-                await late.plane.start()
+                await late.plane.daemon.start()
                 assert late.plane.addresses == [address]
                 await one.plane.connect(late.id, [address])
                 await one.plane.store_card(one.card())
@@ -152,14 +107,14 @@ async def a_dial_only_node_is_a_member() -> None:
         with tempfile.TemporaryDirectory() as folder:
             inside = Node(Path(folder), "inside", dial_only=True)
             try:
-                await inside.plane.start()
+                await inside.plane.daemon.start()
                 assert inside.plane.addresses == []
                 await inside.plane.connect(hub.id, hub.plane.addresses)
                 await inside.plane.store_card(inside.card())
                 await hub.plane.store_card(hub.card())
                 await until(lambda: same(hub.names(), {"hub", "inside"}))
                 await until(lambda: same(inside.names(), {"hub", "inside"}))
-                inside.plane.streams.serve("echo", lambda peer, payload: payload)
+                inside.serve("echo", lambda peer, payload: payload)
                 assert (
                     await hub.ask(inside, "echo", b"through the connection it made")
                     == b"through the connection it made"
@@ -173,9 +128,9 @@ async def two_that_relay_for_others_know_each_other() -> None:
         with tempfile.TemporaryDirectory() as folder:
             two = Node(Path(folder), "two", serve_relay=True, relay=True)
             try:
-                await asyncio.wait_for(two.plane.start(), HANG_S)
+                await asyncio.wait_for(two.plane.daemon.start(), HANG_S)
                 await two.plane.connect(one.id, one.plane.addresses)
-                assert two.id in await one.plane.connected() and two.said == []
+                assert two.id in await one.plane.connections.connected() and two.said == []
             finally:
                 await two.plane.close()
 
@@ -185,27 +140,28 @@ async def nobody_relays_unless_told_to() -> None:
         async with started("hub", serve_relay=serves, relay=True) as (hub,):
             with tempfile.TemporaryDirectory() as folder:
                 hidden = Node(Path(folder), "hidden", dial_only=True, relay=True)
-                await hidden.plane.start()
+                await hidden.plane.daemon.start()
                 try:
                     await hidden.plane.connect(hub.id, hub.plane.addresses)
-                    hidden.plane.streams.serve("say", lambda caller, payload: payload)
+                    hidden.serve("say", lambda caller, payload: payload)
                     ways = [f"{address}/p2p-circuit/p2p/{hidden.id}" for address in hub.plane.addresses]
                     if serves:
-                        await hidden.plane.take_place(hub.id)
+                        await hidden.plane.streams.take_place(hub.id)
                         async with started("other", dial_only=True, relay=True) as (other,):
-                            assert await other.plane.streams.request(hidden.id, "say", b"hi", 10.0, 100, ways) == b"hi"
+                            other.ways[hidden.id] = ways
+                            assert await other.ask(hidden, "say", b"hi") == b"hi"
                     else:
-                        await fails(hidden.plane.take_place(hub.id), PeerUnreachable)
+                        await fails(hidden.plane.streams.take_place(hub.id), PeerUnreachable)
                 finally:
                     await hidden.plane.close()
 
 
 async def a_peer_connects_back() -> None:
     async with started("one", "two") as (one, two):
-        listening = one.plane.port
+        listening = one.plane.daemon.port_number
         with socket.create_server(("127.0.0.1", 0)) as server:
             closed = server.getsockname()[1]
-        found = await one.plane.streams.dial_back(two.id, [listening, closed], two.plane.addresses)
+        found = await one.plane.streams.dial_back(two.id, [listening, closed])
         assert found == [True, False], found
 
 
@@ -228,8 +184,11 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
             f"/junk/7/p2p/{peer}{circuit}",
         ):
             assert await fails(one.plane.connect(peer, [address]), PeerUnreachable), address
-            assert await fails(one.plane.streams.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
-        assert await fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
+            one.ways[peer] = [address]
+            assert await fails(one.plane.streams.request(peer, "x", b"", 5.0, 9), PeerUnreachable), address
+        assert await fails(
+            one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.daemon.port_number}/p2p/?"]), PeerUnreachable
+        )
 
 
 async def new_cards_win_after_a_clock_set_back() -> None:
@@ -269,7 +228,7 @@ async def a_panic_of_p2pd_is_told() -> None:
         one, peer = Node(Path(folder), "one"), Identity.generate().peer_id
         p2p_daemon._p2pd_class = panicking
         try:
-            start = asyncio.create_task(one.plane.start())
+            start = asyncio.create_task(one.plane.daemon.start())
             await until(lambda: one.said)
             assert one.said[0].startswith("p2pd does not start: panic: Found staticRelays"), one.said
         finally:
@@ -282,10 +241,10 @@ async def a_killed_p2pd_is_replaced() -> None:
     async with started("one", "two") as (one, two):
         for node in (one, two):
             await node.plane.store_card(node.card())
-            node.plane.streams.serve("echo", lambda peer, payload: payload)
+            node.serve("echo", lambda peer, payload: payload)
         asked, go_on = threading.Event(), threading.Event()
-        two.plane.streams.serve("hold", lambda peer, payload: asked.set() or bytes(go_on.wait(HANG_S)))
-        pid, port = one.plane.daemon.pid, one.plane.port
+        two.serve("hold", lambda peer, payload: asked.set() or bytes(go_on.wait(HANG_S)))
+        pid, port = one.plane.daemon.pid, one.plane.daemon.port_number
         held = asyncio.create_task(one.ask(two, "hold", timeout=7200.0))
         await until(asked.is_set)
         os.kill(pid, signal.SIGKILL)
@@ -294,7 +253,7 @@ async def a_killed_p2pd_is_replaced() -> None:
         assert all(isinstance(result, PeerUnreachable) for result in results), results
         go_on.set()
         await until(lambda: one.plane.daemon.restarts == 1)
-        assert one.plane.port == port and one.plane.daemon.pid != pid
+        assert one.plane.daemon.port_number == port and one.plane.daemon.pid != pid
         assert any("code -9" in sentence for sentence in one.said)
         assert await until(lambda: two.ask(one, "echo", b"still you")) == b"still you"  # same peer id, same address
         assert await one.names() == {"one", "two"}  # its part of the DHT outlived p2pd
@@ -320,10 +279,10 @@ async def a_port_that_is_taken_is_left_alone() -> None:
         other.listen()
         port = other.getsockname()[1]
         async with started("one", port=port) as (one,):
-            assert port < one.plane.port <= port + 100
+            assert port < one.plane.daemon.port_number <= port + 100
             assert any(f"port {port} is taken" in sentence for sentence in one.said)
-            async with started("two", port=one.plane.port) as (two,):
-                assert two.plane.port > one.plane.port
+            async with started("two", port=one.plane.daemon.port_number) as (two,):
+                assert two.plane.daemon.port_number > one.plane.daemon.port_number
 
 
 async def nodes_starting_at_once_share_no_port() -> None:
@@ -331,8 +290,8 @@ async def nodes_starting_at_once_share_no_port() -> None:
         port = free_port()
         nodes = [Node(Path(folder), name, port=port) for name in ("one", "two", "three")]
         try:
-            await asyncio.gather(*(node.plane.start() for node in nodes))
-            assert len({node.plane.port for node in nodes}) == 3
+            await asyncio.gather(*(node.plane.daemon.start() for node in nodes))
+            assert len({node.plane.daemon.port_number for node in nodes}) == 3
         finally:
             for node in nodes:
                 await node.plane.close()
@@ -340,7 +299,7 @@ async def nodes_starting_at_once_share_no_port() -> None:
 
 async def a_port_that_another_program_shares_is_left() -> None:
     async with started("one") as (one,):
-        port = one.plane.port
+        port = one.plane.daemon.port_number
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as p2pd does
 
@@ -356,7 +315,7 @@ async def a_port_that_another_program_shares_is_left() -> None:
             take, one.plane.daemon.port.take = one.plane.daemon.port.take, take_and_lose
             os.kill(one.plane.daemon.pid, signal.SIGKILL)
             await until(lambda: one.plane.daemon.restarts == 1)
-        assert one.plane.port != port
+        assert one.plane.daemon.port_number != port
         assert any(f"port {port} was taken meanwhile" in sentence for sentence in one.said)
 
 
@@ -364,14 +323,14 @@ async def settings_that_cannot_work_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         node = Node(Path(folder), "one", listen="192.0.2.1")  # an address of nobody
         try:
-            assert "192.0.2.1" in str(await fails(node.plane.start(), ProtocolError))
+            assert "192.0.2.1" in str(await fails(node.plane.daemon.start(), ProtocolError))
         finally:
             await node.plane.close()
 
 
 async def announced_addresses_come_first() -> None:
     async with started("one", announce=("203.0.113.7", "home.example", "/ip4/203.0.113.8/tcp/4")) as (one,):
-        port = one.plane.port
+        port = one.plane.daemon.port_number
         assert one.plane.addresses == [
             f"{address}/p2p/{one.id}"
             for address in (
@@ -388,7 +347,7 @@ async def closing_leaves_nothing_behind() -> None:
         assert all(map(_alive, pids))
         threads = threading.enumerate()
         one, two = nodes
-        one.plane.streams.serve(MANIFEST_METHOD, lambda peer, payload: b"tasks")
+        one.serve(MANIFEST_METHOD, lambda peer, payload: b"tasks")
         assert await two.ask(one, MANIFEST_METHOD) == b"tasks"
         started_by_request = set(threading.enumerate()) - set(threads)
     assert not any(map(_alive, pids))
@@ -432,8 +391,8 @@ async def requests_are_answered() -> None:
     async with started("one", "two") as (one, two):
         callers: list[str] = []
         big = os.urandom(3 * 2**20 + 17)
-        one.plane.streams.serve("echo", lambda peer, payload: callers.append(peer) or payload)
-        one.plane.streams.serve(FILE_METHOD, lambda peer, payload: big)
+        one.serve("echo", lambda peer, payload: callers.append(peer) or payload)
+        one.serve(FILE_METHOD, lambda peer, payload: big)
         assert await two.ask(one, "echo", b"") == b""
         assert await two.ask(one, "echo", b"x" * 65536, limit=65536) == b"x" * 65536
         assert callers == [two.id, two.id]
@@ -444,7 +403,7 @@ async def requests_are_answered() -> None:
 
 async def other_swarms_are_told_from_the_dead() -> None:
     async with started("one", "two") as (one, two):
-        one.plane.streams.serve("echo", lambda peer, payload: payload)
+        one.serve("echo", lambda peer, payload: payload)
         two.plane.streams.request_protocol = two.plane.streams.request_protocol.replace(SWARM[:16], "cd" * 8)
         failure = await fails(two.ask(one, "echo"), ProtocolError)
         assert isinstance(failure, NotOfSwarm), repr(failure)
@@ -459,9 +418,9 @@ async def requests_fail_in_time() -> None:
         def refuse(peer: str, payload: bytes) -> bytes:
             raise RemoteProtocolError("secret", "not for you\n")
 
-        one.plane.streams.serve("big", lambda peer, payload: bytes(1025))
-        one.plane.streams.serve("refuse", refuse)
-        one.plane.streams.serve("fail", lambda peer, payload: payload[1:2].decode() + 1)  # type: ignore[operator]
+        one.serve("big", lambda peer, payload: bytes(1025))
+        one.serve("refuse", refuse)
+        one.serve("fail", lambda peer, payload: payload[1:2].decode() + 1)  # type: ignore[operator]
         assert await two.refused(one, "big") == "size"
         assert await two.refused(one, "refuse") == "secret"
         assert await two.refused(one, "fail") == "unreachable"
@@ -501,7 +460,7 @@ async def streams_that_lie_are_seen_through() -> None:
 
 async def callers_that_lie_are_borne() -> None:
     async with started("one", "two") as (one, two):
-        one.plane.streams.serve("echo", lambda peer, payload: payload)
+        one.serve("echo", lambda peer, payload: payload)
 
         async def send(data: bytes) -> bytes:
             from hivemind.p2p import PeerID
@@ -533,8 +492,8 @@ async def one_caller_cannot_take_all_places() -> None:
             go_on.wait(60)
             return payload
 
-        one.plane.streams.serve("hold", hold)
-        one.plane.streams.serve("echo", lambda peer, payload: payload)
+        one.serve("hold", hold)
+        one.serve("echo", lambda peer, payload: payload)
         held = [asyncio.create_task(two.ask(one, "hold", timeout=60.0)) for _ in range(4)]
         try:
             await until(lambda: len(entered) == 4)
@@ -575,9 +534,8 @@ class Body:
 async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = HANG_S) -> str:
     """How it ended: `whole`, a reason, or `unreachable`."""
     try:
-        await caller.plane.streams.exchange(
-            acceptor.id, "swap", ours.outgoing, ours.answered, timeout, acceptor.plane.addresses
-        )
+        caller.ways[acceptor.id] = acceptor.plane.addresses
+        await caller.plane.streams.exchange(acceptor.id, "swap", ours.outgoing, ours.answered, timeout)
     except RemoteProtocolError as error:
         return error.reason
     except PeerUnreachable:
@@ -588,7 +546,7 @@ async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = HA
 async def bodies_are_exchanged() -> None:
     async with started("one", "two") as (one, two):
         ours, theirs = Body(8 * 2**20), Body(8 * 2**20 + 17)
-        two.plane.streams.accept("swap", theirs.accept)
+        two.accept("swap", theirs.accept)
         assert await exchange(one, two, ours) == "whole"
         await until(lambda: theirs.outcomes == [None])
         assert ours.got == theirs.sent and theirs.got == ours.sent
@@ -598,7 +556,7 @@ async def bodies_are_exchanged() -> None:
         def refuse(peer: str, head: bytes, size: int) -> Accepted:
             raise RemoteProtocolError("early", f"{peer} {size}")
 
-        two.plane.streams.accept("swap", refuse)
+        two.accept("swap", refuse)
         assert await exchange(one, two, ours) == "early"
         assert not one.said and not two.said
 
@@ -607,7 +565,7 @@ async def an_exchange_fails_with_its_p2pd() -> None:
     async with started("one", "two") as (one, two):
         for victim, ends in ((one, ("unreachable",)), (two, ("torn", "unreachable"))):
             ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-            two.plane.streams.accept("swap", theirs.accept)
+            two.accept("swap", theirs.accept)
             call = asyncio.create_task(exchange(one, two, ours))
             await until(lambda ours=ours, theirs=theirs: ours.got and theirs.got)
             os.kill(victim.plane.daemon.pid, signal.SIGKILL)
@@ -617,7 +575,7 @@ async def an_exchange_fails_with_its_p2pd() -> None:
             assert ours.got != theirs.sent and theirs.got != ours.sent
             await until(lambda victim=victim: victim.plane.daemon.restarts == 1)
             ours, theirs = Body(2**20), Body(2**20)
-            two.plane.streams.accept("swap", theirs.accept)
+            two.accept("swap", theirs.accept)
             await until(lambda ours=ours: same(exchange(one, two, ours), "whole"))
             await until(lambda theirs=theirs: None in theirs.outcomes)
             assert ours.got == theirs.sent and theirs.got == ours.sent
@@ -626,7 +584,7 @@ async def an_exchange_fails_with_its_p2pd() -> None:
 async def exchanges_that_stall_are_given_up() -> None:
     async with started("one", "two") as (one, two):
         theirs = Body(2**20)
-        two.plane.streams.accept("swap", theirs.accept)
+        two.accept("swap", theirs.accept)
 
         def stuck(head: bytes, size: int) -> Sink:
             time.sleep(6.0)  # longer than the caller has; it waits for what works for it to end
@@ -637,12 +595,12 @@ async def exchanges_that_stall_are_given_up() -> None:
         for peer in (nobody, one.id, "?"):
             call = one.plane.streams.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
             assert isinstance(await fails(call, ProtocolError), PeerUnreachable)
-        call = one.plane.streams.exchange(two.id, "swap", ours.outgoing, stuck, 5.0, two.plane.addresses)
+        call = one.plane.streams.exchange(two.id, "swap", ours.outgoing, stuck, 5.0)
         assert "within 5 s" in str(await fails(call, PeerUnreachable))
         await until(lambda: len(theirs.outcomes) == 1)
 
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-        two.plane.streams.accept("swap", theirs.accept)
+        two.accept("swap", theirs.accept)
         running = asyncio.create_task(exchange(one, two, ours))
         await until(lambda: ours.got)
         await one.plane.close()
@@ -655,7 +613,7 @@ async def exchanges_that_stall_are_given_up() -> None:
 async def closing_tells_acceptors() -> None:
     async with started("one", "two") as (one, two):
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-        two.plane.streams.accept("swap", theirs.accept)
+        two.accept("swap", theirs.accept)
         running = asyncio.create_task(exchange(one, two, ours))
         await until(lambda: theirs.got)
         await two.plane.close()

@@ -72,7 +72,7 @@ def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
         async with swarm(3) as peers:
             await connect_all(peers)
             victim, others = peers[0], peers[1:]
-            victim.on_restart = lambda: [victim.dial(peer.addresses[0]) for peer in others]  # type: ignore[assignment]
+            victim.on_start = lambda: [victim.dial(peer.addresses[0]) for peer in others]  # type: ignore[assignment]
             before = victim.gossip_id, victim.addresses, await victim.stat()
             for kills in (1, 2):
                 assert victim.pid is not None

@@ -35,6 +35,8 @@ class Peer(GossipClient):
             GossipSettings(SWARM, **{**defaults, **settings}),
             lambda topic, data: self.heard.append(data),
             self.reports.append,
+            lambda: None,
+            None,
         )
         self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
 

@@ -29,48 +29,43 @@ LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1  # the same numbers in a larger swarm, so t
 BLIND = 64  # the same number while nobody is known: all connected peers, up to a number that takes seconds at most
 
 Peer = TypeVar("Peer", bound=Hashable)
-AskPeer = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
+AskPeer = Callable[[Peer, Sequence[bytes]], Awaitable[Collection[Peer] | None]]
 """Asks a peer for keys; the peers that it names, or None if it does not answer."""
 
 
-async def search(
-    keys: Collection[int],
-    known: Iterable[Peer],
-    also: Mapping[Peer, Sequence[int]],
-    ask: AskPeer[Peer],
-    id_of: Callable[[Peer], int],
-    seconds: float = SEARCH_S,
-) -> dict[int, list[Peer]]:
-    """Key -> the peers nearest to it that answered, nearest first. Begins with `known`; `also` are asked first."""
-    begun = _Search(keys, known, also, ask, id_of)
-    try:
-        async with asyncio.timeout(seconds):
-            await begun.run()
-    except TimeoutError:
-        pass  # what was found by then counts
-    finally:
-        begun.stop()
-    return {key: begun.nearest(key, begun.answered) for key in keys}
+class Search(Generic[Peer]):
+    """One search. It begins with `known`; `also` are asked first, each for some keys."""
 
-
-class _Search(Generic[Peer]):
     def __init__(
         self,
-        keys: Collection[int],
+        keys: Iterable[bytes],
         known: Iterable[Peer],
-        also: Mapping[Peer, Sequence[int]],
+        also: Mapping[Peer, Sequence[bytes]],
         ask: AskPeer[Peer],
         id_of: Callable[[Peer], int],
     ) -> None:
-        self._keys, self._ask, self._id_of = keys, ask, id_of
+        self._keys = {key: int.from_bytes(key, "big") for key in keys}
+        self._ask, self._id_of = ask, id_of
         self._known = {peer: id_of(peer) for peer in (*known, *also)}  # peers that did not fail, with their ids
         self._failed: set[Peer] = set()
-        self._asked: dict[Peer, set[int]] = {}
+        self._asked: dict[Peer, set[bytes]] = {}
         self._also = dict(also)
         self._calls: dict[asyncio.Task[Collection[Peer] | None], Peer] = {}
-        self.answered: set[Peer] = set()
+        self._answered: set[Peer] = set()
 
-    async def run(self) -> None:
+    async def run(self, seconds: float = SEARCH_S) -> dict[bytes, list[Peer]]:
+        """Key -> the peers nearest to it that answered, nearest first."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ask_all()
+        except TimeoutError:
+            pass  # what was found by then counts
+        finally:
+            for call in self._calls:
+                call.cancel()
+        return {key: self._nearest(key, self._answered) for key in self._keys}
+
+    async def _ask_all(self) -> None:
         begun = 0
         while True:
             for peer, keys in self._wanted():
@@ -85,30 +80,27 @@ class _Search(Generic[Peer]):
             for call in done:
                 self._learn(self._calls.pop(call), call.result())
 
-    def stop(self) -> None:
-        for call in self._calls:
-            call.cancel()
-
-    def nearest(self, key: int, among: Collection[Peer]) -> list[Peer]:
-        return heapq.nsmallest(BEAM, (peer for peer in among if peer in self._known), lambda p: self._known[p] ^ key)
+    def _nearest(self, key: bytes, among: Collection[Peer]) -> list[Peer]:
+        known, id = self._known, self._keys[key]
+        return heapq.nsmallest(BEAM, (peer for peer in among if peer in known), lambda peer: known[peer] ^ id)
 
     def _learn(self, peer: Peer, named: Collection[Peer] | None) -> None:
         if named is None:
             self._failed.add(peer)
             self._known.pop(peer, None)
             return
-        self.answered.add(peer)
+        self._answered.add(peer)
         for other in named:
             if other not in self._failed:
                 self._known.setdefault(other, self._id_of(other))
 
-    def _wanted(self) -> list[tuple[Peer, list[int]]]:
+    def _wanted(self) -> list[tuple[Peer, list[bytes]]]:
         """Peers to ask next, and the keys for each."""
         if len(self._calls) >= WORKERS:
             return []
-        wanted: dict[Peer, list[int]] = {peer: list(keys) for peer, keys in self._also.items()}
+        wanted = {peer: list(keys) for peer, keys in self._also.items()}
         for key in self._keys:
-            for peer in self.nearest(key, self._known):
+            for peer in self._nearest(key, self._known):
                 if key not in self._asked.get(peer, ()) and key not in wanted.get(peer, ()):
                     wanted.setdefault(peer, []).append(key)
         busy = set(self._calls.values())  # asked for the rest when it has answered: once, not key by key

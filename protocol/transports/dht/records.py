@@ -24,21 +24,33 @@ from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS
 
 MAX_DATED = 256  # peers whose clocks are compared with this node's
 MAX_OFF_S = 86_400.0  # a card whose time differs more than this is not compared, nor opened for long
+STORED_EACH, STORED_ALL = 128, 512
+"""Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
+of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
+FOUND_EACH, FOUND_ALL = 1024, 8192
+"""Cards of others that are accepted at a time from one peer's answers, and from all answers: a quarter of, and twice,
+the peer table's size."""
 
 _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 _text_decoder = msgspec.msgpack.Decoder(str)
 
 
 class CardValidator:
-    """Says of a record whether it is the card of a member of this swarm, under that member's name."""
+    """Says of a record whether it is the card of a member of this swarm, under that member's name.
+
+    A peer's own card is always accepted from it, and cards of others within the limits above. A peer stores its own
+    card every few seconds; until then, copies from others help. They keep out no card that its own peer brings.
+    """
 
     def __init__(self, swarm: str, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
         """DHT keys of the buckets."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
-        self.open = lru_cache(4096)(partial(_open, swarm))
+        self.open = lru_cache(4096)(partial(verify_card, swarm=swarm))
         """Signed card -> (peer id, card); each is seen many times, from every replica."""
+        self.stored = Introductions(STORED_EACH, STORED_ALL)  # cards of others that connections brought to store
+        self.found = Introductions(FOUND_EACH, FOUND_ALL)  # and in answers
         self.too_new = ""  # see `Transport.too_new`
         self.made: dict[str, float] = {}
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
@@ -133,11 +145,6 @@ class CardStorage:
         self._buckets.clear()
         self._full_until.clear()
 
-    def value(self, key: bytes, peer: str) -> bytes | None:
-        """The card of a peer that is stored here, as it came."""
-        held = self._buckets.get(key, {}).get(peer)
-        return None if held is None else held[0]
-
     def records(self, key: bytes, now: float) -> list[CardRecord]:
         """The cards of a bucket that have not run out."""
         bucket = self._buckets.get(key)
@@ -179,7 +186,3 @@ def displaced_peer(
 
 def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple[bytes, float]]:
     return {peer: record for peer, record in bucket.items() if record[1] > now}
-
-
-def _open(swarm: str, signed: bytes) -> tuple[str, PeerCard]:
-    return verify_card(signed, swarm)

@@ -30,10 +30,10 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports.dht import messages
-from protocol.transports.dht.lookup import SMALL_SWARM, direct, search
+from protocol.transports.dht.lookup import SMALL_SWARM, Search
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, CardRecord, node_id_of
 from protocol.transports.dht.neighbours import Neighbours
-from protocol.transports.dht.records import CardStorage, CardValidator
+from protocol.transports.dht.records import STORED_EACH, CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
 REPLICAS = 5  # nearest peers that keep a card: hivemind's default
@@ -54,33 +54,12 @@ MAX_REFUSED = 600
 store. A handshake costs the peer as much as this node."""
 ASKERS = 1024  # peers whose use of the budgets is remembered: more than p2pd has connections
 BREATHE = 64  # records checked before others get their turn: some 10 ms of signatures
-STORED_EACH, STORED_ALL = 128, 512
-"""Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
-of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
-FOUND_EACH, FOUND_ALL = 1024, 8192
-"""Cards of others that are accepted at a time from one peer's answers, and from all answers: a quarter of, and twice,
-the peer table's size."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
 """Errors of a call to a peer. `OSError` includes running into the time limit; `PeerUnreachable` is raised for a peer
 that is known only by name and cannot be dialled."""
 
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]  # peer id -> value and expiration of its newest card
-
-
-class Accounts:
-    """Other peers' cards that connections have brought. A node has one object for its life, over all starts of p2pd.
-
-        X stores   -> X's own card: always   others': `STORED_EACH` at a time over one connection, `STORED_ALL` in all
-        X answers  -> X's own card: always   others': `FOUND_EACH` at a time over one connection, `FOUND_ALL` in all
-
-    A peer stores its own card every few seconds; until then, copies from others help. So the cards that others bring
-    keep out no card that its own peer brings.
-    """
-
-    def __init__(self) -> None:
-        self.stored = Introductions(STORED_EACH, STORED_ALL)
-        self.found = Introductions(FOUND_EACH, FOUND_ALL)
 
 
 class CardDHT(ServicerBase):  # type: ignore[misc]
@@ -92,10 +71,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         peer: str,
         validator: CardValidator,
         storage: CardStorage,
-        accounts: Accounts,
         refusals: Refusals,
-        client: bool = False,
-        named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
+        client: bool,
+        named: Callable[[str, Iterable[PeerID]], None],
     ) -> None:
         """`named` is called with the peers that a peer named in an answer."""
         super().__init__()
@@ -104,7 +82,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self.storage = storage
         self._p2p = p2p
         self._validator = validator
-        self._accounts = accounts
         self._refusals = refusals
         self._client = client
         self._named = named
@@ -141,10 +118,13 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         for key, name, value, expiration in self._read(peer, messages.read_store, request):
             if name:
                 records: Sequence[Any] = [(name, value, expiration)]
+            elif key in self._validator:
+                records = self._read(peer, messages.decode_bucket, value)
             else:
-                records = self._bucket(peer, key, value)
+                self._refusals.note(peer, "key")
+                raise RemoteProtocolError("key", "not a bucket of this swarm's members")
             self._take_call(context.remote_id, told=len(records[:left]))
-            checked = await self._checked(self._accounts.stored, peer, key, records[:left])
+            checked = await self._checked(self._validator.stored, peer, key, records[:left])
             left -= len(records[:left])
             kept_now = [self.storage.store(key, *record, time.time(), record[0] == peer) for record in checked]
             kept.append(bool(records) and len(checked) == len(records) and all(kept_now))
@@ -230,63 +210,51 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         if self._mine is not None and self._mine[1][2] > time.time():
             await self._give(peer, *self._mine)
 
-    async def store_card(
-        self, key: bytes, record: CardRecord, members: int, bootstrap: Collection[str], connected: Sequence[str]
-    ) -> int:
-        """Keep this node's own card, and have it kept by others; by how many it is."""
+    async def store_card(self, key: bytes, record: CardRecord, direct: Collection[str]) -> int:
+        """Keep this node's own card, and have it kept by others, some of them `direct`; by how many it is."""
         self._mine = key, record
         self.storage.store(key, *record, time.time(), is_own=True)
-        also = self._direct(bootstrap, connected, members)
-        nearest = await self._search([key], {}, lambda peer, keys: self._find(peer, keys, {}))
-        takers = dict.fromkeys([*nearest[int.from_bytes(key, "big")][:REPLICAS], *also])
+        also = self._not_avoided(direct)
+        nearest = await self._search([key], {}, {})
+        takers = dict.fromkeys([*nearest[key][:REPLICAS], *also])
         taken = await asyncio.gather(*(self._give(peer, key, record) for peer in takers))
         return sum(taken)
 
-    async def find_cards(
-        self, keys: Sequence[bytes], members: int, bootstrap: Collection[str], connected: Sequence[str]
-    ) -> Found:
-        """The newest card of each peer under these keys, from the peers nearest to each and from some that are
-        `connected`, while `members` others are known."""
+    async def find_cards(self, keys: Sequence[bytes], members: int, direct: Collection[str]) -> Found:
+        """The newest card of each peer under these keys, from the peers nearest to each and from those in `direct`,
+        while `members` others are known."""
         some = self._rng.sample(keys, max(1, len(keys) * SMALL_SWARM // max(SMALL_SWARM, members)))
-        also = dict.fromkeys(self._direct(bootstrap, connected, members), some)
         found: Found = {}
         for key in keys:
             _keep_newest(found, self._held(key))
-        await self._search(keys, also, lambda peer, keys: self._find(peer, keys, found))
+        await self._search(keys, dict.fromkeys(self._not_avoided(direct), some), found)
         return found
 
     def forget_cards(self) -> None:
         """Forget the cards that are stored here, and which connections brought any: the clock was set back."""
         self.storage.clear()
-        self._accounts.stored.clear()
-        self._accounts.found.clear()
+        self._validator.stored.clear()
+        self._validator.found.clear()
 
     async def look_around(self) -> None:
         """Ask for the peers nearest to this node, and let these know of it."""
-        me = node_id_of(self.me).to_bytes()
-        await self._search([me], {}, lambda peer, keys: self._find(peer, keys, {}))
+        await self._search([node_id_of(self.me).to_bytes()], {}, {})
 
-    def _direct(self, bootstrap: Collection[str], connected: Sequence[str], members: int) -> list[PeerID]:
-        chosen = [PeerID.from_base58(peer) for peer in direct(connected, bootstrap, members, self._rng)]
-        return [peer for peer in chosen if not self.neighbours.is_avoided(peer)]
+    def _not_avoided(self, peers: Iterable[str]) -> list[PeerID]:
+        return [id for id in map(PeerID.from_base58, peers) if not self.neighbours.is_avoided(id)]
 
     async def _search(
-        self,
-        keys: Collection[bytes],
-        also: Mapping[PeerID, Sequence[bytes]],
-        find: Callable[[PeerID, Sequence[bytes]], Awaitable[Collection[PeerID] | None]],
-    ) -> dict[int, list[PeerID]]:
-        ids = {int.from_bytes(key, "big"): key for key in keys}
-        near = [self.neighbours.table.get_nearest_neighbors(DHTID(id), MAX_NEAREST) for id in ids]
-
-        async def ask(peer: PeerID, wanted: Sequence[int]) -> Collection[PeerID] | None:
-            return None if self.neighbours.is_avoided(peer) else await find(peer, [ids[id] for id in wanted])
-
-        also_ids = {peer: [int.from_bytes(key, "big") for key in wanted] for peer, wanted in also.items()}
-        return await search(list(ids), {peer for some in near for _, peer in some}, also_ids, ask, node_id_of)
+        self, keys: Collection[bytes], also: Mapping[PeerID, Sequence[bytes]], found: Found
+    ) -> dict[bytes, list[PeerID]]:
+        """Key -> the peers nearest to it. `also` are asked for some keys; all valid cards go to `found`."""
+        tables = [self.neighbours.table.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST) for key in keys]
+        known = {peer for near in tables for _, peer in near}
+        return await Search(keys, known, also, lambda peer, keys: self._find(peer, keys, found), node_id_of).run()
 
     async def _find(self, peer: PeerID, keys: Sequence[bytes], found: Found) -> list[PeerID] | None:
         """Ask one peer; its valid cards go to `found`. The peers that it names, or None if it failed."""
+        if self.neighbours.is_avoided(peer):
+            return None
         request = dht_pb2.FindRequest(keys=keys, peer=self._info)
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=DHT_CALL_S))
         if answer is None:
@@ -305,11 +273,11 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             if result.type == dht_pb2.NOT_FOUND or key not in self._validator:
                 continue
             try:
-                records = self._bucket(str(peer), key, result.value)
+                records = self._read(str(peer), messages.decode_bucket, result.value)
             except RemoteProtocolError:
                 self.neighbours.avoid(peer)
                 return None
-            _keep_newest(found, await self._checked(self._accounts.found, str(peer), key, records))
+            _keep_newest(found, await self._checked(self._validator.found, str(peer), key, records))
         named.discard(self.me)
         self._named(str(peer), named)
         return list(named)
@@ -340,13 +308,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             return None
 
     # ---------------------------------------------------------------- what is believed
-
-    def _bucket(self, peer: str, key: bytes, value: bytes) -> list[CardRecord]:
-        """The records of a bucket that a peer sent. Raises RemoteProtocolError: key or schema."""
-        if key not in self._validator:
-            self._refusals.note(peer, "key")
-            raise RemoteProtocolError("key", "not a bucket of this swarm's members")
-        return self._read(peer, messages.decode_bucket, value)
 
     async def _checked(
         self, account: Introductions, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]

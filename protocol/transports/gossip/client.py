@@ -12,7 +12,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,8 +47,6 @@ PROBE_S = 10.0  # a sidecar that answers none of two probes in a row is killed: 
 MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGE_BYTES = 64, 16 * 2**20  # messages waiting for the sidecar
 MAX_COMMANDS = 1024  # other commands waiting for it
 LOG_LINES, LOG_CHARS = 40, 400  # lines of the process's stderr that are kept, and characters of each
-
-
 NO_STATUS = Status(0, [], {}, 0, 0, 0, 0, 0, {})  # the status of a process that was never asked
 
 
@@ -60,17 +58,16 @@ class GossipClient:
         settings: GossipSettings,
         on_message: Callable[[str, bytes], None],
         report: Callable[[str], None],
-        port: Port | None = None,
+        on_start: Callable[[], None],
+        port: Port | None,
     ) -> None:
-        """`on_message` is called with (topic, data), `report` with a sentence for people when something went wrong.
-        With `port`, the process listens there and nowhere else; without, on the port of the settings or the next free
-        one."""
+        """`on_message` is called with (topic, data), `report` with a sentence for people when something went wrong,
+        `on_start` when a process is up: `gossip_id` and `addresses` have changed, and all connections are gone. With
+        `port`, the process listens there and nowhere else; without, on the port of the settings or the next free one.
+        """
         self.settings = settings
+        self.on_message, self.report, self.on_start = on_message, report, on_start
         self._port = port
-        self.on_message = on_message
-        self.report = report
-        self.on_restart: Callable[[], None] | None = None
-        """Called when a new process is up: `gossip_id` and `addresses` have changed, and all connections are gone."""
         self.gossip_id = ""  # gossip id of the process that runs now or ran last
         self.addresses: list[str] = []  # multiaddresses of it, those worth telling first; none if it only dials
         self.restarts = 0
@@ -84,23 +81,17 @@ class GossipClient:
         self._up = asyncio.Event()
         self._asked: dict[int, asyncio.Future[Status]] = {}
         self._asks = 0
-        self._before = NO_STATUS
-        self._last = self._before
+        self._before = self._last = NO_STATUS
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Returns once the first sidecar listens. Raises PeerUnreachable if none does within `SIDECAR_START_S`."""
+        """Keep a sidecar running from now on; returns once the first listens."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._supervise())
-        try:
-            await asyncio.wait_for(self._up.wait(), SIDECAR_START_S)
-        except TimeoutError as error:
-            await self.close()
-            last = self._log[-1] if self._log else "it says nothing"
-            raise PeerUnreachable(f"the gossip process did not start within {SIDECAR_START_S:.0f} s: {last}") from error
+        await self._up.wait()
 
     def publish(self, topic: str, data: bytes) -> bool:
         """Send to all subscribers of `topic`; False if the queue is full. Never waits. From any thread."""
@@ -244,8 +235,7 @@ class GossipClient:
                 if port:
                     self.settings = msgspec.structs.replace(self.settings, port=port)  # where peers know to find us
                 self._up.set()
-                if self.restarts and self.on_restart is not None:
-                    self.on_restart()
+                self.on_start()
 
     async def _write(self, process: asyncio.subprocess.Process) -> None:
         pipe = process.stdin
@@ -304,16 +294,10 @@ class GossipClient:
 
     def _total(self, now: Status) -> Status:
         """`now`, with totals over all lives of the process."""
-        before = self._before
-        return msgspec.structs.replace(
-            now,
-            bytes_in=before.bytes_in + now.bytes_in,
-            bytes_out=before.bytes_out + now.bytes_out,
-            messages_in=before.messages_in + now.messages_in,
-            messages_out=before.messages_out + now.messages_out,
-            dropped=before.dropped + now.dropped,
-            rejected=before.rejected | {k: n + before.rejected.get(k, 0) for k, n in now.rejected.items()},
-        )
+        before, counts = self._before, ("bytes_in", "bytes_out", "messages_in", "messages_out", "dropped")
+        totals = {name: getattr(before, name) + getattr(now, name) for name in counts}
+        rejected = dict(Counter(before.rejected) + Counter(now.rejected))
+        return msgspec.structs.replace(now, **totals, rejected=rejected)
 
 
 async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:

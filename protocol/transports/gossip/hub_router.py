@@ -19,20 +19,12 @@ from protocol.transports.gossip.pipe import MAX_CONNECTIONS
 
 MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES = 256, 16 * 2**20
 """Frames that wait for one peer; more are lost to it. The library's 32 are fewer than a dozen peers send at once."""
-
-
-MIN_DIALLED = 2
-
-
-LARGE_BYTES = 2048
-
-
+MIN_DIALLED = 2  # peers that this node dialled, in each mesh
+LARGE_BYTES = 2048  # size from which on neighbours are told of a message before it is forwarded
 LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
 """Large messages are forwarded after this pause and a random part of the time that they take at this speed. Meanwhile,
 neighbours report that they have them. Measured with four linked peers, 60 KB: 0.9 copies sent per peer instead of
 2.2."""
-
-
 GRAYLIST = -50.0
 """Score below which a peer is banned: about six bad messages in a minute. Its first deliveries earn at most 10."""
 

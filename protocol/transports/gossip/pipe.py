@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import decode_as
+from protocol.codec import SPOKEN, decode_as
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
 from protocol.manifest import ManifestLimits
@@ -160,6 +160,7 @@ def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: Ne
         max_age_s=limits.max_age_s,
         upload_bytes_s=bytes_s(network.max_upload_mbit),
         download_bytes_s=bytes_s(network.max_download_mbit),
+        spoken=tuple(sorted(SPOKEN)),
     )
     try:
         return msgspec.convert(msgspec.to_builtins(settings), GossipSettings)

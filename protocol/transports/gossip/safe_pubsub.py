@@ -34,6 +34,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import signature_validator
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from protocol.transports.gossip.gate import HARMLESS, GossipGate
 from protocol.transports.gossip.hub_router import MAX_PEER_QUEUE, HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
 from protocol.transports.gossip.safe_host import CountedTCP
@@ -72,13 +73,10 @@ class SafePubsub(Pubsub):
         router: HubGossipSub,
         tcp: CountedTCP,
         topics: Iterable[str],
-        check: Callable[[str, bytes, str, str], str | None],
-        harmless: frozenset[str],
+        gate: GossipGate,
         deliver: Callable[[str, bytes], None],
     ) -> None:
-        """`topics` are all that exist. `check` gets (topic, data, id of the signer, id of the forwarder) and returns
-        why the message is refused; reasons not in `harmless` count against the forwarder. `deliver` gets (topic, data)
-        of accepted messages."""
+        """`topics` are all that exist. `deliver` gets (topic, data) of messages that the `gate` lets in."""
         known = frozenset(topics)
         super().__init__(
             host,
@@ -93,7 +91,7 @@ class SafePubsub(Pubsub):
         self.counter = time.time_ns()  # seconds, as in the library, repeat after a restart
         self.known = known
         self.tcp = tcp
-        self.check, self.harmless, self.deliver = check, harmless, deliver
+        self.gate, self.deliver = gate, deliver
         self.rejected = tcp.rejected
         self.banned: OrderedDict[ID, float] = OrderedDict()
         self._write_locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
@@ -172,7 +170,7 @@ class SafePubsub(Pubsub):
             topic = msg.topicIDs[0]
             reason = self._refusal(topic, msg, msg_forwarder)
             if reason is not None:
-                if reason in self.harmless:
+                if reason in HARMLESS:
                     self.rejected[reason] += 1
                 else:
                     self._refuse(msg_forwarder, reason)
@@ -204,7 +202,7 @@ class SafePubsub(Pubsub):
         if not genuine:
             return "forged"
         self._mark_msg_seen(msg)  # its name is proven: not to be fetched or looked at again, whatever it is
-        return self.check(topic, msg.data, ID(msg.from_id).to_base58(), forwarder.to_base58())
+        return self.gate.refusal(topic, msg.data, ID(msg.from_id).to_base58(), forwarder.to_base58(), time.time())
 
     async def _blame(self, peer: ID, topic: str, reason: str) -> None:
         scorer = self.router.scorer

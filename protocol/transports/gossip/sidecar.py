@@ -15,11 +15,10 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
 
+import psutil
 import trio
 from libp2p.abc import IHost
 from libp2p.peer.id import ID
@@ -30,7 +29,7 @@ from multiaddr import Multiaddr
 from protocol import topics
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES
-from protocol.transports.gossip.gate import HARMLESS, GossipGate
+from protocol.transports.gossip.gate import GossipGate
 from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.pipe import (
     MAX_STATUS_SOURCES,
@@ -52,7 +51,7 @@ from protocol.transports.gossip.pipe import (
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
 from protocol.transports.gossip.safe_pubsub import SafePubsub
 from protocol.transports.pacing import Bandwidth
-from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
+from protocol.transports.settings import announced, free_port, listen_address
 
 PACE_S = 0.05  # time between two of our messages: the library drops messages beyond 32 in a peer's queue
 MAX_PUBLISH = 8  # messages waiting to be published; then the pipe is not read, and fills
@@ -77,14 +76,12 @@ class Sidecar:
         self.tcp = CountedTCP(settings.max_connections, *limits)
         self.host = make_host(self.tcp)
         self.router = HubGossipSub(settings.degree)
-        self.gate = GossipGate(settings)
         self.pubsub = SafePubsub(
             self.host,
             self.router,
             self.tcp,
             (topics.rollout_topic(settings.swarm, shard) for shard in range(settings.shards)),
-            lambda topic, data, origin, forwarder: self.gate.refusal(topic, data, origin, forwarder, time.time()),
-            HARMLESS,
+            GossipGate(settings),
             self._deliver,
         )
         self.outbox: deque[bytes] = deque()
@@ -200,7 +197,7 @@ class Sidecar:
     def _addresses(self, port: int) -> list[str]:
         if self.settings.dial_only:
             return []
-        told = announced(NetworkSettings(announce=tuple(self.settings.announce)), port)
+        told = announced(self.settings.announce, port)
         told += [listen_address(ip, port) for ip in _own_ips(self.settings.listen)]
         return [f"{address}/p2p/{self.host.get_id()}" for address in dict.fromkeys(told)][:MAX_ADDRESSES]
 
@@ -231,11 +228,8 @@ def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:
 
 
 def own_rss() -> int:
-    """Bytes of memory that this process holds; 0 where there is no /proc. (`getrusage` counts the parent's in.)"""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        return 0
+    """Bytes of memory that this process holds. (`getrusage` counts the parent's in.)"""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _own_ips(listen: str) -> list[str]:

@@ -34,19 +34,13 @@ class Connections:
 
     def __init__(self, daemon: Daemon, dials: Dials, refusals: Refusals, storage: CardStorage) -> None:
         self.dials = dials
+        self.count = 0  # connected peers when that was looked at last
         self.serving: dict[str, None] = {}  # connected peers that keep a part of the DHT, longest connected first
         self._daemon = daemon
         self._refusals = refusals
         self._storage = storage
         self._locating: asyncio.Task[None] | None = None
         refusals.unlocated = self._locate_soon
-
-    def cancel(self) -> set[asyncio.Task[None]]:
-        """End the search for addresses of refused peers. Returns the tasks that will end."""
-        if self._locating is None:
-            return set()
-        self._locating.cancel()
-        return {self._locating}
 
     async def connected(self) -> Mapping[str, list[str]]:
         """Peer id -> addresses at the other ends of its connections. These peers have proved their keys there. Raises
@@ -57,6 +51,7 @@ class Connections:
             self.dials.prove(peer, addresses, time.time())
         self._refusals.locate({peer: ip_of(addresses) for peer, addresses in found.items()})
         self._storage.connected = found.keys()
+        self.count = len(found)
         self.serving = {peer: None for peer in self.serving if peer in found}
         return found
 

@@ -65,10 +65,11 @@ class Daemon:
         plane: HivemindPlane,
         identity_path: Path,
         settings: NetworkSettings,
-        port: Port,
+        port: Port | None,
         traffic: Traffic,
         report: Callable[[str], None],
     ) -> None:
+        """`port` is None for a node that only dials."""
         self.plane, self.settings, self.traffic = plane, settings, traffic
         self.port = port
         self.port_number = settings.port  # TCP port on which p2pd listens, or listened last
@@ -103,8 +104,7 @@ class Daemon:
         return {self._keeper}
 
     def release(self) -> None:
-        """Release the port and the folder, after `stop`."""
-        self.port.release()
+        """Remove the folder, after `stop`."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._folder_lock)
@@ -142,13 +142,13 @@ class Daemon:
 
     async def _start_p2pd(self) -> None:
         settings = self.settings
-        port = 0 if settings.dial_only else self.port.take()
+        port = 0 if self.port is None else self.port.take()
         p2pd = await asyncio.wait_for(
             self._p2pd_class.create(
                 identity_path=str(self._identity_path),
                 check_if_identity_free=False,  # would start a second p2pd, with port mapping
                 host_maddrs=None if settings.dial_only else [listen_address(settings.listen, port)],
-                announce_maddrs=announced(settings, port) or None,
+                announce_maddrs=announced(settings.announce, port) or None,
                 no_listen=settings.dial_only,
                 force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
                 auto_nat=settings.relay,
@@ -159,8 +159,8 @@ class Daemon:
             ),
             P2PD_START_S + 5.0,
         )
-        self._ended = asyncio.ensure_future(_end_of(p2pd))
-        if port and self.port.is_shared():  # with a program that claims none
+        self._ended = asyncio.ensure_future(p2pd._child.wait())
+        if self.port is not None and self.port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
         self.port_number, self._is_ready = port, True
         await self.plane.begin(p2pd)
@@ -168,7 +168,7 @@ class Daemon:
     async def _end_of_p2pd(self) -> int:
         """Exit code of p2pd, which is killed if it grows too large."""
         assert self.p2pd is not None
-        watch = asyncio.create_task(end_if_grown(self.p2pd._child, lambda: self.plane.connection_count))
+        watch = asyncio.create_task(end_if_grown(self.p2pd._child, lambda: self.plane.connections.count))
         try:
             code = await self._ended
             if watch.done() and not watch.exception():
@@ -329,10 +329,6 @@ def _private_folder() -> tuple[str, int]:
 
 def _open_folder(path: str | Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-async def _end_of(p2pd: P2P) -> int:
-    return int(await p2pd._child.wait())
 
 
 def _forget(task: asyncio.Future[Any]) -> None:

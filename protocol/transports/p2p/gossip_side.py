@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from protocol.dials import Dials
-from protocol.errors import PeerUnreachable
 from protocol.limits import MAX_ADDRESSES
 from protocol.peers import PeerTable
 from protocol.topics import rollout_topic
@@ -24,33 +23,14 @@ class GossipSide:
         self, settings: GossipSettings, port: Port | None, report: Callable[[str], None], started: Callable[[], None]
     ) -> None:
         """`started` is called when a gossip process is up, perhaps a new one."""
-        self._settings, self._port, self._report, self._started = settings, port, report, started
+        self._report = report
         self._shard_of_topic = {rollout_topic(settings.swarm, shard): shard for shard in range(settings.shards)}
         self._handlers: dict[str, list[Handler]] = {}
-        self.client = self._new_client()
+        self.client = GossipClient(settings, self._on_message, report, started, port)
         self.stat = NO_STATUS  # what the gossip process said last
         self.has_dialled = False  # whether `tend` dialled when it was called last
         self.refused = 0  # messages that the queue to the gossip process did not take
         self.handler_faults = 0
-
-    def _new_client(self) -> GossipClient:
-        client = GossipClient(self._settings, self._on_message, self._report, self._port)
-        client.on_restart = self._started
-        return client
-
-    async def start(self) -> None:
-        """Returns once there is gossip; from then on the client keeps its process running by itself."""
-        while True:
-            try:
-                await self.client.start()
-            except PeerUnreachable as error:
-                self._report(f"no gossip yet: {error}")
-                self.client = self._new_client()
-                for topic in self._handlers:
-                    self.client.subscribe(topic)
-            else:
-                self._started()
-                return
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Have `handler` told of messages on `topic`."""
@@ -72,7 +52,7 @@ class GossipSide:
                 self.handler_faults += 1
                 self._report(f"a message was dropped: {error!r}")
 
-    async def tend(self, table: PeerTable, dials: Dials, max_connections: int, sweep_s: float) -> None:
+    async def tend(self, table: PeerTable, dials: Dials, sweep_s: float) -> None:
         """Dial and drop gossip connections as the table says. `sweep_s` is the time that a lookup of all cards takes.
         Raises PeerUnreachable."""
         if not self.client.gossip_id or self.client.pid is None:
@@ -83,7 +63,7 @@ class GossipSide:
             dials.prove(gossip_id, [address], now)
         self.has_dialled = False
         shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
-        for addresses in table.gossip_to_dial(shards, max_connections, connected, now).values():
+        for addresses in table.gossip_to_dial(shards, self.client.settings.max_connections, connected, now).values():
             for address in addresses:
                 self.client.dial(address)
                 self.has_dialled = True

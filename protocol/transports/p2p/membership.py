@@ -24,10 +24,9 @@ from protocol.messages import PeerCard
 from protocol.peers import PeerTable, peer_of
 from protocol.transports.dht.strangers import Strangers
 from protocol.transports.p2p.gossip_side import GossipSide
-from protocol.transports.p2p.reach import Reach
-from protocol.transports.p2p.relay import PLACE_S
+from protocol.transports.p2p.relay import PLACE_S, Reach
 from protocol.transports.ports import note_ports
-from protocol.transports.settings import NetworkSettings, endpoint
+from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.stream import Traffic
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
@@ -119,7 +118,7 @@ class Membership:
 
     async def _dial(self, plane: HivemindPlane) -> None:
         """Start dialling the peers that the table names. The first answer starts the next round at once."""
-        connected, now = await plane.connected(), time.time()
+        connected, now = set(await plane.connections.connected()), time.time()
         self._newcomers |= connected - self.connected
         self.connected = connected
         self.table.set_connected(connected, now)
@@ -182,7 +181,7 @@ class Membership:
             elif direct is not None and self._places.get(relay, 0.0) <= now:
                 self._places.pop(relay, None)
                 with suppress(PeerUnreachable):  # it has no place left
-                    await plane.take_place(relay)
+                    await plane.streams.take_place(relay)
                     self._places[relay] = now + PLACE_S
 
     async def _renew(self, plane: HivemindPlane) -> None:
@@ -234,15 +233,15 @@ class Membership:
 
     async def _tend_gossip(self, plane: HivemindPlane) -> None:
         """Dial and drop gossip connections as the table says."""
-        await self._gossip.tend(self.table, self.dials, self._settings.max_connections, self._sweep_s)
+        await self._gossip.tend(self.table, self.dials, self._sweep_s)
 
     def _note_ports(self, plane: HivemindPlane) -> None:
         """Write down the ports that this node listens on, for its next run."""
-        gossip = [endpoint(address) for address in self._gossip.client.addresses[:1]]
-        if self._ports_file is None or not gossip or gossip[0] is None:
+        gossip = self._gossip.client
+        if self._ports_file is None or not gossip.addresses:
             return
         try:
-            note_ports(self._settings, plane.port, gossip[0][1], self._ports_file)
+            note_ports(self._settings, plane.daemon.port_number, gossip.settings.port, self._ports_file)
         except OSError as error:
             self._report(f"cannot write {self._ports_file}: {error.strerror}")
 

@@ -6,13 +6,14 @@ P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from protocol.codec import sign_card
@@ -23,18 +24,18 @@ from protocol.limits import MAX_CLOCK_SKEW_S
 from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.topics import bucket_of
+from protocol.transports.dht.lookup import direct
 from protocol.transports.dht.records import CardStorage, CardValidator
-from protocol.transports.dht.server import Accounts, CardDHT
+from protocol.transports.dht.server import CardDHT
 from protocol.transports.dht.whereabouts import MAX_ADDRESSES_BYTES, METHOD, WHEREABOUTS_S, Whereabouts, read_answer
 from protocol.transports.p2p.connections import Connections
 from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.p2p.dial_back import DialBack
 from protocol.transports.p2p.peer_streams import PeerStreams
-from protocol.transports.p2p.relay import RELAY_PROTOCOL, reserve
+from protocol.transports.p2p.relay import RELAY_PROTOCOL
 from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, best_first
-from protocol.transports.streams.channels import Channels
-from protocol.transports.streams.stream import Traffic
+from protocol.transports.streams.services import Services
 
 PLANE_END_S = 2.0  # longest wait for tasks to end when the plane is closed
 CHANNEL_GOODBYE_S = 0.2  # time that p2pd gets to pass on the last messages of channels
@@ -49,55 +50,48 @@ class HivemindPlane:
         identity_path: Path,
         swarm: str,
         settings: NetworkSettings,
-        report: Callable[[str], None] = lambda sentence: None,
-        on_restart: Callable[[], None] = lambda: None,
-        channels: Channels | None = None,
-        port: Port | None = None,
-        dials: Dials | None = None,
-        known: Callable[[str], Sequence[str]] | None = None,
-        told: Callable[[str], Sequence[str]] | None = None,
+        port: Port | None,
+        services: Services,
+        report: Callable[[str], None],
+        on_restart: Callable[[], None],
+        dials: Dials,
+        known: Callable[[str], Sequence[str]],
+        told: Callable[[str], Sequence[str]],
     ) -> None:
-        """`dials` decides which addresses may be dialled (default: any, once). `known` returns the addresses of a peer,
-        `told` those of them that others may learn (default for both: the addresses on cards stored here). Any thread
-        may call `told`."""
+        """A node that only dials has no `port`. `dials` decides which addresses may be dialled. `known` returns the
+        addresses of a peer, `told` those of them that others may learn; any thread may call `told`."""
         self.addresses: list[str] = []  # addresses at which others reach this node, the most useful ones first
-        self._channels = channels or Channels(Traffic.limited(settings), report)
-        self.traffic = self._channels.traffic
+        self.traffic = services.traffic
         self.refusals = self.traffic.refusals  # what peers were refused, on the DHT and on streams
         self.restarted = on_restart
+        self.known = known
+        self.validator = CardValidator(swarm, settings.card_ttl_s)
         self._identity = identity
         self._settings = settings
-        self._validator = CardValidator(swarm, settings.card_ttl_s)
         self._storage = CardStorage()
-        self._accounts = Accounts()
-        self._addresses_of = known or self._stored_addresses
-        self._whereabouts = Whereabouts(told or self._stored_addresses)
+        self._whereabouts = Whereabouts(told)
         self._bootstrap = {peer_of(address) for address in settings.bootstrap}
+        self._rng = random.Random()
         self._clock_offset = time.time() - time.monotonic()
         self._dht: CardDHT | None = None
-        port = port or Port(settings.listen, settings.port, report=report)
         self.daemon = Daemon(self, identity_path, settings, port, self.traffic, report)
-        self._connections = Connections(self.daemon, dials or Dials(), self.refusals, self._storage)
-        dial_back = DialBack(lambda: self.addresses)
-        self.streams = PeerStreams(self.daemon, self, swarm, self._channels, dial_back, report)
-        self.streams.serve(METHOD, self._whereabouts.serve)
+        self.connections = Connections(self.daemon, dials, self.refusals, self._storage)
+        self.streams = PeerStreams(self, swarm, services, DialBack(lambda: self.addresses))
+        services.answers.servers[METHOD] = self._whereabouts.serve
 
     # ---------------------------------------------------------------- life
 
-    async def start(self) -> None:
-        """Start p2pd and keep it running; returns when it is up. Raises LocalProtocolError for settings it refuses."""
-        await self.daemon.start()
-
     async def close(self) -> None:
         """Stop p2pd, whatever state it is in, within a bounded time."""
-        talking = self._channels.cancel()
-        ending = self.daemon.cancel() | self._connections.cancel() | self.streams.exchanges.cancel() | talking
+        services = self.streams.services
+        talking = services.channels.cancel()
+        ending = self.daemon.cancel() | services.exchanges.cancel() | talking
         if ending:
             await asyncio.wait(ending, timeout=PLANE_END_S)
         if talking:
             await asyncio.sleep(CHANNEL_GOODBYE_S)
         await self.daemon.stop()
-        self.streams.answers.close()  # after p2pd, which brings the requests
+        services.answers.close()  # after p2pd, which brings the requests
         self.daemon.release()
 
     async def begin(self, p2pd: P2P) -> None:
@@ -105,12 +99,11 @@ class HivemindPlane:
         dht = CardDHT(
             p2pd,
             self._identity.peer_id,
-            self._validator,
+            self.validator,
             self._storage,
-            self._accounts,
             self.refusals,
-            client=self._settings.dial_only,
-            named=self._whereabouts.named,
+            self._settings.dial_only,
+            self._whereabouts.named,
         )
         await asyncio.wait_for(dht.serve(), P2PD_CALL_S)
         handlers = self.streams.handlers()
@@ -124,27 +117,7 @@ class HivemindPlane:
     def ended(self) -> None:
         """p2pd has ended, and its DHT node and connections with it."""
         self._dht = None
-        self._connections.serving.clear()
-
-    @property
-    def connection_count(self) -> int:
-        """Number of connected peers."""
-        return len(self._storage.connected)
-
-    @property
-    def port(self) -> int:
-        """TCP port on which p2pd listens, or listened last."""
-        return self.daemon.port_number
-
-    @property
-    def too_new(self) -> str:
-        """A peer whose card is of a newer protocol; see `Transport.too_new`."""
-        return self._validator.too_new
-
-    @property
-    def made(self) -> dict[str, float]:
-        """Peer id -> when its newest card was made, by its own clock; see `P2PTransport.made`."""
-        return dict(self._validator.made)
+        self.connections.serving.clear()
 
     # ---------------------------------------------------------------- addresses and connections
 
@@ -159,49 +132,23 @@ class HivemindPlane:
         """Dial a peer at all of these multiaddresses, enter each other into the DHT tables, and give it this node's
         card. Raises PeerUnreachable."""
         dht = self._running()[1]
-        to = await self._connections.dial(peer, addresses)
+        to = await self.connections.dial(peer, addresses)
         if not await self.daemon.bounded(dht.ping(to), P2PD_CALL_S):
             return  # connected, but it only dials and keeps no part of the DHT
-        self._connections.serving.setdefault(peer)
+        self.connections.serving.setdefault(peer)
         await self.daemon.bounded(asyncio.gather(dht.give_own(to), dht.look_around()), P2PD_CALL_S)
 
     async def reach(self, peer: str) -> None:
         """Dial a peer that another peer named, at the addresses on its card. Raises PeerUnreachable."""
-        addresses = list(self._addresses_of(peer))
+        addresses = self.known(peer)
         namer = self._whereabouts.namer(peer)
-        if not addresses and namer and namer in await self.connected():
+        if not addresses and namer and namer in await self.connections.connected():
             try:
                 answer = await self.streams.request(namer, METHOD, peer.encode(), WHEREABOUTS_S, MAX_ADDRESSES_BYTES)
                 addresses = read_answer(peer, answer)
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
-        await self._connections.dial(peer, addresses)
-
-    async def connected(self) -> set[str]:
-        """Ids of the peers that are connected with this node. Raises PeerUnreachable."""
-        return set(await self._connections.connected())
-
-    async def connections(self) -> Mapping[str, list[str]]:
-        """Peer id -> addresses at the other ends of its connections. Raises PeerUnreachable."""
-        return await self._connections.connected()
-
-    async def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
-        """For each of this machine's TCP ports, whether `peer` could connect to it. Raises PeerUnreachable,
-        RemoteProtocolError."""
-        return await self.streams.dial_back(peer, ports)
-
-    async def take_place(self, relay: str) -> None:
-        """Reserve a place at a relay that is connected, for `PLACE_S` at least. Raises PeerUnreachable."""
-
-        async def take() -> None:
-            p2pd = self._running()[0]
-            _, reader, writer = await p2pd.call_binary_stream_handler(PeerID.from_base58(relay), RELAY_PROTOCOL)
-            try:
-                await reserve(reader, writer)
-            finally:
-                writer.close()
-
-        await self.daemon.bounded(take(), P2PD_CALL_S)
+        await self.connections.dial(peer, addresses)
 
     # ---------------------------------------------------------------- cards
 
@@ -212,8 +159,7 @@ class HivemindPlane:
         self._check_clock(dht)
         value = msgspec.msgpack.encode(sign_card(card, self._identity))
         record = peer, value, card.created + self._settings.card_ttl_s
-        key = self._validator.keys[bucket_of(peer)]
-        storing = dht.store_card(key, record, members, self._bootstrap, list(self._connections.serving))
+        storing = dht.store_card(self.validator.keys[bucket_of(peer)], record, self._direct(members))
         return await self.daemon.bounded(storing, P2PD_CALL_S)
 
     async def get_cards(self, buckets: Collection[int], members: int = 0) -> dict[str, PeerCard]:
@@ -221,18 +167,12 @@ class HivemindPlane:
         known. Raises PeerUnreachable."""
         dht = self._running()[1]
         self._check_clock(dht)
-        keys = [self._validator.keys[bucket] for bucket in buckets]
-        search = dht.find_cards(keys, members, self._bootstrap, list(self._connections.serving))
+        search = dht.find_cards([self.validator.keys[bucket] for bucket in buckets], members, self._direct(members))
         found, now = await self.daemon.bounded(search, P2PD_CALL_S), time.time()
-        return dict(self._validator.card(value) for value, expiration in found.values() if expiration > now)
+        return dict(self.validator.card(value) for value, expiration in found.values() if expiration > now)
 
-    def _stored_addresses(self, peer: str) -> list[str]:
-        """Addresses on the card of a peer that is stored here."""
-        try:
-            value = self._storage.value(self._validator.keys[bucket_of(peer)], peer)
-            return [] if value is None else list(self._validator.card(value)[1].addresses)
-        except RemoteProtocolError:
-            return []
+    def _direct(self, members: int) -> list[str]:
+        return direct(list(self.connections.serving), self._bootstrap, members, self._rng)
 
     def _check_clock(self, dht: CardDHT) -> None:
         """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""

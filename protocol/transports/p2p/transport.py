@@ -15,9 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec.structs import replace
-
-from protocol.codec import SPOKEN
 from protocol.errors import PeerUnreachable, ProtocolError
 from protocol.identity import Identity
 from protocol.manifest import ManifestLimits
@@ -30,9 +27,10 @@ from protocol.transports.ports import choose_ports
 from protocol.transports.refusals import Refused
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings
-from protocol.transports.streams.channels import Channels, StreamChannel
+from protocol.transports.streams.channels import StreamChannel
 from protocol.transports.streams.exchanges import check_call
-from protocol.transports.streams.stream import Traffic, check_method
+from protocol.transports.streams.services import Services
+from protocol.transports.streams.stream import check_method
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.peer_streams import PeerStreams
@@ -67,25 +65,19 @@ class P2PTransport:
         Raises LocalProtocolError for an identity file, a listen address or settings that cannot be used.
         """
         self._identity = Identity.load_or_create(identity_path)
-        self._identity_path = identity_path
-        self._swarm = swarm
-        self._settings = settings
+        self._identity_path, self._swarm, self._settings = identity_path, swarm, settings
         self._report = Reports(report)
         self._wake = asyncio.Event()
         self._dht_port, self._gossip_port = choose_ports(settings, ports_file, self._report)
         told = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
-        told = replace(told, spoken=tuple(sorted(SPOKEN)))
         self._gossip = GossipSide(told, self._gossip_port, self._report, self._wake.set)
-        self._traffic = Traffic.limited(settings)
+        self._services = Services(settings, self._report)
+        self._traffic = self._services.traffic
         self._membership = Membership(
             self.peer_id, swarm, settings, self._gossip, self._traffic, cache_file, ports_file, self._report, self._wake
         )
-        self._addresses_of = self._membership.table.addresses_of
         self._plane: HivemindPlane | None = None
-        self._servers: dict[str, Server] = {}
-        self._acceptors: dict[str, Acceptor] = {}
-        self._channels = Channels(self._traffic, self._report)
-        self._calls: set[Future[None]] = set()  # exchanges and channels that this node began
+        self._calls: set[Future[Any]] = set()  # requests, exchanges and channels that this node began
         self._loose_ends = 0
         self._loop = asyncio.new_event_loop()
         self._main: asyncio.Task[None] | None = None
@@ -111,69 +103,41 @@ class P2PTransport:
         return self._gossip.publish(topic, data)
 
     def serve(self, method: str, server: Server) -> None:
-        self._soon(self._serve, method, server)
+        self._services.answers.servers[method] = server
 
     def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
-        return self._wait(self._request(peer, method, payload, timeout, limit), timeout)
-
-    def _wait(self, asking: Coroutine[Any, Any, T], timeout: float) -> T:
-        if self._closed.is_set():
-            asking.close()
-            raise PeerUnreachable("the network is closed")
-        call = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        try:
-            return call.result(timeout + 1.0)
-        except (TimeoutError, CancelledError) as error:
-            call.cancel()
-            raise PeerUnreachable(f"no answer within {timeout:g} s") from error
+        return self._wait(self._streams().request(peer, method, payload, timeout, limit), timeout)
 
     def accept(self, method: str, acceptor: Acceptor) -> None:
-        self._soon(self._accept, method, acceptor)
+        self._services.exchanges.acceptors[method] = acceptor
 
     def exchange(
         self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> Future[None]:
         """Callbacks added to the future run on the network's thread, which must not wait for it."""
         check_call(method, ours)
-        with self._close_lock:  # the loop, if it is not closed yet, looks at all that are begun before it is
-            if self._closed.is_set():
-                closed: Future[None] = Future()
-                closed.set_exception(PeerUnreachable("the network is closed"))
-                return closed
-            future = asyncio.run_coroutine_threadsafe(self._exchange(peer, method, ours, answered, timeout), self._loop)
-            self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
+        return self._begin(self._exchange(peer, method, ours, answered, timeout))
 
     def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
-        self._channels.openings[method] = opened
+        self._services.channels.openings[method] = opened
 
     def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
         """If the network is closed, the listener's `closed` is called before this returns."""
         check_method(method)
-        channel = self._channels.new(peer, self._loop)
+        channel = self._services.channels.new(peer, self._loop)
         channel.listener = opened(channel)
-        with self._close_lock:  # as for exchanges
-            future = None
-            if not self._closed.is_set():
-                future = asyncio.run_coroutine_threadsafe(self._connect(channel, method), self._loop)
-                self._calls.add(future)
-        if future is None:
-            channel.end("the network is closed")
-        else:
-            future.add_done_callback(self._calls.discard)
-            future.add_done_callback(lambda _: channel.end("the network is closed"))  # if it was not told otherwise
+        living = self._begin(self._connect(channel, method))
+        living.add_done_callback(lambda _: channel.end("the network is closed"))  # if it was not told otherwise
         return channel
 
     def dial_back(self, peer: str, ports: Sequence[int], timeout: float = 10.0) -> list[bool]:
         """For each of this machine's TCP ports, whether `peer` could connect to it. Waits and raises like `request`."""
-        return self._wait(self._dial_back(peer, ports), timeout)
+        return self._wait(self._streams().dial_back(peer, ports), timeout)
 
     def made(self) -> Mapping[str, float]:
         """Peer id -> when its newest card was made (Unix seconds, by its own clock). Covers some of all peers whose
         cards were seen, also those whose cards are not valid by this machine's clock."""
-        plane = self._plane
-        return {} if plane is None else plane.made
+        return {} if self._plane is None else dict(self._plane.validator.made)
 
     def announce(self, card: PeerCard) -> None:
         before, self._membership.card = self._membership.card, card
@@ -184,46 +148,63 @@ class P2PTransport:
         return self._membership.members
 
     def too_new(self) -> str:
-        plane = self._plane
-        return "" if plane is None else plane.too_new
+        return "" if self._plane is None else self._plane.validator.too_new
 
     def stats(self) -> Mapping[str, float]:
         stat, plane, gossip, membership = self._gossip.stat, self._plane, self._gossip, self._membership
-        totals: Counter[str] = Counter(
-            {
-                "peers": len(membership.members),
-                "bytes_in": stat.bytes_in + self._traffic.bytes_in,
-                "bytes_out": stat.bytes_out + self._traffic.bytes_out,
-                "messages_in": stat.messages_in,
-                "messages_out": stat.messages_out,
-                "dropped": stat.dropped + gossip.refused,
-                "restarts/gossip": gossip.client.restarts,
-                "restarts/dht": 0 if plane is None else plane.daemon.restarts,
-                "connections/gossip": len(stat.peers),
-                "connections/dht": len(membership.connected),
-                "loose_ends": self._loose_ends + membership.failed_steps,
-            }
-        )
-        rejected = [
-            stat.rejected,
-            {"handler": gossip.handler_faults},
-            dict(self._traffic.rejected),  # the other thread goes on counting
-            dict(membership.dials.refused),
-        ]
-        for reasons in rejected:
-            for reason, count in reasons.items():
-                totals[f"rejected/{reason}"] += count
+        rejected = Counter({"handler": gossip.handler_faults})
+        for reasons in (stat.rejected, self._traffic.rejected, membership.dials.refused):
+            rejected.update(dict(reasons))  # a copy: the other thread goes on counting
+        totals = {
+            "peers": len(membership.members),
+            "bytes_in": stat.bytes_in + self._traffic.bytes_in,
+            "bytes_out": stat.bytes_out + self._traffic.bytes_out,
+            "messages_in": stat.messages_in,
+            "messages_out": stat.messages_out,
+            "dropped": stat.dropped + gossip.refused,
+            "restarts/gossip": gossip.client.restarts,
+            "restarts/dht": 0 if plane is None else plane.daemon.restarts,
+            "connections/gossip": len(stat.peers),
+            "connections/dht": len(membership.connected),
+            "loose_ends": self._loose_ends + membership.failed_steps,
+            **{f"rejected/{reason}": count for reason, count in rejected.items()},
+        }
         return {name: float(total) for name, total in totals.items()}
 
     def refusals(self) -> Mapping[str, Refused]:
-        plane = self._plane
-        return ({} if plane is None else plane.refusals.by_source()) | self._gossip.stat.sources
+        return self._traffic.refusals.by_source() | self._gossip.stat.sources
 
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
             self._soon(self._cancel)
         self._thread.join(CLOSE_S)
+
+    def _streams(self) -> PeerStreams:
+        if self._plane is None or self._closed.is_set():
+            raise PeerUnreachable("the network is closed" if self._closed.is_set() else "the network is not up yet")
+        return self._plane.streams
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have the network's thread run `work`. The future fails if the network is closed, or when it is."""
+        with self._close_lock:  # the loop, if it is not closed yet, looks at all that are begun before it is
+            if not self._closed.is_set():
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._calls.add(future)
+                future.add_done_callback(self._calls.discard)
+                return future
+        work.close()
+        closed: Future[T] = Future()
+        closed.set_exception(PeerUnreachable("the network is closed"))
+        return closed
+
+    def _wait(self, asking: Coroutine[Any, Any, T], timeout: float) -> T:
+        call = self._begin(asking)
+        try:
+            return call.result(timeout + 1.0)
+        except (TimeoutError, CancelledError) as error:
+            call.cancel()
+            raise PeerUnreachable(f"no answer within {timeout:g} s") from error
 
     def _soon(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: too late
@@ -258,7 +239,7 @@ class P2PTransport:
 
     async def _live(self) -> None:
         """The life of the network, from the first import to the last goodbye."""
-        membership, gossip = self._membership, asyncio.create_task(self._gossip.start())
+        membership, gossip = self._membership, asyncio.create_task(self._gossip.client.start())
         try:
             module = await asyncio.to_thread(importlib.import_module, "protocol.transports.p2p.plane")
             self._plane = plane = module.HivemindPlane(
@@ -266,20 +247,16 @@ class P2PTransport:
                 self._identity_path,
                 self._swarm,
                 self._settings,
-                report=self._report,
-                on_restart=membership.on_restart,
-                channels=self._channels,
-                port=self._dht_port,
-                dials=membership.dials,
-                known=self._addresses_of,
+                self._dht_port,
+                self._services,
+                self._report,
+                membership.on_restart,
+                membership.dials,
+                known=membership.table.addresses_of,
                 told=membership.table.told_by,
             )
             try:
-                for method, server in self._servers.items():
-                    plane.streams.serve(method, server)
-                for method, acceptor in self._acceptors.items():
-                    plane.streams.accept(method, acceptor)
-                await plane.start()
+                await plane.daemon.start()
                 while True:
                     await membership.round(plane)
                     await membership.pause()
@@ -297,35 +274,11 @@ class P2PTransport:
         nonsense."""
         self._loose_ends += 1
 
-    # ---------------------------------------------------------------- on it: the port's other half
-
-    def _serve(self, method: str, server: Server) -> None:
-        self._servers[method] = server
-        if self._plane is not None:
-            self._plane.streams.serve(method, server)
-
-    def _accept(self, method: str, acceptor: Acceptor) -> None:
-        self._acceptors[method] = acceptor
-        if self._plane is not None:
-            self._plane.streams.accept(method, acceptor)
-
-    def _streams(self) -> PeerStreams:
-        if self._plane is None:
-            raise PeerUnreachable("the network is not up yet")
-        return self._plane.streams
-
-    async def _request(self, peer: str, method: str, payload: bytes, timeout: float, limit: int) -> bytes:
-        return await self._streams().request(peer, method, payload, timeout, limit, self._addresses_of(peer))
-
-    async def _dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
-        return await self._streams().dial_back(peer, ports, self._addresses_of(peer))
-
     async def _exchange(
         self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> None:
-        streams, addresses = self._streams(), self._addresses_of(peer)
         try:
-            await streams.exchange(peer, method, ours, answered, timeout, addresses)
+            await self._streams().exchange(peer, method, ours, answered, timeout)
         except ProtocolError:
             raise
         except Exception as error:  # of hivemind, which does not say what it may raise
@@ -333,11 +286,8 @@ class P2PTransport:
             raise PeerUnreachable(repr(error)) from error
 
     async def _connect(self, channel: StreamChannel, method: str) -> None:
-        if self._plane is None:
-            channel.end("the network is not up yet")
-            return
         try:
-            await self._plane.streams.open_channel(channel, method, self._addresses_of(channel.peer))
+            await self._services.channels.call(channel, method, lambda: self._streams().open(channel.peer))
         except Exception as error:  # of hivemind, which does not say what it may raise
             self._report(f"the network stumbled: {error!r}")
             channel.end(repr(error))

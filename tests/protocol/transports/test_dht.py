@@ -21,14 +21,11 @@ from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, CardRecord, encode_bucket, node_id_of
-from protocol.transports.dht.records import CardStorage, CardValidator
+from protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage, CardValidator
 from protocol.transports.dht.server import (
-    FOUND_EACH,
     MAX_FINDS,
     MAX_PINGS_AND_STORES,
     MAX_REFUSED,
-    STORED_EACH,
-    Accounts,
     CardDHT,
 )
 from protocol.transports.refusals import Refusals
@@ -49,7 +46,6 @@ class Node:
     def __init__(self, p2p: Any = None) -> None:
         self.identity = Identity.generate()
         self.validator = CardValidator(SWARM, 60.0)
-        self.accounts = Accounts()
         self.refused: Counter[str] = Counter()
         self.names: list[tuple[str, set[PeerID]]] = []
         self.dht = CardDHT(
@@ -57,9 +53,9 @@ class Node:
             self.identity.peer_id,
             self.validator,
             CardStorage(),
-            self.accounts,
             Refusals(self.refused),
-            named=lambda namer, peers: self.names.append((namer, set(peers))),
+            False,
+            lambda namer, peers: self.names.append((namer, set(peers))),
         )
         self.answers: dict[str, Find] = {}
         self.asked = Counter[str]()
@@ -82,7 +78,7 @@ class Node:
         return id
 
     def finds(self) -> set[str]:
-        return set(asyncio.run(self.dht.find_cards(self.validator.keys, 2, (), ())))
+        return set(asyncio.run(self.dht.find_cards(self.validator.keys, 2, ())))
 
 
 def answer(node: Node, *records: CardRecord, named: list[bytes]) -> Find:
@@ -193,8 +189,8 @@ def test_a_connection_brings_few_cards_of_others(way: str) -> None:
     node, bob, others = Node(), Identity.generate(), [Identity.generate(), Identity.generate()]
     cards, caller = [*map(record, [*others, bob])], SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
     account, most = {
-        "answers": (node.accounts.found, FOUND_EACH),
-        "stores": (node.accounts.stored, STORED_EACH),
+        "answers": (node.validator.found, FOUND_EACH),
+        "stores": (node.validator.stored, STORED_EACH),
     }[way]
     for i in range(most - 1):
         assert account.admits(f"peer {i}", bob.peer_id, time.time() + 30.0, time.time())

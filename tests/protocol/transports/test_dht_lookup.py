@@ -7,10 +7,11 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
-from protocol.transports.dht.lookup import BEAM, BLIND, MAX_SEARCH_CALLS, SMALL_SWARM, direct, search
+from protocol.transports.dht.lookup import BEAM, BLIND, MAX_SEARCH_CALLS, SEARCH_S, SMALL_SWARM, Search, direct
 
 RNG = random.Random(4)
 PEERS = [RNG.getrandbits(160) for _ in range(500)]
@@ -33,7 +34,8 @@ class Network:
         self.asked: Counter[int] = Counter()
         self.keys: list[int] = []
 
-    async def ask(self, peer: int, keys: Sequence[int]) -> list[int] | None:
+    async def ask(self, peer: int, wanted: Sequence[bytes]) -> list[int] | None:
+        keys = [int.from_bytes(key, "big") for key in wanted]
         self.asked[peer] += 1
         self.keys.append(len(keys))
         await asyncio.sleep(0)
@@ -44,9 +46,19 @@ class Network:
         known = self.tables[peer]
         return list({other for key in keys for other in nearest(key, known, 20)})
 
-    def find(self, keys: Sequence[int], known: Sequence[int], **options: object) -> dict[int, list[int]]:
-        also = options.pop("also", {})
-        return asyncio.run(search(keys, known, also, self.ask, lambda peer: peer, **options))  # type: ignore[arg-type]
+    def find(
+        self, keys: Sequence[int], known: Sequence[int], also: dict[int, Sequence[int]] | None = None
+    ) -> dict[int, list[int]]:
+        return found_by(keys, known, self.ask, also or {})
+
+
+def found_by(
+    keys: Sequence[int], known: Sequence[int], ask: Any, also: dict[int, Sequence[int]], seconds: float = SEARCH_S
+) -> dict[int, list[int]]:
+    """What a search finds, with keys as numbers."""
+    wanted = {peer: [key.to_bytes(20, "big") for key in numbers] for peer, numbers in also.items()}
+    search = Search([key.to_bytes(20, "big") for key in keys], known, wanted, ask, lambda peer: peer)
+    return {int.from_bytes(key, "big"): peers for key, peers in asyncio.run(search.run(seconds)).items()}
 
 
 def nearest(key: int, among: Collection[int], count: int = BEAM) -> list[int]:
@@ -84,12 +96,12 @@ def test_names_of_nobody_end_no_search() -> None:
 
 
 def test_a_search_ends_with_what_it_has() -> None:
-    async def ask(peer: int, keys: Sequence[int]) -> list[int]:
+    async def ask(peer: int, keys: Sequence[bytes]) -> list[int]:
         if peer != PEERS[0]:
             await asyncio.sleep(3600)
         return PEERS[:5]
 
-    found = asyncio.run(search(KEYS, PEERS[:2], {}, ask, lambda peer: peer, 0.2))
+    found = found_by(KEYS, PEERS[:2], ask, {}, 0.2)
     assert all(found[key] == PEERS[:1] for key in KEYS)
 
 

@@ -249,7 +249,7 @@ def test_settings_at_their_bounds_are_taken() -> None:
     settings = gossip_settings(SWARM, 1024, limits, network)
     assert Frames[Command](Command).feed(frame(settings)) == [settings]
     assert (len(settings.announce), settings.messages_per_minute) == (8, 8192)
-    told = f"{announced(network, 65_535)[0]}/p2p/{'1' * 52}"
+    told = f"{announced(network.announce, 65_535)[0]}/p2p/{'1' * 52}"
     assert Frames[Event](Event).feed(frame(GossipReady("1" * 52, [told], 65_535)))
 
 

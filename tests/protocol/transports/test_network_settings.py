@@ -8,7 +8,6 @@ import pytest
 
 from protocol.errors import LocalProtocolError
 from protocol.transports.settings import (
-    NetworkSettings,
     announced,
     best_first,
     endpoint,
@@ -36,12 +35,9 @@ def test_other_machines_addresses_cannot_be_listened_on() -> None:
 
 
 def test_multiaddresses_of_what_people_write() -> None:
-    settings = NetworkSettings(
-        announce=("203.0.113.7", "2001:db8::1", "home.example", f"/ip4/203.0.113.8/tcp/5/p2p/{PEER}")
-    )
+    announce = "203.0.113.7", "2001:db8::1", "home.example", f"/ip4/203.0.113.8/tcp/5/p2p/{PEER}"
     named = ["/ip4/203.0.113.7/tcp/7", "/ip6/2001:db8::1/tcp/7", "/dns4/home.example/tcp/7"]
-    assert announced(settings, 7) == [*named, "/ip4/203.0.113.8/tcp/5"]
-    assert announced(settings, 7, whole=False) == named
+    assert announced(announce, 7) == [*named, "/ip4/203.0.113.8/tcp/5"]
     assert listen_address("0.0.0.0", 7) == "/ip4/0.0.0.0/tcp/7" and listen_address("::", 7) == "/ip6/::/tcp/7"
 
 

@@ -15,7 +15,7 @@ from protocol.peers import PeerTable
 from protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
 from protocol.transports.p2p import membership
 from protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
-from protocol.transports.p2p.reach import REACH_CHECK_S, Reach
+from protocol.transports.p2p.relay import REACH_CHECK_S, Reach
 from protocol.transports.settings import NetworkSettings
 
 
@@ -26,9 +26,10 @@ class Plane:
         self.cards: dict[str, PeerCard] = {}
         self.greeted: list[str] = []
         self.looked = 0
+        self.connections = self
 
-    async def connected(self) -> set[str]:
-        return {"one", "two"}
+    async def connected(self) -> dict[str, list[str]]:
+        return {"one": [], "two": []}
 
     async def connect(self, peer: str, addresses: list[str]) -> None:
         self.greeted.append(peer)
@@ -143,8 +144,9 @@ class Relays:
         self.addresses = ["/dns4/own.example/tcp/4", "/ip4/10.0.0.1/tcp/4", f"/ip4/{own}/tcp/5"]
         self.asked: list[str] = []
         self.places: list[str] = []
+        self.connections = self.streams = self
 
-    async def connections(self) -> dict[str, list[str]]:
+    async def connected(self) -> dict[str, list[str]]:
         return {peer: [f"/ip4/{ip}/tcp/1"] for peer, ip in self.relays.items()}
 
     async def dial_back(self, peer: str, ports: list[int]) -> list[bool]:
