@@ -457,7 +457,7 @@ async def made_up_node_ids_are_ignored() -> None:
             assert await node.plane.store_card(node.card(policy_version=1))
         for node in nodes:
             await until(lambda node=node: same(node.names(), {"one", "two", "three"}))
-            assert len(node.plane._dht.neighbours.table.uid_to_peer_id) <= 3
+            assert len(node.plane._dht.neighbours.uid_to_peer_id) <= 3
             assert node.plane.refusals.by_peer()[peer.id]["node_id"] >= len(made_up)
 
 

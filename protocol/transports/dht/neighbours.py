@@ -20,8 +20,16 @@ a bootstrap peer that was busy once is asked in the next."""
 MAX_AVOIDED = 1024
 
 
-class BoundedTable(RoutingTable):  # type: ignore[misc]
-    """hivemind's routing table, in which no more peers wait for a bucket's places than the bucket has."""
+class Neighbours(RoutingTable):  # type: ignore[misc]
+    """hivemind's routing table. Only peers with the node id of their own key get into it, and no more wait for a
+    bucket's places than the bucket has."""
+
+    def __init__(self, me: PeerID, refusals: Refusals, ping: Callable[[PeerID], Coroutine[Any, Any, bool]]) -> None:
+        """`ping` asks a peer whether it still answers."""
+        super().__init__(node_id_of(me), MAX_NEAREST, DEPTH_MODULO)
+        self._me, self._refusals, self._ping = me, refusals, ping
+        self._avoided: dict[PeerID, float] = {}  # peer -> end of the time (monotonic) in which it is not asked
+        self._pings: set[asyncio.Task[bool]] = set()
 
     def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
         stale: tuple[DHTID, PeerID] | None = super().add_or_update_node(node_id, peer_id)
@@ -29,23 +37,6 @@ class BoundedTable(RoutingTable):  # type: ignore[misc]
         while len(bucket.replacement_nodes) > self.bucket_size:
             del self[next(iter(bucket.replacement_nodes))]
         return stale
-
-    def forget(self, node_id: DHTID) -> None:
-        """Remove a peer, if it is there."""
-        if node_id in self:
-            self.buckets[self.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
-            del self[node_id]
-
-
-class Neighbours:
-    """One node's routing table. Only peers with the node id of their own key get into it."""
-
-    def __init__(self, me: PeerID, refusals: Refusals, ping: Callable[[PeerID], Coroutine[Any, Any, bool]]) -> None:
-        """`ping` asks a peer whether it still answers."""
-        self.table = BoundedTable(node_id_of(me), MAX_NEAREST, DEPTH_MODULO)
-        self._me, self._refusals, self._ping = me, refusals, ping
-        self._avoided: dict[PeerID, float] = {}  # peer -> end of the time (monotonic) in which it is not asked
-        self._pings: set[asyncio.Task[bool]] = set()
 
     def meet(self, peer: PeerID, claimed: bytes) -> bool:
         """Enter a peer into the table, if the node id that it claims follows from its key. A peer that only asks claims
@@ -58,7 +49,7 @@ class Neighbours:
             return False
         self._avoided.pop(peer, None)
         if peer != self._me:
-            stale = self.table.add_or_update_node(node_id, peer)
+            stale = self.add_or_update_node(node_id, peer)
             if stale is not None:  # it makes way for one that waits, if it does not answer
                 ping = asyncio.create_task(self._ping(stale[1]))
                 self._pings.add(ping)
@@ -67,7 +58,10 @@ class Neighbours:
 
     def avoid(self, peer: PeerID) -> None:
         """Do not ask a peer for `AVOIDED_S`."""
-        self.table.forget(node_id_of(peer))
+        node_id = node_id_of(peer)
+        if node_id in self:
+            self.buckets[self.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
+            del self[node_id]
         self._avoided.pop(peer, None)
         self._avoided[peer] = time.monotonic() + AVOIDED_S
         if len(self._avoided) > MAX_AVOIDED:

@@ -110,79 +110,52 @@ class CardStorage:
 
     def __init__(self) -> None:
         self.connected: Collection[str] = ()  # peers whose cards are not displaced
-        self._own: dict[bytes, set[str]] = {}
-        """Key -> peers that brought their cards themselves; a few of them may be gone."""
         self._rng = random.Random()
-        self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
+        self._buckets: dict[bytes, dict[str, tuple[bytes, float, bool]]] = {}
+        """Key -> peer -> card, expiration, whether the peer has brought it, or an older one, itself."""
         self._full_until: dict[bytes, float] = {}
 
     def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float, is_own: bool) -> bool:
         """Keep a card that was checked; `is_own` = it came from its own peer. Returns False, and keeps nothing, if it
-        has expired, if one as new is held, or if the bucket is full and no other card makes way (`displaced_peer`)."""
+        has expired, if one as new is held, or if the bucket is full and no other card makes way.
+
+        A card that its own peer brings replaces one that another peer brought, else one of a peer that is not
+        connected, drawn by chance. A card that another peer brings replaces none.
+        """
         bucket = self._buckets.setdefault(key, {})
-        held = bucket.get(peer)
-        if expiration <= now or (held is not None and held[1] >= expiration):
+        _, held_until, was_own = bucket.get(peer, (b"", 0.0, False))
+        if expiration <= max(now, held_until):
             return False
-        if held is None and not self._has_room(key, now):
-            own = self._own.get(key, set())
-            gone = displaced_peer(self._buckets[key], own, self.connected, is_own, self._rng)
-            if gone is None:
+        if peer not in bucket and not self._has_room(key, now):
+            strangers = [other for other in bucket if is_own and other not in self.connected]
+            choice = [other for other in strangers if not bucket[other][2]] or strangers
+            if not choice:
                 return False
-            del self._buckets[key][gone]
-            own.discard(gone)
-        bucket = self._buckets[key]
-        bucket[peer] = value, expiration
-        if is_own:
-            own = self._own.setdefault(key, set())
-            own.add(peer)
-            if len(own) > 2 * MAX_BUCKET_CARDS:
-                own.intersection_update(bucket)
+            del bucket[self._rng.choice(choice)]
+        bucket[peer] = value, expiration, is_own or was_own
         return True
 
     def clear(self) -> None:
         """Forget all cards: the clock was set back."""
-        self._own.clear()
         self._buckets.clear()
         self._full_until.clear()
 
     def records(self, key: bytes, now: float) -> list[CardRecord]:
         """The cards of a bucket that have not run out."""
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            return []
-        self._buckets[key] = bucket = _live(bucket, now)
-        return [(peer, value, expiration) for peer, (value, expiration) in bucket.items()]
+        self._drop_old(key, now)
+        return [(peer, value, expiration) for peer, (value, expiration, _) in self._buckets.get(key, {}).items()]
 
     def _has_room(self, key: bytes, now: float) -> bool:
         bucket = self._buckets[key]
-        if len(bucket) < MAX_BUCKET_CARDS:
-            return True
-        if now < self._full_until.get(key, now):
-            return False
-        bucket = self._buckets[key] = _live(bucket, now)
-        self._full_until[key] = min((expiration for _, expiration in bucket.values()), default=now)
+        if len(bucket) >= MAX_BUCKET_CARDS and now >= self._full_until.get(key, now):
+            self._drop_old(key, now)
+            self._full_until[key] = min((expiration for _, expiration, _ in bucket.values()), default=now)
         return len(bucket) < MAX_BUCKET_CARDS
+
+    def _drop_old(self, key: bytes, now: float) -> None:
+        bucket = self._buckets.get(key, {})
+        for peer in [peer for peer, (_, expiration, _) in bucket.items() if expiration <= now]:
+            del bucket[peer]
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
-
-
-def displaced_peer(
-    held: Collection[str], own: Collection[str], connected: Collection[str], is_own: bool, rng: random.Random
-) -> str | None:
-    """The peer, drawn by chance from those `held` in a full bucket, whose card makes room for a newcomer's; None if the
-    newcomer is refused. `own` are the peers that brought their cards themselves.
-
-    A card that its own peer brings replaces one that another peer brought, else one of a peer that is not connected. A
-    card that another peer brings is refused.
-    """
-    if not is_own:
-        return None
-    strangers = [peer for peer in held if peer not in connected]
-    brought = [peer for peer in strangers if peer not in own]
-    choice = brought or strangers
-    return rng.choice(choice) if choice else None
-
-
-def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple[bytes, float]]:
-    return {peer: record for peer, record in bucket.items() if record[1] > now}

@@ -148,7 +148,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
                 self._refusals.note(peer, "rate")
-            for node_id, near in self.neighbours.table.get_nearest_neighbors(
+            for node_id, near in self.neighbours.get_nearest_neighbors(
                 DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
             ):
                 result.nearest_node_ids.append(node_id.to_bytes())
@@ -247,7 +247,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self, keys: Collection[bytes], also: Mapping[PeerID, Sequence[bytes]], found: Found
     ) -> dict[bytes, list[PeerID]]:
         """Key -> the peers nearest to it. `also` are asked for some keys; all valid cards go to `found`."""
-        tables = [self.neighbours.table.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST) for key in keys]
+        tables = [self.neighbours.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST) for key in keys]
         known = {peer for near in tables for _, peer in near}
         return await Search(keys, known, also, lambda peer, keys: self._find(peer, keys, found), node_id_of).run()
 

@@ -239,7 +239,8 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
         @classmethod
         async def create(cls, *arguments: Any, **options: Any) -> P2P:
             p2pd = await super().create(*arguments, **options)
-            _bound_accounts(p2pd._client.control)
+            control = p2pd._client.control  # on which nobody calls yet
+            control._handler_tasks, control._pending_calls = _HandlerTasks(), _PendingCalls()
             return p2pd
 
         @staticmethod
@@ -283,7 +284,8 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
 
 
 class _HandlerTasks(dict[UUID, "asyncio.Task[Any]"]):
-    """Handlers under way: forgets a task as soon as it is done, however it ended."""
+    """Handlers under way: forgets a task as soon as it is done, however it ended. hivemind 1.1.12 does so only if its
+    answer was sent, so a caller that hangs up leaves the task for ever."""
 
     def __setitem__(self, call: UUID, task: asyncio.Task[Any]) -> None:
         super().__setitem__(call, task)
@@ -291,20 +293,12 @@ class _HandlerTasks(dict[UUID, "asyncio.Task[Any]"]):
 
 
 class _PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """Calls that wait for an answer: one that was given up does not count any more."""
+    """Calls that wait for an answer: one that was given up does not count any more. In hivemind 1.1.12, its answer
+    raises in the loop that reads all answers."""
 
     def __contains__(self, call: object) -> bool:
         waiting = self.get(call)  # type: ignore[call-overload]
         return waiting is not None and not waiting.done()
-
-
-def _bound_accounts(control: Any) -> None:
-    """Replace the accounts of a hivemind 1.1.12 `ControlClient`, on which nobody calls yet, by bounded ones.
-
-    hivemind forgets a handler's task only if the handler ended and its answer was sent, so a caller that hangs up
-    leaves the task for ever. An answer to a call that was just given up raises in the loop that reads all answers.
-    """
-    control._handler_tasks, control._pending_calls = _HandlerTasks(), _PendingCalls()
 
 
 def _private_folder() -> tuple[str, int]:

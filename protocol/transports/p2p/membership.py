@@ -47,7 +47,6 @@ class Membership:
     def __init__(
         self,
         peer_id: str,
-        swarm: str,
         settings: NetworkSettings,
         gossip: GossipSide,
         traffic: Traffic,
@@ -58,7 +57,6 @@ class Membership:
     ) -> None:
         """`wake` starts the next round at once."""
         self.peer_id = peer_id
-        self._swarm = swarm
         self._settings = settings
         self._gossip = gossip
         self._traffic = traffic
@@ -211,15 +209,12 @@ class Membership:
         return [*plane.addresses[: max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(relayed))], *relayed][:MAX_ADDRESSES]
 
     def _dated(self, card: PeerCard) -> PeerCard:
-        """`card` dated now, in a version that all members understand, without addresses."""
-        return replace(
-            in_version(card, common_version(self.members.values(), newer_heard=self._traffic.rejected["newer"] > 0)),
-            swarm=self._swarm,
-            created=time.time(),
-            addresses=[],
-            gossip=[],
-            gossip_id="",
-        )
+        """`card` dated now, in a version that all members understand."""
+        version = common_version(self.members.values(), newer_heard=self._traffic.rejected["newer"] > 0)
+        return replace(in_version(card, version), created=time.time())
+
+    async def _tend_gossip(self, plane: HivemindPlane) -> None:
+        await self._gossip.tend(self.table, self.dials, self._sweep_s)
 
     async def goodbye(self, plane: HivemindPlane) -> None:
         """Store a card without addresses, which tells the others that this node leaves, and end all dials."""
@@ -230,10 +225,6 @@ class Membership:
             if self._told and self.card is not None:
                 await asyncio.wait_for(plane.store_card(self._dated(self.card)), LAST_CARD_S)
         self._write_cache(0.0)
-
-    async def _tend_gossip(self, plane: HivemindPlane) -> None:
-        """Dial and drop gossip connections as the table says."""
-        await self._gossip.tend(self.table, self.dials, self._sweep_s)
 
     def _note_ports(self, plane: HivemindPlane) -> None:
         """Write down the ports that this node listens on, for its next run."""

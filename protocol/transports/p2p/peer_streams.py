@@ -34,9 +34,9 @@ class PeerStreams:
     """All streams of one node, its own and those that peers open. Whatever asks a peer raises PeerUnreachable, or
     RemoteProtocolError."""
 
-    def __init__(self, plane: HivemindPlane, swarm: str, services: Services, dial_back: DialBack) -> None:
+    def __init__(self, plane: HivemindPlane, swarm: str, services: Services) -> None:
         self.services = services
-        self._dial_back = dial_back
+        self._dial_back = DialBack(lambda: plane.addresses)
         self._daemon = plane.daemon
         self._plane = plane
         self._swarm = swarm
@@ -50,7 +50,7 @@ class PeerStreams:
             self.request_protocol: self._on_stream(self.services.answers.serve),
             self._exchange_protocol: self._on_stream(self.services.exchanges.serve),
             self._channel_protocol: self._on_stream(self.services.channels.serve),
-            self._dial_back_protocol: self._on_dial_back,
+            self._dial_back_protocol: lambda info, *stream: self._dial_back.serve(str(info.addr), *stream),
         }
 
     async def request(self, peer: str, method: str, payload: bytes, timeout: float, limit: int) -> bytes:
@@ -130,6 +130,3 @@ class PeerStreams:
             await serve(Stream(reader, writer, self.services.traffic, str(info.peer_id), address))
 
         return handle
-
-    async def _on_dial_back(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._dial_back.serve(str(info.addr), reader, writer)

@@ -30,7 +30,6 @@ from protocol.transports.dht.server import CardDHT
 from protocol.transports.dht.whereabouts import MAX_ADDRESSES_BYTES, METHOD, WHEREABOUTS_S, Whereabouts, read_answer
 from protocol.transports.p2p.connections import Connections
 from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
-from protocol.transports.p2p.dial_back import DialBack
 from protocol.transports.p2p.peer_streams import PeerStreams
 from protocol.transports.p2p.relay import RELAY_PROTOCOL
 from protocol.transports.ports import Port
@@ -76,7 +75,7 @@ class HivemindPlane:
         self._dht: CardDHT | None = None
         self.daemon = Daemon(self, identity_path, settings, port, self.traffic, report)
         self.connections = Connections(self.daemon, dials, self.refusals, self._storage)
-        self.streams = PeerStreams(self, swarm, services, DialBack(lambda: self.addresses))
+        self.streams = PeerStreams(self, swarm, services)
         services.answers.servers[METHOD] = self._whereabouts.serve
 
     # ---------------------------------------------------------------- life
@@ -124,14 +123,14 @@ class HivemindPlane:
     async def look_around(self) -> None:
         """Ask p2pd at which addresses this node can be reached by now (routers, relays). Raises PeerUnreachable."""
         with suppress(ValueError):  # no address at all: dial-only and no relay yet
-            visible = self._running()[0].get_visible_maddrs(latest=True)
+            visible = self.daemon.running().get_visible_maddrs(latest=True)
             found = await self.daemon.bounded(visible, P2PD_CALL_S)
             self.addresses = best_first([str(address) for address in found])
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
         """Dial a peer at all of these multiaddresses, enter each other into the DHT tables, and give it this node's
         card. Raises PeerUnreachable."""
-        dht = self._running()[1]
+        dht = self._running()
         to = await self.connections.dial(peer, addresses)
         if not await self.daemon.bounded(dht.ping(to), P2PD_CALL_S):
             return  # connected, but it only dials and keeps no part of the DHT
@@ -155,7 +154,7 @@ class HivemindPlane:
     async def store_card(self, card: PeerCard, members: int = 0) -> int:
         """Sign this node's card and store it. `members` is the number of other peers known. Returns how many peers
         accepted the card. Raises PeerUnreachable."""
-        dht, peer = self._running()[1], self._identity.peer_id
+        dht, peer = self._running(), self._identity.peer_id
         self._check_clock(dht)
         value = msgspec.msgpack.encode(sign_card(card, self._identity))
         record = peer, value, card.created + self._settings.card_ttl_s
@@ -165,7 +164,7 @@ class HivemindPlane:
     async def get_cards(self, buckets: Collection[int], members: int = 0) -> dict[str, PeerCard]:
         """Peer id -> card of all peers in these buckets, this node included. `members` is the number of other peers
         known. Raises PeerUnreachable."""
-        dht = self._running()[1]
+        dht = self._running()
         self._check_clock(dht)
         search = dht.find_cards([self.validator.keys[bucket] for bucket in buckets], members, self._direct(members))
         found, now = await self.daemon.bounded(search, P2PD_CALL_S), time.time()
@@ -180,11 +179,11 @@ class HivemindPlane:
         if self._clock_offset < before - MAX_CLOCK_SKEW_S:
             dht.forget_cards()
 
-    def _running(self) -> tuple[P2P, CardDHT]:
-        p2pd = self.daemon.running()
+    def _running(self) -> CardDHT:
+        self.daemon.running()
         if self._dht is None:
             raise PeerUnreachable("the network is not up")
-        return p2pd, self._dht
+        return self._dht
 
 
 async def _hang_up(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

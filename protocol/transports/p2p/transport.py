@@ -74,13 +74,13 @@ class P2PTransport:
         self._services = Services(settings, self._report)
         self._traffic = self._services.traffic
         self._membership = Membership(
-            self.peer_id, swarm, settings, self._gossip, self._traffic, cache_file, ports_file, self._report, self._wake
+            self.peer_id, settings, self._gossip, self._traffic, cache_file, ports_file, self._report, self._wake
         )
         self._plane: HivemindPlane | None = None
         self._calls: set[Future[Any]] = set()  # requests, exchanges and channels that this node began
         self._loose_ends = 0
         self._loop = asyncio.new_event_loop()
-        self._main: asyncio.Task[None] | None = None
+        self._main = self._loop.create_task(self._live())
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
@@ -177,7 +177,7 @@ class P2PTransport:
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            self._soon(self._cancel)
+            self._soon(self._main.cancel)
         self._thread.join(CLOSE_S)
 
     def _streams(self) -> PeerStreams:
@@ -215,7 +215,6 @@ class P2PTransport:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(self._on_loose_end)
-        self._main = self._loop.create_task(self._live())
         try:
             self._loop.run_until_complete(self._main)
         except asyncio.CancelledError:
@@ -232,10 +231,6 @@ class P2PTransport:
                     port.release()
             for future in [future for future in list(self._calls) if not future.done()]:
                 future.set_exception(PeerUnreachable("the network is closed"))
-
-    def _cancel(self) -> None:
-        assert self._main is not None
-        self._main.cancel()
 
     async def _live(self) -> None:
         """The life of the network, from the first import to the last goodbye."""

@@ -74,7 +74,7 @@ class Node:
         """`peer` answers finds from now on, and is in the routing table."""
         id = PeerID.from_base58(peer.peer_id)
         self.answers[peer.peer_id] = answer
-        self.dht.neighbours.table.add_or_update_node(node_id_of(id), id)
+        self.dht.neighbours.add_or_update_node(node_id_of(id), id)
         return id
 
     def finds(self) -> set[str]:
