@@ -28,6 +28,7 @@ MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
 MAX_CONNECTIONS = 512  # a Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub
 MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52
 """Length of an announced host: with port and gossip id it must fit into an address."""
+MAX_STATUS_SOURCES = 32  # sources of refusals in a status
 PIPE_READ_BYTES = 256 * 1024  # bytes read from the pipe at a time
 STRETCH = 2
 """Factor on the swarm's limits. Messages sent within them may be delayed for up to a minute and arrive with new
@@ -37,12 +38,8 @@ Data = Annotated[bytes, Meta(max_length=MAX_BATCH_BYTES)]
 Topic = Annotated[str, Meta(min_length=1, max_length=128)]
 PeerAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Host = Annotated[str, Meta(max_length=MAX_HOST_CHARS, pattern=r"^[A-Za-z0-9.:_-]+\Z")]
-GossipId = Annotated[str, Meta(max_length=64)]
+Name = Annotated[str, Meta(max_length=64)]  # a gossip id, a reason or a source of refusals
 PortNumber = Annotated[int, Meta(ge=0, lt=65536)]
-Slug = Annotated[str, Meta(max_length=64)]
-Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
-MAX_STATUS_SOURCES = 32  # sources of refusals in a status
-SourceName = Annotated[str, Meta(max_length=64)]
 
 
 class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -92,7 +89,7 @@ class Dial(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Drop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Hang up on these."""
 
-    ids: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]
+    ids: Annotated[list[Name], Meta(max_length=MAX_CONNECTIONS)]
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -104,7 +101,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class GossipReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The process listens under this id."""
 
-    gossip_id: GossipId
+    gossip_id: Name
     addresses: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)]
     port: PortNumber  # 0 if it does not listen
 
@@ -120,7 +117,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Levels now, totals since the process began."""
 
     number: Count  # number of the `Ask`
-    peers: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]  # peers that speak gossip with this node
+    peers: Annotated[list[Name], Meta(max_length=MAX_CONNECTIONS)]  # peers that speak gossip with this node
     mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]  # peers that messages on a topic go to directly
     bytes_in: Count
     """Read from TCP sockets: encryption, multiplexing and gossip's own talk included; without TCP and IP headers."""
@@ -128,10 +125,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     messages_in: Count
     messages_out: Count
     dropped: Count  # messages that the node was too slow to take
-    rejected: Reasons  # messages, frames and connections refused, by reason
-    ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
+    rejected: Annotated[dict[Name, Count], Meta(max_length=64)]  # messages, frames and connections refused, by reason
+    ways: Annotated[dict[Name, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
-    sources: Annotated[dict[SourceName, Refused], Meta(max_length=MAX_STATUS_SOURCES)] = {}
+    sources: Annotated[dict[Name, Refused], Meta(max_length=MAX_STATUS_SOURCES)] = {}
     """IPv4 address, or /64 of IPv6 -> its refusals; the latest sources."""
 
 

@@ -27,7 +27,6 @@ from protocol.transports.ports import choose_ports
 from protocol.transports.refusals import Refused
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings
-from protocol.transports.streams.channels import StreamChannel
 from protocol.transports.streams.exchanges import check_call
 from protocol.transports.streams.services import Services
 from protocol.transports.streams.stream import check_method
@@ -37,6 +36,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own threa
     from protocol.transports.p2p.plane import HivemindPlane
 
 T = TypeVar("T")
+Work = Callable[["PeerStreams"], Coroutine[Any, Any, T]]
 CLOSE_S = 8.0  # longest that `close` takes
 LEFT_TASKS_S = 1.0  # longest wait for tasks that are left when everything else has ended
 
@@ -106,7 +106,7 @@ class P2PTransport:
         self._services.answers.servers[method] = server
 
     def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
-        return self._wait(self._streams().request(peer, method, payload, timeout, limit), timeout)
+        return self._wait(lambda streams: streams.request(peer, method, payload, timeout, limit), timeout)
 
     def accept(self, method: str, acceptor: Acceptor) -> None:
         self._services.exchanges.acceptors[method] = acceptor
@@ -116,7 +116,7 @@ class P2PTransport:
     ) -> Future[None]:
         """Callbacks added to the future run on the network's thread, which must not wait for it."""
         check_call(method, ours)
-        return self._begin(self._exchange(peer, method, ours, answered, timeout))
+        return self._begin(lambda streams: streams.exchange(peer, method, ours, answered, timeout))
 
     def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
         self._services.channels.openings[method] = opened
@@ -124,15 +124,21 @@ class P2PTransport:
     def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
         """If the network is closed, the listener's `closed` is called before this returns."""
         check_method(method)
-        channel = self._services.channels.new(peer, self._loop)
+        channels = self._services.channels
+        channel = channels.new(peer, self._loop)
         channel.listener = opened(channel)
-        living = self._begin(self._connect(channel, method))
-        living.add_done_callback(lambda _: channel.end("the network is closed"))  # if it was not told otherwise
+
+        def ended(living: Future[None]) -> None:
+            error = None if living.cancelled() else living.exception()
+            channel.end(str(error or "the network is closed"))  # if it was not told otherwise
+
+        living = self._begin(lambda streams: channels.call(channel, method, lambda: streams.open(peer)))
+        living.add_done_callback(ended)
         return channel
 
     def dial_back(self, peer: str, ports: Sequence[int], timeout: float = 10.0) -> list[bool]:
         """For each of this machine's TCP ports, whether `peer` could connect to it. Waits and raises like `request`."""
-        return self._wait(self._streams().dial_back(peer, ports), timeout)
+        return self._wait(lambda streams: streams.dial_back(peer, ports), timeout)
 
     def made(self) -> Mapping[str, float]:
         """Peer id -> when its newest card was made (Unix seconds, by its own clock). Covers some of all peers whose
@@ -180,26 +186,20 @@ class P2PTransport:
             self._soon(self._main.cancel)
         self._thread.join(CLOSE_S)
 
-    def _streams(self) -> PeerStreams:
-        if self._plane is None or self._closed.is_set():
-            raise PeerUnreachable("the network is closed" if self._closed.is_set() else "the network is not up yet")
-        return self._plane.streams
-
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have the network's thread run `work`. The future fails if the network is closed, or when it is."""
+    def _begin(self, work: Work[T]) -> Future[T]:
+        """Have the network's thread do some work. The future fails if the network is closed, or when it is."""
         with self._close_lock:  # the loop, if it is not closed yet, looks at all that are begun before it is
             if not self._closed.is_set():
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                future = asyncio.run_coroutine_threadsafe(self._do(work), self._loop)
                 self._calls.add(future)
                 future.add_done_callback(self._calls.discard)
                 return future
-        work.close()
         closed: Future[T] = Future()
         closed.set_exception(PeerUnreachable("the network is closed"))
         return closed
 
-    def _wait(self, asking: Coroutine[Any, Any, T], timeout: float) -> T:
-        call = self._begin(asking)
+    def _wait(self, work: Work[T], timeout: float) -> T:
+        call = self._begin(work)
         try:
             return call.result(timeout + 1.0)
         except (TimeoutError, CancelledError) as error:
@@ -264,28 +264,21 @@ class P2PTransport:
             gossip.cancel()
             await self._gossip.client.close()
 
-    def _on_loose_end(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Count an error that nobody waits for: hivemind leaves tasks behind when p2pd dies or a peer sends
-        nonsense."""
-        self._loose_ends += 1
-
-    async def _exchange(
-        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
-    ) -> None:
+    async def _do(self, work: Work[T]) -> T:
+        if self._plane is None:
+            raise PeerUnreachable("the network is not up yet")
         try:
-            await self._streams().exchange(peer, method, ours, answered, timeout)
+            return await work(self._plane.streams)
         except ProtocolError:
             raise
         except Exception as error:  # of hivemind, which does not say what it may raise
             self._report(f"the network stumbled: {error!r}")
             raise PeerUnreachable(repr(error)) from error
 
-    async def _connect(self, channel: StreamChannel, method: str) -> None:
-        try:
-            await self._services.channels.call(channel, method, lambda: self._streams().open(channel.peer))
-        except Exception as error:  # of hivemind, which does not say what it may raise
-            self._report(f"the network stumbled: {error!r}")
-            channel.end(repr(error))
+    def _on_loose_end(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Count an error that nobody waits for: hivemind leaves tasks behind when p2pd dies or a peer sends
+        nonsense."""
+        self._loose_ends += 1
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
