@@ -18,17 +18,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
-from protocol.tensors import AverageHead, WeightCodec, encode_head
-from protocol.transports.base import Outgoing, Transport
+from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
+from protocol.transports.base import Outgoing, Sink, Transport
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
@@ -36,9 +37,8 @@ from swarm_node.averaging.roster import CohortRoster
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.install import upgrade_command
+from swarm_node.say import Once, Say
 
-P = ParamSpec("P")
-T = TypeVar("T")
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
 MUTED_S = 3600.0
@@ -94,7 +94,7 @@ class Averager(ABC):
         tensors: Mapping[str, Tensor],
         transport: Transport,
         now: Callable[[], float],
-        say: Callable[[str], None],
+        say: Say,
         changed: Callable[[], None] = lambda: None,
         probe: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -109,8 +109,7 @@ class Averager(ABC):
         self._probe = probe
         self.tensors = tensors
         self.fragments = Fragments(tensors, config.fragments)
-        count = range(config.fragments)
-        self.slow = [self.fragments.gather(i) for i in count]
+        self.slow = self.fragments.gather_all()
         """The slow weights, which the outer optimiser changes: as of the last exchange."""
         self.momentum = [torch.zeros_like(slow) for slow in self.slow]
         self._exchanged_at = [0] * config.fragments
@@ -128,7 +127,7 @@ class Averager(ABC):
         self.spread = 0.0  # root mean square difference to the last partner
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
-        self._said: set[str] = set()
+        self._say_once = Once(say)
 
     # ----------------------------------------------------------------- for training
 
@@ -223,13 +222,13 @@ class Averager(ABC):
     def copies(self) -> list[Tensor]:
         """All fragments as of one moment, for any thread. Raises RemoteProtocolError `busy` if they are changing."""
         with self._still():
-            return [self.fragments.gather(i) for i in range(self.config.fragments)]
+            return self.fragments.gather_all()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
         """Go on with other weights, one vector for each fragment. False, with nothing changed, if the probe's loss is
         not finite with them."""
         with self.changing():  # nobody gets a copy of weights on trial
-            kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
+            kept = self.fragments.gather_all()
             self._take(values)
             mean_nll = self._probe()
             if mean_nll is not None and not math.isfinite(mean_nll):
@@ -245,31 +244,22 @@ class Averager(ABC):
 
     def restart(self) -> None:
         """All weights were replaced: the outer optimiser begins anew."""
-        self.slow = [
-            self.fragments.gather(i) for i in range(self.config.fragments)
-        ]  # the old ones may be on their way to a peer
+        self.slow = self.fragments.gather_all()  # the old ones may be on their way to a peer
         for momentum in self.momentum:
             momentum.zero_()
         self.replaced += 1  # last: a thread that reads this number copies all of the above afterwards
 
     # ----------------------------------------------------------------- for the methods
 
-    def _look(self) -> None:
-        """Note which peers are here."""
-        self.roster.look(self.transport.members(), self.now())
-
-    def counted(self, judge: Callable[P, T]) -> Callable[P, T]:
-        """`judge`, with each RemoteProtocolError that it raises counted by reason."""
-
-        def judged(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return judge(*args, **kwargs)
-            except RemoteProtocolError as error:
-                with self._counting:
-                    self.refused[error.reason] += 1
-                raise
-
-        return judged
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a RemoteProtocolError that is raised within, by its reason. It can decorate a function, too."""
+        try:
+            yield
+        except RemoteProtocolError as error:
+            with self._counting:
+                self.refused[error.reason] += 1
+            raise
 
     def _cohort(self) -> list[str]:
         """Ids of the peers here whose weights can be averaged with these, except muted ones."""
@@ -311,19 +301,32 @@ class Averager(ABC):
         head = AverageHead(version, place.swarm, place.cohort, place.peer_id, peer, codec=codec, **rest)
         return Outgoing(encode_head(head), size, counted)
 
-    def _belongs(self, head: AverageHead, peer: str) -> None:
-        """Raises RemoteProtocolError unless `head` is from `peer`, to this node, and of this cohort."""
-        place = self.place
+    def _call_peer(
+        self,
+        peer: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        """Exchange halves with `peer`, in the background; `ended` is called with the error, if there was one."""
+        judged = self.counted()(answered)
+        future = self.transport.exchange(peer, AVERAGE_METHOD, ours, judged, self.config.timeout_s)
+        future.add_done_callback(lambda done: ended(CancelledError() if done.cancelled() else done.exception()))
+
+    def _head_of(self, peer: str, data: bytes) -> AverageHead:
+        """The head that `peer` sent. Raises RemoteProtocolError unless it is to this node, and of this cohort."""
+        head, place = decode_head(data, AverageHead), self.place
         if head.swarm != place.swarm or head.cohort != place.cohort:
             raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
         if (head.sender, head.receiver) != (peer, place.peer_id):
             raise RemoteProtocolError("partner", f"from {head.sender[-8:]} to {head.receiver[-8:]}")
         if head.fragment >= self.config.fragments:
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
+        return head
 
-    def _apply(self, fragment: int, difference: Tensor) -> bool:
-        """Add (1 - mixing) of `difference` to the weights, and use it up. False, with nothing changed, if the probe
-        refuses the result."""
+    def _apply(self, fragment: int, difference: Tensor) -> None:
+        """Add (1 - mixing) of `difference` to the weights, and use it up. Raises RemoteProtocolError `probe`, with
+        nothing changed, if the probe refuses the result."""
         before = self._probe() if self.config.probe else None
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
@@ -334,8 +337,7 @@ class Averager(ABC):
             if before is not None and after is not None and self.robust.vetoed(before, after):
                 self.fragments.scatter(fragment, difference)
                 self._changed()
-                return False
-        return True
+                raise RemoteProtocolError("probe", "this node's own best answers became less likely")
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""
@@ -347,13 +349,12 @@ class Averager(ABC):
                 self._muted[peer] = self.now() + MUTED_S
                 del self._strikes[peer]
                 self._say(f"not averaging with {self.roster.called(peer)} for an hour: {reason} {detail}".rstrip())
-        if reason not in self._said and reason not in ("alone", "odd"):
-            self._said.add(reason)
+        if reason not in ("alone", "odd"):
             partner = f" with {self.roster.called(peer)}" if peer else ""
             why = f"{reason}: {detail}" if detail else reason
             if reason == "version":
                 then = f"to upgrade this node, if it is the older one: {upgrade_command()}"
-            self._say(f"an exchange of weights{partner} was skipped ({why}); {then}")
+            self._say_once(reason, f"an exchange of weights{partner} was skipped ({why}); {then}")
 
     def _went_well(self, *peers: str) -> None:
         self.counts["exchanges"] += 1

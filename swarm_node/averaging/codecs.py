@@ -77,7 +77,7 @@ class Reader(ABC):
         while piece:
             if not self._room:
                 self._part = next(self._parts)
-                self._blocks = self._place(self._part)
+                self._blocks = self._buffer[: len(self._part)]
                 self._room = memoryview(self._blocks.numpy()).cast("B")
             n = min(len(piece), len(self._room))
             self._room[:n] = piece[:n]
@@ -93,10 +93,6 @@ class Reader(ABC):
             raise RemoteProtocolError("size", f"{self.missing} bytes are missing")
         return self._values.view(-1)[: self._length]
 
-    def _place(self, part: Tensor) -> Tensor:
-        """Room for the bytes of `part`: uint8 [blocks, block_bytes]."""
-        return self._buffer[: len(part)]
-
     @abstractmethod
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
         """Set `part` [blocks, 64], the next values, from any bytes [blocks, block_bytes]."""
@@ -107,14 +103,10 @@ class BodyDecoder(Reader):
 
     def __init__(self, codec: WeightCodec, values: int) -> None:
         super().__init__(values, _CODECS[codec].block_bytes)
-        self._codec = codec
-
-    def _place(self, part: Tensor) -> Tensor:
-        return part.view(torch.uint8) if self._codec == "float32" else super()._place(part)
+        self._codec = _CODECS[codec]
 
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
-        if self._codec != "float32":  # in float32 the bytes are the values
-            part.copy_(_CODECS[self._codec].decode(blocks))
+        part.copy_(self._codec.decode(blocks))
 
 
 class Readers:
@@ -139,7 +131,6 @@ class Readers:
 
 
 def _parts(flat: Tensor) -> tuple[Tensor, ...]:
-    """Parts that are encoded and decoded at a time."""
     return flat.split(PIECE) if len(flat) else ()
 
 
@@ -186,8 +177,7 @@ def _ratios(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _encode_int8(x: Tensor) -> Tensor:
-    scale, codes = quantise(x)
-    return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1)
+    return torch.cat([part.view(torch.uint8) for part in quantise(x)], 1)
 
 
 def _decode_int8(blocks: Tensor) -> Tensor:

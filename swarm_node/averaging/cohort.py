@@ -13,8 +13,8 @@ from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
 from protocol.transports.base import Accepted, Transport
 from swarm_node.averaging.averager import Averager, CohortPlace, cohort_id, rhythm
 from swarm_node.averaging.cohort_averager import CohortAverager
+from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.averaging.fragments import Fragments
-from swarm_node.averaging.late_join import LateJoin
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
@@ -55,6 +55,19 @@ def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Average
 def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:
     """The `cohort_id` of `weights`. Raises ValueError if there are fewer tensors than fragments."""
     return cohort_id(Fragments(weights, config.fragments).layout, start, swarm, config)
+
+
+def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:
+    """Cohort id -> fragments and method, for all settings with which peers in `swarm` may average `tensors`
+    that began with `start`.
+
+    Cards tell only the id, a hash. A node that averages nothing itself, but fetches weights, finds the settings by
+    trying all of them, at most 512, rather than by one more field in every card."""
+    cuts = [Fragments(tensors, count) for count in range(1, min(64, len(tensors)) + 1)]
+    ways: list[dict[str, Any]] = [{"method": "noloco", "beta": 0.7, "gamma": gamma} for gamma in (0.7, 0.6)]
+    ways += [{"method": way, "codec": codec} for way in ("diloco", "per_step") for codec in ("float32", "8bit", "4bit")]
+    configs = [AveragingConfig(**way) for way in ways]
+    return {cohort_id(cut.layout, start, swarm, way): (cut, way.method) for cut in cuts for way in configs}
 
 
 def leave_cohort(transport: Transport) -> None:

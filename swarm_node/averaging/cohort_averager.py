@@ -21,7 +21,6 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -31,12 +30,12 @@ import torch
 from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
 from swarm_node.averaging.codecs import BLOCK, BodyDecoder, coded_bytes, lost, pieces
-from swarm_node.averaging.diloco import MEAN, DiLoCo
+from swarm_node.averaging.outer_step import MEAN, DiLoCo
 from swarm_node.averaging.reducers import clipped_mean
 from swarm_node.averaging.robust import check_finite
 
@@ -61,7 +60,6 @@ class _Round:
     sent: Tensor
     bounds: list[int]  # part k is `sent[bounds[k]:bounds[k + 1]]`
     codec: WeightCodec
-    residual: Tensor | None = None  # what the codec loses of `sent`, with error feedback
     phase: int = PARTS
     mean: Tensor | None = None  # the mean of this node's part, as the others decode it
     under_way: set[str] = field(default_factory=set)  # members with whom an exchange of this phase is under way
@@ -70,6 +68,11 @@ class _Round:
     arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
     call_at: dict[str, float] = field(default_factory=dict)
     failure: tuple[str, str, str] | None = None  # (reason, peer, detail)
+
+    def part(self, member: str) -> Tensor:
+        """The part of `sent` that `member` averages."""
+        k = self.members.index(member)
+        return self.sent[self.bounds[k] : self.bounds[k + 1]]
 
 
 class CohortAverager(Averager):
@@ -84,23 +87,22 @@ class CohortAverager(Averager):
         self._codec = COHORT_CODECS[config.codec]
         self._in_step: list[list[str] | None] = [None for _ in self.slow]
         """Members of the last complete round of each fragment, whose slow weights are equal. None: the common start."""
-        self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
         self._number = 0
         self._told: dict[str, int] = {}  # peer -> the number of its round, as it says
         self._guard = threading.Lock()  # guards the round: `accept` and ends of exchanges come on other threads
         self._round: _Round | None = None
-        self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
+        self.transport.accept(AVERAGE_METHOD, self.counted()(self.accept))
 
     # ----------------------------------------------------------------- for training
 
     def step(self, updates: int) -> None:
-        self._look()
+        self.roster.look(self.transport.members(), self.now())
         try:
             if self._round is None and updates - self._exchanged_at[self._fragment()] >= self._every:
                 self._begin(updates)
             if self._round is not None:
                 self._go_on(self._round)
-        except ProtocolError as error:  # weights are changing, or cannot be sent
+        except ProtocolError as error:  # weights are changing, cannot be sent, or are not taken
             reason, detail = reason_of(error)
             if self._round is None:
                 self.skip(reason, detail)
@@ -141,14 +143,10 @@ class CohortAverager(Averager):
         first = self._number < self.config.fragments  # later, others have averaged before
         codec = self._codec if in_step == members or (in_step is None and first) else "float32"
         sent = fast if codec == "float32" else fast - self.slow[fragment]
-        residual = None
-        if self._residual is not None and codec != "float32":
-            sent += self._residual[fragment]
-            residual = lost(codec, sent)
         blocks = math.ceil(len(sent) / BLOCK)
         bounds = [min(len(sent), BLOCK * (blocks * k // len(members))) for k in range(len(members) + 1)]
         ends = self.now() + self.config.timeout_s
-        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds, codec, residual)
+        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds, codec)
         with self._guard:
             self._round = started
 
@@ -193,15 +191,11 @@ class CohortAverager(Averager):
                 return
             round.under_way.add(peer)
         round.call_at[peer] = now + CALL_RETRY_S
-        answered = self.counted(partial(self._answered, round, phase, peer))
-        ours, timeout = self._half(round, phase, peer), self.config.timeout_s
-        future = self.transport.exchange(peer, AVERAGE_METHOD, ours, answered, timeout)
-        future.add_done_callback(
-            lambda done: self._arrived(round, phase, peer, CancelledError() if done.cancelled() else done.exception())
-        )
+        this = round, phase, peer
+        self._call_peer(peer, self._half(*this), partial(self._answered, *this), partial(self._arrived, *this))
 
     def _answered(self, round: _Round, phase: int, peer: str, head: bytes, size: int) -> Sink:
-        theirs = decode_head(head, AverageHead)
+        theirs = self._head_of(peer, head)
         self._fits(round, phase, peer, theirs, size)
         return self._sink(round, phase, peer, theirs)
 
@@ -212,8 +206,7 @@ class CohortAverager(Averager):
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Take part in an exchange that a member calls for. Raises RemoteProtocolError unless it is in the same phase
         of the same round."""
-        theirs = decode_head(head, AverageHead)
-        self._belongs(theirs, peer)
+        theirs = self._head_of(peer, head)
         if peer not in self._cohort():
             raise RemoteProtocolError("group", "not of this node's cohort")
         if theirs.phase not in (PARTS, AVERAGES):
@@ -245,7 +238,6 @@ class CohortAverager(Averager):
 
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
         """Raises RemoteProtocolError unless `head` is of this phase and round, and `size` that of its body."""
-        self._belongs(head, peer)
         if head.group != self._digest(round.members) or peer not in round.members:
             raise RemoteProtocolError("group", "other members")
         if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
@@ -258,19 +250,11 @@ class CohortAverager(Averager):
 
     def _values(self, round: _Round, phase: int, peer: str) -> int:
         """Values that `peer` sends: this node's part, then the mean of its own."""
-        whose = self.place.peer_id if phase == PARTS else peer
-        return len(self._part(round, whose, round.sent))
-
-    def _part(self, round: _Round, whose: str, vector: Tensor) -> Tensor:
-        k = round.members.index(whose)
-        return vector[round.bounds[k] : round.bounds[k + 1]]
+        return len(round.part(self.place.peer_id if phase == PARTS else peer))
 
     def _half(self, round: _Round, phase: int, peer: str) -> Outgoing:
-        if phase == PARTS:
-            sent = self._part(round, peer, round.sent)
-        else:
-            assert round.mean is not None
-            sent = round.mean
+        sent = round.part(peer) if phase == PARTS else round.mean
+        assert sent is not None
         head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._digest(round.members)}
         size = coded_bytes(round.codec, len(sent))
         return self._outgoing(
@@ -294,15 +278,11 @@ class CohortAverager(Averager):
                 round.failure = round.failure or (reason, peer, detail)
 
     def _average(self, round: _Round) -> None:
-        """Average this node's part, which has arrived from all members."""
-        mine = self._part(round, self.place.peer_id, round.sent)
-        try:
-            for vector in round.arrived[PARTS].values():
-                check_finite(vector)
-        except RemoteProtocolError as error:
-            self._give_up(round, error.reason, "", error.detail)
-            return
+        """Average this node's part, which has arrived from all members. Raises RemoteProtocolError: values."""
+        mine = round.part(self.place.peer_id)
         others = list(round.arrived[PARTS].values())
+        for vector in others:
+            check_finite(vector)
         clip, reduce = self.config.clip, self._reducer
         mean = reduce(mine, torch.stack(others)) if reduce else clipped_mean([mine, *others], clip)
         mean -= lost(round.codec, mean)  # as the others decode it, otherwise slow weights drift apart
@@ -311,7 +291,7 @@ class CohortAverager(Averager):
             round.call_at.clear()
 
     def _finish(self, round: _Round) -> None:
-        """Take the outer step: all averages have arrived."""
+        """Take the outer step: all averages have arrived. Raises RemoteProtocolError: values, probe."""
         fragment, fast = round.fragment, round.fast
         assert round.mean is not None
         means = round.arrived[AVERAGES] | {self.place.peer_id: round.mean}
@@ -324,16 +304,9 @@ class CohortAverager(Averager):
         else:
             MEAN.step(slow, velocity, delta)
             velocity.zero_()
-        try:
-            check_finite(slow)
-            if not self._apply(fragment, slow - fast):
-                raise RemoteProtocolError("probe", "this node's own best answers became less likely")
-        except RemoteProtocolError as error:
-            self._give_up(round, error.reason, "", error.detail)
-            return
+        check_finite(slow)
+        self._apply(fragment, slow - fast)
         self.slow[fragment], self.momentum[fragment] = slow, velocity
-        if self._residual is not None:
-            self._residual[fragment] = torch.zeros_like(slow) if round.residual is None else round.residual
         self._in_step[fragment] = round.members
         self._exchanged_at[fragment] = round.updates
         self._went_well(*round.members)

@@ -2,36 +2,60 @@
 
     asker --(head: cohort)--> member       member --(head: its version | all fragments, float32)--> asker
 
-`fetch` asks one peer; `collect_weights` asks many, a few at a time. A body that has arrived has the right size, the
-right sha256 and finite values; nothing here can tell whether the values are any good.
+`LateJoin` gives and asks, for a peer that comes late, or comes back with nothing. `collect_weights` asks many peers, a
+few at a time. A body that has arrived has the right size, the right sha256 and finite values; nothing here can tell
+whether the values are any good.
+
+A newcomer waits for nothing: it trains at once, and for its first minutes looks for a peer whose weights are an outer
+round or more ahead of its own. When a body has arrived whole, it goes on with those weights at a step boundary. It
+refuses only weights that nothing can be computed with (`Averager.replace`). So it asks a peer chosen at random among
+those whose version is not below the median; if that fails, another.
+
+Weights are given to one peer at a time, for no longer than a slow line takes, so a peer that asks and takes nothing
+blocks others only that long. Each transfer costs one copy of all weights, which training waits for. So the next one
+begins a while after the last has ended, and one to the same peer much later.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from statistics import median_low
 
 from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
-from protocol.transports.base import Outgoing, Sink, Transport
-from protocol.transports.transfer import Donor, Pace, Retry, outcome, reason_of
-from swarm_node.averaging.averager import cohort_id
-from swarm_node.averaging.codecs import BodyDecoder, Readers
-from swarm_node.averaging.fragments import Fragments
-from swarm_node.config import AveragingConfig
+from protocol.transports.base import Accepted, Outgoing, Sink, Transport
+from protocol.transports.transfer import (
+    Donor,
+    Pace,
+    Retry,
+    UploadSlot,
+    UploadSlots,
+    expect_no_body,
+    in_time,
+    outcome,
+    reason_of,
+)
+from swarm_node.averaging.averager import Averager
+from swarm_node.averaging.codecs import BodyDecoder, Readers, coded_bytes, pieces
 
 PACE = Pace(30.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second on the whole
 RETRY = Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
 MAX_VERSION = 2**32  # an update a second for 136 years: no honest peer claims more
 AT_ONCE = 3  # peers whose weights `collect_weights` fetches at the same time; all of them are in memory
 COLLECT_LOOP_S = 0.1
+SEEK_S = 120.0
+"""How long a node looks for a peer that is ahead: cards take seconds, dialling all of a large swarm a minute."""
+GIVE_PAUSE_S = 5.0  # after weights were given to one peer, before they are given to another
+SAME_PEER_PAUSE_S = 60.0  # the same peer waits at least so long, and at least as long as its last transfer took
 
 
 @dataclass(eq=False)
@@ -40,7 +64,7 @@ class WeightsFetch:
 
     peer: str
     version: int = 0  # optimiser updates behind them, as the peer says when it answers
-    done: Future[list[Tensor]] | None = None  # the fragments, float32; fails with ProtocolError
+    done: Future[list[Tensor]] = field(default_factory=Future)  # the fragments, float32; fails with ProtocolError
 
 
 def fetch(
@@ -85,6 +109,116 @@ def check_place(head: WeightsHead, place: tuple[str, str]) -> None:
         raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
 
 
+# --------------------------------------------------------------------- late, or back with nothing
+
+
+class LateJoin:
+    """Gives this node's weights to peers that ask, and asks for theirs."""
+
+    def __init__(self, averager: Averager, rng: random.Random) -> None:
+        self.averager = averager
+        self.version = 0  # updates of the policy; 0 = never trained, so its weights are of no use to others
+        self._place = averager.place.swarm, averager.place.cohort
+        self._rng = rng
+        self._seek_s: float | None = None  # how long to look, from the next step on
+        self._seek_until = -1.0
+        self._donors: defaultdict[str, Donor] = defaultdict(Donor)  # the peers that were asked
+        self._asked_at = -1.0  # when the last was asked
+        self._fetch: WeightsFetch | None = None
+        self._slots = UploadSlots(1, 1, averager.now)
+        averager.transport.accept(WEIGHTS_METHOD, averager.counted()(self.accept))
+
+    # ----------------------------------------------------------------- asking
+
+    def seek(self, seconds: float = SEEK_S) -> None:
+        """Look for a peer whose weights this node can go on with, from the next step on."""
+        self._seek_s = seconds
+
+    def step(self, version: int) -> WeightsFetch | None:
+        """At a step boundary, with the policy at `version`. Returns the fetch whose weights this node has taken over,
+        if one has just arrived."""
+        self.version = version
+        if self._seek_s is not None:
+            self._seek_until, self._seek_s = self.averager.now() + self._seek_s, None
+        fetch = self._fetch
+        if fetch is None:
+            if self.averager.now() < self._seek_until:
+                self._ask(version)
+            return None
+        if not fetch.done.done():
+            return None
+        self._fetch = None
+        try:
+            values = fetch.done.result()
+        except ProtocolError as error:
+            self._failed(fetch.peer, *reason_of(error))
+            return None
+        if not self.averager.replace(values):
+            self._failed(fetch.peer, "probe", "nothing could be computed with them")
+            return None
+        self._seek_until = -1.0
+        return fetch
+
+    def _failed(self, peer: str, reason: str, detail: str) -> None:
+        """Go on looking, long enough for `peer` to be ready again, even if this attempt took all the time there was."""
+        self.averager.skip(reason, detail, peer, then="it, or another, is asked again")
+        now = self.averager.now()
+        self._donors[peer].failed(reason, now, RETRY)
+        if reason != "busy":
+            pause = max(SAME_PEER_PAUSE_S, now - self._asked_at)
+            self._seek_until = max(self._seek_until, now + pause + PACE.grace_s)
+
+    def _ask(self, version: int) -> None:
+        """Ask a peer that is ahead and may be asked now."""
+        every, members = self.averager.config.every, self.averager.transport.members()
+        versions = {peer: members[peer].policy_version for peer in self.averager._cohort() if peer in members}
+        if not versions:
+            return
+        least, now = max(median_low(versions.values()), version + every), self.averager.now()
+        ahead = [
+            peer
+            for peer, theirs in versions.items()
+            if least <= theirs <= MAX_VERSION and (peer not in self._donors or self._donors[peer].next_at <= now)
+        ]
+        if ahead:
+            peer = self._rng.choice(ahead)
+            self._asked_at = now
+            self._fetch = self.fetch(peer, versions[peer])
+            self._donors[peer].next_at = inf
+
+    def fetch(self, peer: str, least: int) -> WeightsFetch:
+        """Fetch the weights of `peer`, of version `least` (the one on its card) or later."""
+        sizes = self.averager.fragments.sizes
+        return fetch(self.averager.transport, self._place, peer, sizes, least, self.version)
+
+    # ----------------------------------------------------------------- giving
+
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        """Answer a peer that asks for the weights. Raises RemoteProtocolError: cohort, size, early (not trained yet),
+        busy."""
+        check_place(decode_head(head, WeightsHead), self._place)
+        expect_no_body(size)
+        if not self.version:
+            raise RemoteProtocolError("early", "not trained yet")
+        whole = sum(coded_bytes("float32", n) for n in self.averager.fragments.sizes)
+        return self._slots.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
+
+    def _give(self, whole: int, slot: UploadSlot) -> Outgoing:
+        version, copies = self.version, self.averager.copies()
+        head = weights_head(self.averager.transport, slot.peer, self._place, version)
+        return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: slot.until, self.averager.now))
+
+    def _over(self, slot: UploadSlot, size: int, error: Exception | None) -> None:
+        took = self.averager.now() - slot.since
+        self._slots.leave(slot, wait_s=max(SAME_PEER_PAUSE_S, took), all_wait_s=GIVE_PAUSE_S)
+
+
+def _body(copies: list[Tensor]) -> Iterator[memoryview]:
+    """The bytes of all fragments; each is dropped from memory when it has left."""
+    while copies:
+        yield from pieces("float32", copies.pop(0))
+
+
 # --------------------------------------------------------------------- of a whole cohort
 
 
@@ -96,8 +230,8 @@ def collect_weights(
     sizes: Sequence[int],
     keep: Callable[[str, int, list[Tensor]], None],
     seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
     rng: random.Random | None = None,
 ) -> dict[str, str]:
     """Fetch the weights of the peers in `versions` (peer -> version on its card) within `seconds`. `keep` is called
@@ -113,10 +247,9 @@ def collect_weights(
     failed: dict[str, str] = {}
     running: list[tuple[WeightsFetch, Donor]] = []
     while running or (waiting and clock() < end):
-        for one, donor in [pair for pair in running if pair[0].done is not None and pair[0].done.done()]:
+        for one, donor in [pair for pair in running if pair[0].done.done()]:
             running.remove((one, donor))
             try:
-                assert one.done is not None
                 values = one.done.result()
             except ProtocolError as error:
                 reason, detail = reason_of(error)
@@ -137,16 +270,3 @@ def collect_weights(
         if running or waiting:
             sleep(COLLECT_LOOP_S)
     return {peer: failed.get(peer, "not asked in time") for peer in versions if peer in failed or peer in waiting}
-
-
-def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:
-    """Cohort id -> fragments and method, for all settings with which peers in `swarm` may average `tensors`
-    that began with `start`.
-
-    Cards tell only the id, a hash. A node that averages nothing itself, but fetches weights, finds the settings by
-    trying all of them, at most 512, rather than by one more field in every card."""
-    cuts = [Fragments(tensors, count) for count in range(1, min(64, len(tensors)) + 1)]
-    ways: list[dict[str, Any]] = [{"method": "noloco", "beta": 0.7, "gamma": gamma} for gamma in (0.7, 0.6)]
-    ways += [{"method": way, "codec": codec} for way in ("diloco", "per_step") for codec in ("float32", "8bit", "4bit")]
-    configs = [AveragingConfig(**way) for way in ways]
-    return {cohort_id(cut.layout, start, swarm, way): (cut, way.method) for cut in cuts for way in configs}

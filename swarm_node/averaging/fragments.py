@@ -26,25 +26,29 @@ class Fragments:
             raise ValueError(f"{len(tensors)} tensors cannot be cut into {count} fragments")
         self._tensors = {name: tensors[name].detach() for name in sorted(tensors)}
         values = {name: tensor.numel() for name, tensor in self._tensors.items()}
-        parts = _by_layers(values, count)
+        parts: list[list[str]] = [[] for _ in range(count)]
+        for name in values:
+            if (layer := _layer(name)) is not None:
+                parts[layer % count].append(name)
+        parts = _spread(values, [name for name in values if _layer(name) is None], parts)
         if not all(parts):
             parts = _spread(values, sorted(values, key=lambda name: -values[name]), [[] for _ in range(count)])
-        self._names = [sorted(part) for part in parts]
+        self.names = [sorted(part) for part in parts]  # names of the tensors of each fragment
         self.sizes = [sum(values[name] for name in part) for part in parts]  # values in each fragment
         shapes = "".join(f"{name} {list(tensor.shape)}\n" for name, tensor in self._tensors.items())
         self.layout = sha256(f"{count}\n{shapes}".encode()).hexdigest()[:16]
         """16 hex digits: equal for equal names, shapes and number of fragments."""
 
-    def names(self, i: int) -> list[str]:
-        """Names of the tensors of fragment `i`, in order."""
-        return list(self._names[i])
-
-    def gather(self, i: int, out: Tensor | None = None) -> Tensor:
-        """A copy of fragment `i`: float32 [sizes[i]] on the CPU, in `out` if given."""
-        flat = torch.empty(self.sizes[i]) if out is None else out
+    def gather(self, i: int) -> Tensor:
+        """A copy of fragment `i`: float32 [sizes[i]] on the CPU."""
+        flat = torch.empty(self.sizes[i])
         for tensor, part in self._parts(i, flat):
             part.copy_(tensor)
         return flat
+
+    def gather_all(self) -> list[Tensor]:
+        """Copies of all fragments."""
+        return [self.gather(i) for i in range(len(self.sizes))]
 
     def scatter(self, i: int, flat: Tensor) -> None:
         """Set the live values of fragment `i` to `flat` [sizes[i]]."""
@@ -64,7 +68,7 @@ class Fragments:
     def _parts(self, i: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Live tensors of fragment `i`, each with its part of `flat`, in its shape."""
         assert flat.shape == (self.sizes[i],)
-        tensors = [self._tensors[name] for name in self._names[i]]
+        tensors = [self._tensors[name] for name in self.names[i]]
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             yield tensor, part.view(tensor.shape)
 
@@ -72,18 +76,6 @@ class Fragments:
 def _layer(name: str) -> int | None:
     """12 for `model.layers.12.mlp.up_proj.weight`."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
-
-
-def _by_layers(values: Mapping[str, int], count: int) -> list[list[str]]:
-    parts: list[list[str]] = [[] for _ in range(count)]
-    outside = []
-    for name in values:
-        layer = _layer(name)
-        if layer is None:
-            outside.append(name)
-        else:
-            parts[layer % count].append(name)
-    return _spread(values, outside, parts)
 
 
 def _spread(values: Mapping[str, int], names: list[str], parts: list[list[str]]) -> list[list[str]]:

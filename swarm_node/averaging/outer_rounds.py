@@ -4,13 +4,16 @@
 
 Nobody negotiates a round, and clocks differ, so the rounds next to the present one are remembered too. A peer that is
 leaving may call any node of its cohort: a node accepts one leaving peer in each round, and each fragment of it once an
-hour. Otherwise peers could give their weights more influence by saying that they leave.
+hour. Otherwise peers could give their weights more influence by saying that they leave. So that what it learned is not
+lost, the leaving node asks one peer of its cohort after the other, its partner of the round first.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import AverageHead
@@ -26,6 +29,21 @@ FINAL = frozenset(
     "values gates probe hash".split()
 )
 """Reasons after which calling again in the same round would not help."""
+MOST_ASKED = 8  # a node leaves without an exchange after so many peers were asked in vain
+BUSY_RETRY_S = 0.25  # pause after a busy peer, before the next one is asked
+ANSWER_S = 1.0, 10.0  # shortest and longest wait for a peer's answer; in between, a third of the time that the node has
+
+
+@dataclass
+class _Round:
+    """What happened in one round."""
+
+    settled: bool = False  # an exchange succeeded, or need not be tried again
+    failure: tuple[str, str] | None = None  # reason and peer of the last failure, until the round is settled
+    waits_until: float = 0.0  # training waits for the round's exchanges until then
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Accepted calls by peer and, for a leaving peer, fragment (otherwise -1)."""
+    drained: str | None = None  # the leaving peer that was averaged with
 
 
 class OuterRounds:
@@ -34,13 +52,7 @@ class OuterRounds:
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
         self._call_at = 0.0
-        self._settled: set[int] = set()  # rounds in which an exchange succeeded, or need not be tried again
-        self._failures: dict[int, tuple[str, str]] = {}
-        """Round -> reason and peer of the last failure, until it is settled."""
-        self._waits: dict[int, float] = {}  # round -> until when training waits for its exchanges
-        self._calls: Counter[tuple[int, str, int]] = Counter()
-        """Accepted calls by round, peer and, for a leaving peer, fragment (otherwise -1)."""
-        self._drained: dict[int, str] = {}  # round -> the leaving peer that was averaged with
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
         self._drained_at: dict[tuple[str, int], float] = {}  # leaving peer and fragment -> when they were averaged
 
     def at(self, now: float) -> int:
@@ -48,7 +60,7 @@ class OuterRounds:
 
     def may_call(self, round: int, now: float) -> bool:
         """Whether this node may call its partner of this round now."""
-        return round not in self._settled and now >= self._call_at
+        return not self._rounds[round].settled and now >= self._call_at
 
     def call(self, now: float) -> None:
         """This node calls its partner. If that fails, it calls again a little later."""
@@ -56,23 +68,22 @@ class OuterRounds:
 
     def begin(self, round: int, ends: float) -> None:
         """An exchange with the partner begins. Training waits until the round's first exchange would have ended."""
-        self._waits.setdefault(round, ends)
+        self._rounds[round].waits_until = self._rounds[round].waits_until or ends
 
     def waits(self, round: int, now: float) -> bool:
         """Whether training waits for an exchange of this round."""
-        return now < self._waits.get(round, 0.0)
+        return now < self._rounds[round].waits_until
 
     def settle(self, round: int) -> None:
         """Nothing more is tried in this round."""
-        self._settled.add(round)
-        self._failures.pop(round, None)
+        self._rounds[round].settled, self._rounds[round].failure = True, None
 
     def fail(self, round: int, reason: str, peer: str, now: float) -> bool:
         """An exchange with the partner failed. True if nothing more is tried in this round."""
         if reason in FINAL:
             self.settle(round)
             return True
-        self._failures[round] = reason, peer
+        self._rounds[round].failure = reason, peer
         if reason == "early":
             self._call_at = now + EARLY_RETRY * self._period_s
         return False
@@ -87,34 +98,71 @@ class OuterRounds:
 
     def check_open(self, call: AverageHead, peer: str, now: float) -> None:
         """Raises RemoteProtocolError `late` if no such call of `peer` is accepted in its round any more."""
-        round = call.round
-        if self._calls[_kind(call, peer)] >= ATTEMPTS or (round in self._settled and not call.draining):
-            raise RemoteProtocolError("late", f"round {round} is over")
-        if call.draining and self._drained.get(round, peer) != peer:
+        round = self._rounds.get(call.round, _Round())
+        if round.calls[_kind(call, peer)] >= ATTEMPTS or (round.settled and not call.draining):
+            raise RemoteProtocolError("late", f"round {call.round} is over")
+        if call.draining and round.drained not in (None, peer):
             raise RemoteProtocolError("late", "another leaving peer was averaged with in this round")
         if call.draining and now - self._drained_at.get((peer, call.fragment), -math.inf) < DRAINED_PAUSE_S:
             raise RemoteProtocolError("late", "this peer has left within the last hour")
 
     def accept(self, call: AverageHead, peer: str) -> None:
         """Count a call that was accepted."""
-        self._calls[_kind(call, peer)] += 1
+        self._rounds[call.round].calls[_kind(call, peer)] += 1
 
     def drained(self, round: int, fragment: int, peer: str, now: float) -> None:
         """This node averaged with a leaving `peer`."""
-        self._drained[round] = peer
+        self._rounds[round].drained = peer
         self._drained_at[peer, fragment] = now
 
     def forget(self, now: float) -> list[tuple[str, str]]:
         """Forget what is past. Returns reason and peer of each past round that failed for good."""
-        round = self.at(now)
-        failed = [self._failures.pop(r) for r in sorted(self._failures) if r < round]
-        self._settled = {r for r in self._settled if r >= round - 1}
-        self._waits = {r: end for r, end in self._waits.items() if r >= round - 1 or now < end}
-        self._calls = Counter({kind: n for kind, n in self._calls.items() if kind[0] >= round - 1})
-        self._drained = {r: peer for r, peer in self._drained.items() if r >= round - 1}
+        present, failed = self.at(now), []
+        for number, round in sorted(self._rounds.items()):
+            if number < present and round.failure is not None:
+                failed.append(round.failure)
+                round.failure = None
+            if number < present - 1 and now >= round.waits_until:
+                del self._rounds[number]
         self._drained_at = {key: at for key, at in self._drained_at.items() if now - at < DRAINED_PAUSE_S}
         return failed
 
 
-def _kind(call: AverageHead, peer: str) -> tuple[int, str, int]:
-    return call.round, peer, call.fragment if call.draining else -1
+def _kind(call: AverageHead, peer: str) -> tuple[str, int]:
+    return peer, call.fragment if call.draining else -1
+
+
+class Drain:
+    """Which peer a leaving node asks next."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.answer_s = 0.0  # longest wait for a peer's answer
+        self.refused: set[str] = set()  # peers that were asked in vain
+        self._busy: dict[str, float] = {}  # peer -> when it said that it was busy
+
+    def begin(self, seconds: float) -> None:
+        """The node leaves within `seconds`."""
+        self.active = True
+        self.answer_s = min(max(ANSWER_S[0], seconds / 3), ANSWER_S[1])
+
+    def candidates(self, cohort: Sequence[str]) -> list[str]:
+        """Peers that may still be asked."""
+        return [peer for peer in cohort if peer not in self.refused] if len(self.refused) < MOST_ASKED else []
+
+    def ready(self, now: float) -> bool:
+        return self.active and now >= max(self._busy.values(), default=0.0) + BUSY_RETRY_S
+
+    def choose(self, candidates: Sequence[str], me: str, partner: str | None, relayed: Collection[str]) -> str:
+        """The candidate to ask: one that was not busy, then the partner, then one that needs no relay. Ids above `me`
+        come first, so that nodes that leave together ask different peers."""
+        busy = self._busy
+        return min(candidates, key=lambda peer: (busy.get(peer, 0.0), peer != partner, peer in relayed, peer < me))
+
+    def failed(self, peer: str, reason: str, now: float) -> bool:
+        """`peer` did not take part. False if it is asked again, because it was busy."""
+        if reason == "busy":
+            self._busy[peer] = now
+            return False
+        self.refused.add(peer)
+        return True

@@ -29,14 +29,13 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.peers import is_relayed
-from protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
-from swarm_node.averaging.drain import Drain
 from swarm_node.averaging.lattice_codec import block_count
-from swarm_node.averaging.noloco import NoLoCo, slow_minus_fast
-from swarm_node.averaging.outer_rounds import OuterRounds
+from swarm_node.averaging.outer_rounds import Drain, OuterRounds
+from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
 from swarm_node.averaging.pair_exchange import (
     FARTHEST,
     PAIR_CODECS,
@@ -73,13 +72,13 @@ class PairAverager(Averager):
         self._drain = Drain()
         self.slot = ExchangeSlot(self.place.peer_id, config.timeout_s, self.now, self.woken)
         self._rounds = OuterRounds(self.place.period_s)
-        self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
+        self.transport.accept(AVERAGE_METHOD, self.counted()(self.accept))
 
     # ----------------------------------------------------------------- for training
 
     def step(self, updates: int) -> None:
         self._updates = updates
-        self._look()
+        self.roster.look(self.transport.members(), self.now())
         self._finish()
         now = self.now()
         round = self._rounds.at(now)
@@ -184,17 +183,12 @@ class PairAverager(Averager):
                 exchange.move(ExchangeEvent.DROP)
                 return
             self._begin(exchange)
-        answered = self.counted(partial(self._answered, exchange))
-        ours, timeout = self._half(exchange), self.config.timeout_s
-        future = self.transport.exchange(exchange.partner, AVERAGE_METHOD, ours, answered, timeout)
-        future.add_done_callback(
-            lambda done: self.slot.end(exchange, CancelledError() if done.cancelled() else done.exception())
-        )
+        answered, ended = partial(self._answered, exchange), partial(self.slot.end, exchange)
+        self._call_peer(exchange.partner, self._half(exchange), answered, ended)
 
     def _answered(self, exchange: PairExchange, head: bytes, size: int) -> Sink:
         """The partner takes part."""
-        theirs = decode_head(head, AverageHead)
-        self._check(theirs, exchange.partner, size)
+        theirs = self._checked(exchange.partner, head, size)
         if (theirs.round, theirs.fragment) != (exchange.round, exchange.copy.fragment):
             raise RemoteProtocolError("round", f"answer of round {theirs.round} to a call of round {exchange.round}")
         return exchange.sink(theirs, partial(self._weigh, exchange))
@@ -204,8 +198,7 @@ class PairAverager(Averager):
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Take part in an exchange that `peer` calls for. Raises RemoteProtocolError unless it is this round's partner
         and the fragment is due here, or it is the round's first leaving peer."""
-        theirs = decode_head(head, AverageHead)
-        self._check(theirs, peer, size)
+        theirs = self._checked(peer, head, size)
         round, fragment = theirs.round, theirs.fragment
         self._rounds.check_present(round, self.now())
         self._check_open(theirs, peer)
@@ -236,10 +229,12 @@ class PairAverager(Averager):
             raise
         return Accepted(self._half(exchange), sink, partial(self.slot.end, exchange))
 
-    def _check(self, head: AverageHead, peer: str, size: int) -> None:
-        """Raises RemoteProtocolError unless `head` begins a pair's exchange with `peer`, and `size` is its body's."""
-        self._belongs(head, peer)
+    def _checked(self, peer: str, data: bytes, size: int) -> AverageHead:
+        """The head that `peer` sent. Raises RemoteProtocolError unless it begins a pair's exchange, and `size` is that
+        of the body."""
+        head = self._head_of(peer, data)
         check_head(head, size, self.fragments.sizes[head.fragment], self._both)
+        return head
 
     def _check_turn(self, call: AverageHead, peer: str) -> None:
         """Raises RemoteProtocolError unless `peer` is this round's partner, and the round's fragment is due here."""
@@ -321,8 +316,7 @@ class PairAverager(Averager):
         fragment = copy.fragment
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
-        if not self._apply(fragment, copy.fast):
-            raise RemoteProtocolError("probe", "this node's own best answers became less likely")
+        self._apply(fragment, copy.fast)
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         helped = exchange.draining and not exchange.ours

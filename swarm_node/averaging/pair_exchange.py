@@ -29,7 +29,7 @@ from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
-from swarm_node.averaging.noloco import NoLoCo
+from swarm_node.averaging.outer_step import NoLoCo
 from swarm_node.averaging.reducers import Reducer
 from swarm_node.averaging.robust import Robust, Verdict, distance
 from swarm_node.errors import UserError
@@ -117,7 +117,7 @@ class PairExchange:
     refused: RemoteProtocolError | UserError | None = field(default=None, init=False)
     """Why there is no new momentum. The partner is not told, so that both peers remember this exchange."""
     _workers: int = field(default=0, init=False)  # threads of the transport that use the tensors right now
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     @property
     def live(self) -> bool:
@@ -126,13 +126,10 @@ class PairExchange:
     def move(self, event: ExchangeEvent) -> None:
         """Change state. Raises LocalProtocolError for a move that is not in `TRANSITIONS`."""
         with self._lock:
-            self._move(event)
-
-    def _move(self, event: ExchangeEvent) -> None:
-        if event not in TRANSITIONS[self.state]:
-            raise LocalProtocolError(f"an exchange in state {self.state.name} takes no {event.name}")
-        self.state = TRANSITIONS[self.state][event]
-        self._release()
+            if event not in TRANSITIONS[self.state]:
+                raise LocalProtocolError(f"an exchange in state {self.state.name} takes no {event.name}")
+            self.state = TRANSITIONS[self.state][event]
+            self._release()
 
     def head(self) -> dict[str, Any]:
         """Fields of this node's `AverageHead` that tell what it sends."""
@@ -175,7 +172,7 @@ class PairExchange:
             readers = [self._reader(vector, theirs) for vector in near]
         with self._lock:
             self.check_live()
-            self._move(ExchangeEvent.ANSWER)
+            self.move(ExchangeEvent.ANSWER)
             self.theirs, self.readers = theirs, readers
 
         def write(piece: memoryview) -> None:

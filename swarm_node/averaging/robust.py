@@ -85,12 +85,6 @@ class PartnerHistory:
     cosines: list[float] = field(default_factory=list)
     signs: list[float] = field(default_factory=list)
 
-    def remember(self, measures: Measures) -> None:
-        """Add a partner for the gates, whether it was accepted or refused."""
-        _push(self.sizes, measures.size)
-        _push(self.cosines, measures.cosine)
-        _push(self.signs, measures.signs)
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -124,8 +118,9 @@ class Robust:
         All are flat float32 vectors of equal length, on the CPU; this node's own are finite. Raises
         RemoteProtocolError `values` if the partner's are not finite, whatever the settings.
         """
-        for vector in (partner_fast, *([] if partner_slow is None else [partner_slow])):
-            check_finite(vector)
+        check_finite(partner_fast)
+        if partner_slow is not None:
+            check_finite(partner_slow)
         if not self.clip and not self.gates:
             return Verdict()
         with self._checking:
@@ -146,7 +141,10 @@ class Robust:
         """The exchange ended well, whether the partner was refused or not."""
         if verdict.measures is not None:
             with self._guard:
-                self._seen[fragment].remember(verdict.measures)
+                seen, measures = self._seen[fragment], verdict.measures
+                _push(seen.sizes, measures.size)
+                _push(seen.cosines, measures.cosine)
+                _push(seen.signs, measures.signs)
 
     def accept(self, fragment: int, verdict: Verdict) -> None:
         """The partner was averaged with: its distance is a usual one."""

@@ -97,8 +97,6 @@ class AveragingConfig(Section):
     """Number of parts in which weights are exchanged, one after the other. Peak traffic falls accordingly."""
     codec: Literal["float32", "8bit", "4bit"] = "8bit"
     """Encoding of weights on the network: 32, 8.4 or 4.4 bits per value."""
-    error_feedback: bool = False
-    """DiLoCo and per_step: add the codec's rounding errors to the next message. Pairs lose nothing."""
     overlap: bool = True
     """Train on during an exchange; otherwise wait for it, at most `timeout_s`."""
     mixing: float = Field(0.0, ge=0, lt=1)

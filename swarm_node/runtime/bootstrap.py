@@ -122,7 +122,7 @@ def _enter(
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {transport.peer_id}")
     own = config.tasks if "tasks" in config.model_fields_set else []
     give_what_is_here(config, manifest, transport, say)
-    files |= gather_files(manifest, swarm, run, own, say, lambda: transport)
+    files |= gather_files(manifest, swarm, run, own, say, transport)
     return manifest, transport
 
 

@@ -19,9 +19,10 @@ from protocol.manifest import Manifest
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
-from swarm_node.swarm.links import Say, Swarm, keep, kept_manifest
+from swarm_node.swarm.links import Swarm, keep, kept_manifest
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
@@ -58,7 +59,7 @@ def join_swarm(
     swarm: Swarm,
     config: NodeConfig,
     run: RunDir,
-    say: Callable[[str], None],
+    say: Say,
     stack: ExitStack,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> JoinedSwarm:
@@ -88,7 +89,7 @@ def join_swarm(
     stack.callback(transport.close)
     chosen = config.tasks if "tasks" in config.model_fields_set else []
     with waiting():
-        files = gather_files(manifest, swarm, run, chosen, say, lambda: transport)
+        files = gather_files(manifest, swarm, run, chosen, say, transport)
     serve_swarm(transport, manifest, files)
     tables = task_tables(manifest, files)
     if not tables:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,11 +23,11 @@ from protocol.messages import PeerCard
 from protocol.peers import parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
 
-Say = Callable[[str], None]
 MAX_BOOTSTRAP = 64  # bootstrap addresses in a kept manifest
 MAX_NAMED = 3  # other members that a join link names: people type it
 
@@ -76,10 +77,7 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
 def swarm_to_join(config: NodeConfig) -> Swarm:
     """The swarm that `config` names. Warns if there is no address to ask. Writes nothing. Raises UserError, also for a
     link that leads nowhere."""
-
-    def say(sentence: str) -> None:
-        print(sentence, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     run = RunDir(config.directory)
     swarm = find_swarm(config.swarm, run, say)
     _check_same(swarm, run)

@@ -21,7 +21,8 @@ from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.transports.base import Transport
 from swarm_node.errors import UserError
-from swarm_node.swarm.links import MAX_NAMED, Say, Swarm, distinct, join_link, with_bootstrap
+from swarm_node.say import Say
+from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_bootstrap
 
 MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
 """How long a member may take to give the manifest, also when the user's time (`--minutes`) is nearly over."""

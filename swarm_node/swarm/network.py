@@ -14,8 +14,9 @@ from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
-from swarm_node.swarm.links import Say, Swarm, distinct
+from swarm_node.swarm.links import Swarm, distinct
 from swarm_node.swarm.manifests import check_addresses, render
 
 if TYPE_CHECKING:

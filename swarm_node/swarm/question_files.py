@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError, printable
@@ -16,9 +16,10 @@ from protocol.transports.base import Transport
 from protocol.transports.transfer import Pace
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.download import download
-from swarm_node.swarm.links import Say, Swarm
+from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.lookup import ask_around
 from swarm_node.swarm.manifests import as_table, read_questions
 
@@ -35,12 +36,12 @@ def gather_files(
     run: RunDir,
     own: Sequence[str | TaskConfig],
     say: Say,
-    connect: Callable[[], Transport],
+    transport: Transport,
 ) -> dict[str, Path]:
     """sha256 -> checked question file in the run directory, for each that the manifest names and that can be had.
 
     Looks in the run directory, among the user's `own` tasks, beside the manifest, at the source that the manifest
-    names and, if all that fails, with members (`connect` is called only then). Sources and members together may take
+    names and, if all that fails, with members. Sources and members together may take
     `ALL_FILES_S`. A file that cannot be had now is reported by `say` and left out. Raises UserError if the run
     directory, or a file among `own`, cannot be used.
     """
@@ -58,7 +59,7 @@ def gather_files(
             data = given.get(task.sha256) or _beside(task, swarm, say) or _from_source(task, say, until)
             if data is None:
                 look_until = look_until or time.monotonic() + HOLDER_S
-                data = _from_members(task, swarm, connect(), say, min(look_until, until), until)
+                data = _from_members(task, swarm, transport, say, min(look_until, until), until)
                 look_until = look_until if data is None else 0.0  # the member that had this one may have the next
             if data is None:
                 continue

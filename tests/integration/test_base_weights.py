@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from swarm_node.swarm.base_weights.files import has_piece, list_model, pieces_of, starter_folder
+from swarm_node.swarm.base_weights.files import list_model, pieces_of, read_piece, starter_folder
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -65,7 +65,7 @@ def test_members_give_weights_to_newcomers(start: Start, tmp_path: Path, monkeyp
 
     def pieces() -> int:
         partial = (tmp_path / "disks" / "b").glob("swarm-node/*.partial")
-        return sum(has_piece(path, piece) for path in partial for piece in wanted)
+        return sum(read_piece(path, piece) is not None for path in partial for piece in wanted)
 
     b.until(lambda: pieces() >= 5)  # three small files, and weights
     assert b.stop(signal.SIGKILL) == -signal.SIGKILL

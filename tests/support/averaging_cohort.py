@@ -16,7 +16,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Averager, CohortPlace, LateJoin, make_averager
 from swarm_node.averaging.cohort_weights import WeightsFetch
-from swarm_node.averaging.noloco import NoLoCo
+from swarm_node.averaging.outer_step import NoLoCo
 from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "a" * 64, "c" * 16

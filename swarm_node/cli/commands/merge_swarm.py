@@ -21,7 +21,8 @@ from torch import Tensor
 from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
 from protocol.transports.base import Transport
-from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect_weights
+from swarm_node.averaging.cohort import cohorts_of
+from swarm_node.averaging.cohort_weights import MAX_VERSION, collect_weights
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
 from swarm_node.cli.commands.merge import Cohort, MergeRequest, merge_and_show, on_stderr
@@ -241,7 +242,7 @@ def mapped(path: Path, values: Sequence[Tensor], fragments: Fragments, like: Sta
         for fragment in values:
             file.write(memoryview(fragment.numpy()).cast("B"))
     flat = torch.from_file(str(path), shared=False, size=sum(fragments.sizes), dtype=torch.float32)
-    names = [name for i in range(len(fragments.sizes)) for name in fragments.names(i)]
+    names = [name for i in range(len(fragments.sizes)) for name in fragments.names[i]]
     parts = flat.split([like[name].numel() for name in names])
     found = {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
     return {name: found[name] for name in like}
@@ -267,7 +268,7 @@ def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path,
     except PeerUnreachable as error:
         raise UserError(f"{error}: name the manifest file, or skip measuring (--questions 0)") from error
     chosen = config.tasks if "tasks" in config.model_fields_set else []
-    tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, lambda: transport))
+    tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, transport))
     if not tables:
         raise UserError(f"no question file of {manifest.name} was found: --questions 0 merges without measuring")
     return [*tables]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
 from protocol.transports.transfer import Donor, Retry, outcome, reason_of
 from swarm_node.errors import UserError
-from swarm_node.swarm.base_weights.files import Say
+from swarm_node.say import Once, Say
 from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER
 
 AT_FIRST, AT_ONCE, MOST_AT_ONCE = 2, 8, 24
@@ -117,11 +117,11 @@ class Donors:
     ) -> None:
         """`first`: addresses of members to begin with, which may have no card yet."""
         self.donors: dict[str, PieceDonor] = {}
-        self.liars: dict[str, str] = {}  # peer -> what was wrong; never asked again
+        self.liars: set[str] = set()  # never asked again
         self._transport = transport
         self._swarm = swarm
         self._first = [peer_of(address) for address in first]
-        self._say = say
+        self._say, self._say_once = say, Once(say)
         self._clock = clock
         self._wait = wait
         self._rng = rng or random.Random()
@@ -131,18 +131,18 @@ class Donors:
 
     def get(
         self,
-        wanted: Sequence[tuple[str, int | None]],
+        wanted: Mapping[str, int | None],
         keep: Callable[[str, bytearray], None],
         called: str,
         patience_s: float = NO_PIECE_S,
     ) -> None:
-        """Fetch all that is `wanted`, (sha256, bytes if known), and call `keep` with each once it is here and right.
+        """Fetch all that is `wanted` (sha256 -> bytes, if known), and call `keep` with each once it is here and right.
         Raises UserError if nothing came for `patience_s`, or nothing whole for as long as a piece may take."""
         missing, running = dict(wanted), self._running
         moved = came = said = began = self._looked_at = self._clock()
         self._bytes = self._seconds = 0.0
         whole_s = max(patience_s, PACE.seconds(PIECE_BYTES))
-        total, there = sum(size or 0 for _, size in wanted), 0
+        total, there = sum(size or 0 for size in missing.values()), 0
         while missing:
             if self._count():
                 moved = self._clock()
@@ -279,7 +279,9 @@ class Donors:
         except ProtocolError as error:
             reason, _ = reason_of(error)
             if ask.answered and reason in LIES:
-                self._lied(ask.peer, reason)
+                lie = f"peer {ask.peer} gives something else than the swarm's model ({reason}): not asked again"
+                self._say_once(ask.peer, lie)
+                self.liars.add(ask.peer)
                 return False
             if reason == "gone":
                 donor.without[ask.sha256] = now + WITHOUT_S
@@ -288,11 +290,6 @@ class Donors:
             return False
         donor.accidents, donor.given = 0, donor.given + len(ask.data)
         return True
-
-    def _lied(self, peer: str, reason: str) -> None:
-        if peer not in self.liars:
-            self.liars[peer] = reason
-            self._say(f"peer {peer} gives something else than the swarm's model ({reason}): not asked again")
 
     # ----------------------------------------------------------------- words
 

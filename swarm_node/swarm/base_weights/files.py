@@ -11,10 +11,12 @@ All runs on a machine share them. Nothing here is ever deleted: that is up to th
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import RemoteProtocolError
+from protocol.manifest import ManifestModel
 from protocol.model_listing import (
     MAX_LISTING_BYTES,
     PIECE_BYTES,
@@ -33,6 +36,7 @@ from protocol.model_listing import (
     names_of,
 )
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 
 LISTING = "listing.json"
 STARTER = "starter"  # the name, in `policy.model`, of the model that this package contains
@@ -40,14 +44,12 @@ SPARE_BYTES = 256 * 2**20  # disk space that is left free for the run itself
 MUCH_BYTES = 64 * 2**20  # reading more than this takes a while: the node says so, and keeps the result
 Mark = tuple[int, int, int]
 """Size of a file in bytes, time of its last change [ns], and its inode. While they are the same, so is its content."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of one file of a model."""
 
-    number: int  # counted through all files
     sha256: str
     name: str  # the name of the file
     start: int
@@ -88,21 +90,20 @@ def pieces_of(listing: ModelListing) -> list[Piece]:
     for file in listing.files:
         start = 0
         for sha256, size in zip(file.pieces, file.lengths(), strict=True):
-            found.append(Piece(len(found), sha256, file.name, start, size))
+            found.append(Piece(sha256, file.name, start, size))
             start += size
     return found
 
 
-def read_piece(folder: Path, piece: Piece) -> bytes:
-    """The bytes in the place of the piece, right or not. Raises OSError."""
-    with (folder / piece.name).open("rb") as file:
-        file.seek(piece.start)
-        return file.read(piece.size)
-
-
-def is_right(piece: Piece, data: bytes | bytearray) -> bool:
-    """Whether `data` is the piece."""
-    return len(data) == piece.size and hashlib.sha256(data).hexdigest() == piece.sha256
+def read_piece(folder: Path, piece: Piece) -> bytes | None:
+    """The piece, from its place in `folder`; `None` if that holds something else, or nothing."""
+    try:
+        with (folder / piece.name).open("rb") as file:
+            file.seek(piece.start)
+            data = file.read(piece.size)
+    except OSError:
+        return None
+    return data if len(data) == piece.size and hashlib.sha256(data).hexdigest() == piece.sha256 else None
 
 
 def list_model(folder: Path) -> ModelListing:
@@ -125,17 +126,9 @@ def list_model(folder: Path) -> ModelListing:
     return listing
 
 
-def has_piece(folder: Path, piece: Piece) -> bool:
-    """Whether the piece is in its place in `folder`, byte for byte."""
-    try:
-        return is_right(piece, read_piece(folder, piece))
-    except OSError:
-        return False
-
-
 def holds(folder: Path, listing: ModelListing) -> bool:
     """Whether `folder` holds all files of `listing`, byte for byte; it may hold others as well."""
-    return _has_sizes(folder, listing) and all(has_piece(folder, piece) for piece in pieces_of(listing))
+    return _has_sizes(folder, listing) and all(read_piece(folder, piece) is not None for piece in pieces_of(listing))
 
 
 def _has_sizes(folder: Path, listing: ModelListing) -> bool:
@@ -212,18 +205,12 @@ def _marks(folder: Path, names: Iterable[str]) -> dict[str, Mark]:
 
 
 def _checked(digest: str) -> Checked | None:
-    """The result that was kept when the model with that digest was last read."""
     try:
         with (cache() / f"{digest}.checked").open("rb") as file:
             before = msgspec.json.decode(file.read(2 * MAX_LISTING_BYTES), type=Checked)
         decode_listing(encode_listing(before.listing), digest)
-    except (
-        OSError,
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RemoteProtocolError,
-    ):  # none, or damaged: the model is read again
-        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError):
+        return None  # none, or damaged: the model is read again
     return before
 
 
@@ -243,3 +230,74 @@ def _hashes(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
             yield hashlib.sha256(data).hexdigest()
+
+
+# --------------------------------------------------------------------- on its way
+
+
+class Draft:
+    """A model in `folder` of which some pieces are missing. What has arrived stays there, so a process that was killed
+    goes on from there."""
+
+    def __init__(self, folder: Path, listing: ModelListing) -> None:
+        """Reads what an earlier process left there, and counts as missing what is not right."""
+        self._folder = folder
+        self._listing = listing
+        self._places: dict[str, list[Piece]] = {}
+        """sha256 -> where that piece is missing, in the order of the files; equal pieces are fetched once."""
+        for piece in pieces_of(listing):
+            if read_piece(folder, piece) is None:
+                self._places.setdefault(piece.sha256, []).append(piece)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """sha256 -> bytes of each piece to fetch."""
+        return {sha256: places[0].size for sha256, places in self._places.items()}
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that the missing pieces will take on disk."""
+        return sum(piece.size for places in self._places.values() for piece in places)
+
+    def take_from(self, folders: Sequence[Path]) -> None:
+        """Copy the pieces that lie in files of the same name elsewhere on this machine."""
+        for folder in folders:
+            for piece in [piece for places in self._places.values() for piece in places]:
+                if piece.sha256 in self._places and (data := read_piece(folder, piece)) is not None:
+                    self.keep(piece.sha256, data)
+
+    def keep(self, sha256: str, data: bytes | bytearray) -> None:
+        """Write a piece, which was checked, to its places. Raises OSError."""
+        for piece in self._places[sha256]:
+            descriptor = os.open(self._folder / piece.name, os.O_WRONLY | os.O_CREAT, 0o644)
+            with os.fdopen(descriptor, "wb") as file:
+                file.seek(piece.start)
+                file.write(data)
+        del self._places[sha256]
+
+    def finish(self, folder: Path) -> None:
+        """Move the model, of which no piece is missing, to `folder` as a whole."""
+        assert not self._places
+        for name in [*(file.name for file in self._listing.files), LISTING]:
+            descriptor = os.open(self._folder / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if folder.exists():  # damaged since it was put there
+            shutil.rmtree(folder)
+        self._folder.rename(folder)
+
+
+@contextmanager
+def only_process(model: ManifestModel, say: Say) -> Iterator[None]:
+    """Wait until no other process of this machine fetches `model`, and keep others waiting meanwhile. The kernel
+    releases the lock of a process that dies."""
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / f"{model.digest}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process of this machine is getting model {model.name}: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

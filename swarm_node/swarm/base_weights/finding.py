@@ -21,20 +21,21 @@ from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, en
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
-from swarm_node.swarm.base_weights.draft import Draft, only_process
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
 from swarm_node.swarm.base_weights.files import (
     LISTING,
     SPARE_BYTES,
     STARTER,
+    Draft,
     Model,
-    Say,
     as_model,
     cache,
     cached_model,
     known_listing,
     list_model,
+    only_process,
     remember,
     starter_folder,
 )
@@ -97,12 +98,10 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
     if model.revision and not is_offline():
         say(f"asking the hub for model {model.name}")
         try:
-            found = _from_hub(model, False, say)
+            return _from_hub(model, False, say)
         except HubFailed as failure:
             slow = failure.slow
             say(f"the hub {failure}: asking members for model {model.name}")
-    if found is not None:
-        return found
     near = [folder for folder in [in_hub_cache(model.name, model.revision)] if folder is not None]
     try:
         return fetch_model(model, donors, say, near, SLOW_HUB_NO_PIECE_S if slow else NO_PIECE_S)
@@ -121,14 +120,11 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda s
     found = cached_model(model.digest)
     if found is not None:
         return found
-    places = [*near, starter_folder()] if model.name == STARTER else [*near]
-    fetched = in_hub_cache(model.name, model.revision)
+    starter = starter_folder() if model.name == STARTER else None
+    places = [*near, starter, in_hub_cache(model.name, model.revision)]
     listing = known_listing(model.digest)
-    for folder in [*places, *([fetched] if fetched is not None else [])]:
-        found = as_model(folder, model.digest, model.bytes, listing, say)
-        if found is not None:
-            return found
-    return None
+    tried = (as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
+    return next((model for model in tried if model is not None), None)
 
 
 def fetch_model(
@@ -158,7 +154,7 @@ def fetch_model(
             at_hand = listing.size - size
             here = f", {at_hand / 2**20:.1f} MiB of it are here" if at_hand else ""
             say(f"getting {called} from members: {listing.size / 2**20:.1f} MiB{here}")
-            donors.get(list(draft.missing.items()), draft.keep, called, patience_s)
+            donors.get(draft.missing, draft.keep, called, patience_s)
             givers = sum(donor.given > 0 for donor in donors.donors.values())
             seconds = time.monotonic() - began
             say(f"{called} is here: {size / 2**20:.1f} MiB in {seconds:.1f} s from {givers} members, all checked")
@@ -171,9 +167,7 @@ def _listing(wanted: ManifestModel, donors: Donors, partial: Path, called: str, 
     listing = known_listing(wanted.digest)
     if listing is None:
         got = bytearray()
-        donors.get(
-            [(wanted.digest, None)], lambda sha256, data: got.extend(data), f"the listing of {called}", patience_s
-        )
+        donors.get({wanted.digest: None}, lambda sha256, data: got.extend(data), f"the listing of {called}", patience_s)
         try:
             listing = decode_listing(bytes(got), wanted.digest)
         except RemoteProtocolError as error:  # its digest is right, so it is what the swarm's maker wrote

@@ -18,7 +18,8 @@ from protocol.model_listing import MODEL_METHOD, encode_listing
 from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Transport
 from protocol.transports.transfer import Pace, UploadSlot, UploadSlots, chunks, expect_no_body, in_time
-from swarm_node.swarm.base_weights.files import Model, is_right, pieces_of, read_piece
+from swarm_node.say import Once, Say
+from swarm_node.swarm.base_weights.files import Model, pieces_of, read_piece
 
 MAX_UPLOAD_SLOTS, UPLOAD_SLOTS_PER_PEER = 4, 2
 """Pieces that leave at once: 32 MiB in memory, and a quarter of the exchanges that a node takes part in."""
@@ -39,20 +40,19 @@ class Giver:
         transport: Transport,
         swarm: str,
         model: Model,
-        say: Callable[[str], None],
+        say: Say,
         max_upload_mbit: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.given: Counter[str] = Counter()  # bytes that left, by peer
         self._swarm = swarm
-        self._say = say
+        self._say_once = Once(say)
         self._now = now
         slots = max(1, min(MAX_UPLOAD_SLOTS, int(max_upload_mbit / SLOT_MBIT))) if max_upload_mbit else MAX_UPLOAD_SLOTS
         self._slots = UploadSlots(slots, UPLOAD_SLOTS_PER_PEER, now)
         self._listing = encode_listing(model.listing)
         self._pieces = {piece.sha256: piece for piece in pieces_of(model.listing)}
-        self._damaged: set[str] = set()  # files that were changed since they were listed
         transport.accept(MODEL_METHOD, self.accept)
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
@@ -82,13 +82,9 @@ class Giver:
     def _read(self, sha256: str) -> bytes:
         """The bytes of a piece. Raises RemoteProtocolError: gone."""
         piece = self._pieces[sha256]
-        try:
-            data = read_piece(self.model.folder, piece)
-        except OSError:
-            data = b""
-        if is_right(piece, data):
+        data = read_piece(self.model.folder, piece)
+        if data is not None:
             return data
-        if piece.name not in self._damaged:
-            self._damaged.add(piece.name)
-            self._say(f"{self.model.folder / piece.name} was changed: members are refused the pieces that differ")
+        path = self.model.folder / piece.name
+        self._say_once(piece.name, f"{path} was changed: members are refused the pieces that differ")
         raise RemoteProtocolError("gone", "changed since")

@@ -13,7 +13,7 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head, encode_head
 from protocol.transports.base import Outgoing
 from swarm_node.averaging.cohort_averager import MOST_BEHIND, CohortAverager
-from swarm_node.averaging.diloco import DiLoCo
+from swarm_node.averaging.outer_step import DiLoCo
 from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 

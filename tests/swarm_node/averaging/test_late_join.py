@@ -20,8 +20,17 @@ from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from protocol.transports.transfer import Pace
 from swarm_node.averaging import cohort_weights
-from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, RETRY, WeightsFetch, collect_weights
-from swarm_node.averaging.late_join import GIVE_PAUSE_S, SAME_PEER_PAUSE_S, SEEK_S, LateJoin
+from swarm_node.averaging.cohort_weights import (
+    AT_ONCE,
+    GIVE_PAUSE_S,
+    PACE,
+    RETRY,
+    SAME_PEER_PAUSE_S,
+    SEEK_S,
+    LateJoin,
+    WeightsFetch,
+    collect_weights,
+)
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.donors import answers, body_bytes, with_a_nan
 

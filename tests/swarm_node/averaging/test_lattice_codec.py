@@ -25,7 +25,7 @@ from swarm_node.averaging.lattice_codec import (
     lattice_size,
     most_written_out,
 )
-from swarm_node.averaging.noloco import NoLoCo
+from swarm_node.averaging.outer_step import NoLoCo
 from tests.support.averaging_cohort import noloco_step
 from tests.support.random_vectors import normal
 

@@ -24,7 +24,8 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, encode_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import CohortPlace, Fragments, LateJoin, cohort_id, make_averager
-from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
+from swarm_node.averaging.cohort import cohorts_of
+from swarm_node.averaging.cohort_weights import AT_ONCE, PACE
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging

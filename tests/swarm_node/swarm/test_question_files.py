@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from protocol.errors import PeerUnreachable
 from protocol.manifest import FILE_METHOD, Manifest, ManifestTask
-from protocol.transports.base import Server, Transport
+from protocol.transports.base import Server
 from swarm_node.config import (
     RewardsConfig,
     TaskConfig,
@@ -28,16 +28,11 @@ from tests.support.manifests import QUESTIONS, with_questions
 from tests.support.virtual_time import VirtualTime
 
 
-def no_network() -> Transport:
-    raise AssertionError("no member needed to be asked")
-
-
-def gather(
-    manifest: Manifest, run: RunDir, own: list[str | TaskConfig], connect: Any = no_network, named: str = ""
-) -> Any:
+def gather(manifest: Manifest, run: RunDir, own: list[str | TaskConfig], transport: Any = None, named: str = "") -> Any:
+    """Without a `transport`, no member may be asked."""
     said: list[str] = []
     swarm = find_swarm(named or f"swarm://{manifest.swarm_id}")
-    return gather_files(manifest, swarm, run, own, said.append, connect), said
+    return gather_files(manifest, swarm, run, own, said.append, transport), said
 
 
 def test_question_files_are_found_near_and_kept(run: RunDir) -> None:
@@ -75,7 +70,7 @@ def test_a_wrong_file_of_the_name_is_skipped(
     else:
         Path("shared/q.jsonl").write_bytes(unusable)
     transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: QUESTIONS}})
-    files, said = gather(manifest, run, [], lambda: transport, named="shared/sums.toml")
+    files, said = gather(manifest, run, [], transport, named="shared/sums.toml")
     assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
     assert "shared/q.jsonl" in said[0] and "looking elsewhere" in said[0]
 
@@ -84,7 +79,7 @@ def test_a_manifest_s_source_moves_no_cursor(run: RunDir) -> None:
     manifest = with_questions()
     task = replace(manifest.tasks[0], source="http://\x1b]0;title\x07\u202e")
     transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: QUESTIONS}})
-    files, said = gather(replace(manifest, tasks=[task]), run, [], lambda: transport)
+    files, said = gather(replace(manifest, tasks=[task]), run, [], transport)
     assert files and "]0;title" in said[0] and all(sentence.isprintable() for sentence in said)
 
 
@@ -92,7 +87,7 @@ def test_a_manifest_s_source_moves_no_cursor(run: RunDir) -> None:
 def test_forged_question_files_are_not_believed(run: RunDir, bad: bytes) -> None:
     manifest = with_questions()
     transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: bad}})
-    files, said = gather(manifest, run, [], lambda: transport)
+    files, said = gather(manifest, run, [], transport)
     assert transport.asked[peer_id(2), FILE_METHOD]
     assert files == {}
     assert "training without it" in said[-1]
@@ -101,7 +96,7 @@ def test_forged_question_files_are_not_believed(run: RunDir, bad: bytes) -> None
     served: dict[str, Server] = {FILE_METHOD: lambda caller, payload: QUESTIONS if payload == wanted else b""}
     transport.others = {**transport.others, peer_id(3): served}
     transport.cards[peer_id(3)] = transport.cards[peer_id(2)]
-    files, _ = gather(manifest, run, [], lambda: transport)
+    files, _ = gather(manifest, run, [], transport)
     assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
 
 
@@ -126,7 +121,7 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
         return QUESTIONS if len(asked) > 1 else QUESTIONS[::-1]
 
     monkeypatch.setattr(question_files, "download", fake)
-    files, said = gather(manifest, run, [], FakeTransport)
+    files, said = gather(manifest, run, [], FakeTransport())
     assert files == {}
     assert "is not what the manifest says" in said[0]
     files, _ = gather(manifest, run, [])
@@ -156,7 +151,7 @@ def many_files(source: str = "") -> Manifest:
 
 def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: VirtualTime) -> None:
     transport = Trickling(clock)
-    files, said = gather(many_files(), run, [], lambda: transport)
+    files, said = gather(many_files(), run, [], transport)
     assert files == {}
     assert clock.now - 1000 <= question_files.HOLDER_S + question_files.FILE_PACE.grace_s + 64 * lookup.MAX_ASK_AGAIN_S
     assert transport.timeouts and max(transport.timeouts) <= question_files.FILE_PACE.grace_s + 1
@@ -175,7 +170,7 @@ def test_trickling_sources_do_not_hold_up_joining(
 
     monkeypatch.setattr(question_files, "download", trickle)
     transport = Trickling(clock)
-    gather(many_files("https://example.org/q"), run, [], lambda: transport)
+    gather(many_files("https://example.org/q"), run, [], transport)
     assert max(given) <= question_files.FILE_PACE.grace_s + 1
     assert clock.now - 1000 <= question_files.ALL_FILES_S + 64 * (lookup.MAX_ASK_AGAIN_S + 0.1)
 
@@ -188,12 +183,12 @@ def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> 
     texts = {hashlib.sha256(text).hexdigest(): text for text in (b"one", b"two", b"three", b"four")}
     tasks = [ManifestTask(sha256=digest, name=text.decode(), bytes=len(text)) for digest, text in texts.items()]
     transport = FakeTransport({peer_id(1): {FILE_METHOD: slow}})
-    files, _ = gather(Manifest(name="sums", tasks=tasks), run, [], lambda: transport)
+    files, _ = gather(Manifest(name="sums", tasks=tasks), run, [], transport)
     assert files.keys() == texts.keys()
 
 
 def test_own_addresses_are_asked_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(question_files, "read_questions", lambda place: read.append(place) or QUESTIONS)
-    gather(many_files(), run, ["https://example.org/mine.jsonl"], FakeTransport)
+    gather(many_files(), run, ["https://example.org/mine.jsonl"], FakeTransport())
     assert read == ["https://example.org/mine.jsonl"]

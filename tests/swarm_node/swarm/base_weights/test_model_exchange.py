@@ -23,9 +23,8 @@ from protocol.transports.base import Accepted, Acceptor, Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import fetching
-from swarm_node.swarm.base_weights.draft import Draft
 from swarm_node.swarm.base_weights.fetching import Donors
-from swarm_node.swarm.base_weights.files import Model, holds, list_model
+from swarm_node.swarm.base_weights.files import Draft, Model, holds, list_model
 from swarm_node.swarm.base_weights.finding import fetch_model
 from swarm_node.swarm.base_weights.giving import MAX_UPLOAD_SLOTS, Giver
 from tests.support.model_folders import PIECE, make_model
@@ -249,7 +248,7 @@ def test_liars_are_counted_and_never_asked_again(world: World, lie: Any) -> None
     world.meet()
     with pytest.raises(UserError, match="1 gave something else"):
         world.fetch(patience_s=100.0)
-    assert world.donors.liars.keys() == {"liar"}
+    assert world.donors.liars == {"liar"}
     assert sum("liar gives something else" in sentence for sentence in world.said) == 1
     assert world.newcomer.bytes_in < 10_000
     world.giver("honest")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from swarm_node.averaging.diloco import MEAN, DiLoCo
-from swarm_node.averaging.noloco import NoLoCo
+from swarm_node.averaging.outer_step import MEAN, DiLoCo, NoLoCo
 from swarm_node.averaging.pairing import partner
 from tests.support.averaging_cohort import noloco_step
 

@@ -1,18 +1,26 @@
-"""NoLoCo's outer step between two peers (arXiv 2506.10911): no collective, no barrier.
+"""Outer steps: how slow weights follow the fast ones that local training changes, at each exchange.
+
+theta are the fast weights, phi the slow ones: what they were after the last exchange. Deltas point where training went;
+in the papers they have the opposite sign. All tensors are flat, float32 and of one size.
+
+NoLoCo (arXiv 2506.10911) has neither collective nor barrier. Each mean is over this peer i and its partner:
 
     Delta_i = theta_i - phi_i                                                                       (1)
     m_i     = alpha m_i + beta mean_j(Delta_j) + gamma (mean_j(phi_j) - phi_i)                      (2)
     phi_i   = phi_i + m_i                                                                           (3)
 
-theta are the fast weights that local training changes. phi are the slow weights: what they were after the last
-exchange. Each mean is over this peer i and its partner. With gamma = beta, phi_j is not needed in equation 2:
+With gamma = beta, phi_j is not needed in equation 2:
 
     m_i     = alpha m_i + beta (mean_j(theta_j) - phi_i)
 
-Deltas point where training went; in the paper they have the opposite sign. All tensors are flat, float32 and of one
-size. The caller sets theta to phi afterwards.
+The caller sets theta to phi afterwards. Without training in between, slow weights of any number of peers draw together
+for 0 < gamma < 2 (1 - alpha^2).
 
-Without training in between, slow weights of any number of peers draw together for 0 < gamma < 2 (1 - alpha^2).
+DiLoCo (arXiv 2311.08105, algorithm 1) is SGD with Nesterov momentum, in the form of torch.optim.SGD. Each mean is over
+the whole cohort:
+
+    v   = mu v + mean_j(Delta_j)
+    phi = phi + eta (mean_j(Delta_j) + mu v)
 """
 
 from __future__ import annotations
@@ -60,3 +68,17 @@ def slow_minus_fast(slow: Tensor, momentum: Tensor, fast: Tensor) -> None:
     """Overwrite `fast` with what takes it to the new slow weights of equation 3: slow + momentum - fast."""
     for start, move, mine in cache_parts(slow, momentum, fast):
         torch.sub(start + move, mine, out=mine)
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    learning_rate: float  # eta
+    momentum: float  # mu
+
+    def step(self, slow: Tensor, velocity: Tensor, mean_delta: Tensor) -> None:
+        """Change `slow` (phi) and `velocity` (v) in place."""
+        velocity.mul_(self.momentum).add_(mean_delta)
+        slow.add_(mean_delta, alpha=self.learning_rate).add_(velocity, alpha=self.learning_rate * self.momentum)
+
+
+MEAN = DiLoCo(learning_rate=1.0, momentum=0.0)  # plain averaging: phi = phi + mean_j(Delta_j)
