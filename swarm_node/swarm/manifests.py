@@ -46,6 +46,7 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
+    from swarm_node.tasks.option_limits import check_options
 
     check_addresses(bootstrap)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +54,8 @@ def make_manifest(
         for spec in tasks:
             table = spec if isinstance(spec, TaskConfig) else as_table(spec)
             if table.file is None:
-                made.append(_of_environment(table))
+                check_options(table.env or "", table.config)
+                made.append(ManifestTask(env=table.env or "", config=table.config, weight=table.weight))  # type: ignore[arg-type]
                 continue
             data = read_questions(table.file)
             task = _of_file(table, data, licence)
@@ -142,13 +144,6 @@ def check_addresses(addresses: Sequence[str]) -> None:
                 f"{address!r} is no address of a peer: it should look like /ip4/203.0.113.5/tcp/31330/p2p/12D3KooW… "
                 "(the part after `peer=` in a join link)"
             ) from error
-
-
-def _of_environment(table: TaskConfig) -> ManifestTask:
-    from swarm_node.tasks.option_limits import check_options
-
-    check_options(table.env or "", table.config)
-    return ManifestTask(env=table.env or "", config=table.config, weight=table.weight)  # type: ignore[arg-type]
 
 
 def _of_file(table: TaskConfig, data: bytes, licence: str) -> ManifestTask:

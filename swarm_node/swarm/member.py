@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.policy.policy import Policy
-from swarm_node.say import Once
+from swarm_node.say import Once, Say
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
@@ -49,7 +50,7 @@ class Member:
         transport: Transport,
         policy: Policy,
         tasks: TaskSet,
-        say: Callable[[str], None],
+        say: Say,
         now: Callable[[], float] = time.time,
         record: Callable[[dict[str, Any]], None] | None = None,
         subscribe: Callable[[str, Handler], None] | None = None,
@@ -68,7 +69,6 @@ class Member:
         self.serves_relay = config.network.serve_relay
         self.now = now
         self._spoken = spoken
-        self._outdated = False  # a message of a newer protocol was heard, and that was said
         self.swarm = swarm = manifest.swarm_id  # kept, because it is a hash
         self.tasks = tasks
         self.shard = shard_of(self.peer_id, manifest.shards)
@@ -104,11 +104,9 @@ class Member:
         self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
         """The card's entry for this node's crew, and the layers that this node holds."""
-        self._cohort = ""
         self._names: dict[str, str] = {}  # peer -> name as of the last `status`; includes peers that have left
         self._say = say
-        self._refusals_said = Once(say)
-        self._too_slow = False
+        self._say_once = Once(say)
         self._figures: dict[str, float] = {}
         """The metrics of the last round. Replaced as a whole, so that other threads may read them."""
         self._slots = self._count_slots()
@@ -117,7 +115,7 @@ class Member:
         if config.rollouts.max_new_tokens > (longest := manifest.limits.max_answer_tokens):
             say(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared")
         for shard in self.shards:  # a node that uses no foreign groups still forwards them
-            heard = self.receiver.take if self.sharing.foreign else _ignore
+            heard = self.receiver.take if self.sharing.foreign else lambda data: None
             (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
 
     # ----------------------------------------------------------------- a round
@@ -130,15 +128,20 @@ class Member:
 
     def draw(self, n: int) -> list[Task]:
         """The tasks of the next `n` slots."""
-        return [self._assigned(*next(self._slots)) for _ in range(n)]
+        tasks = []
+        for slot in islice(self._slots, n):
+            which = self.swarm, self.peer_id, *slot
+            task = self.tasks.at(slot_place(*which), slot_key(*which))
+            tasks.append(msgspec.structs.replace(task, slot=slot))
+        return tasks
 
     def publish(self, groups: Sequence[Group]) -> None:
         """Share the sampled groups, and record how this node does on each kind of task."""
         self.replay_buffer.observe(groups)
         self.publisher.publish(groups)
-        if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
-            self._too_slow = True
-            self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
+        if self.publisher.metrics().get("swarm/unsent/age"):
+            late = "sampling a round takes more than an hour: peers take no answers that late; sample fewer groups"
+            self._say_once("too slow", late)
 
     def guard(self, logprobs: Logprobs) -> None:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
@@ -175,7 +178,6 @@ class Member:
             probe,
         )
         self.averager = self.late_join.averager
-        self._cohort = self.averager.place.cohort
         if config.late_join and not self.policy.version:
             self.late_join.seek()
         return self.averager
@@ -192,7 +194,7 @@ class Member:
             name=self.name,
             roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
             shards=self.shards,
-            cohort=self._cohort,
+            cohort="" if self.averager is None else self.averager.place.cohort,
             family=self.policy.family,
             tokenizer=self.policy.tokenizer_hash,
             policy_version=self.policy.version,
@@ -223,12 +225,11 @@ class Member:
                 if value > averaged:  # refusals of averaging have metrics of their own
                     figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
                     refused.append(name.removeprefix("rejected/"))
-        say_first_refusals(self._refusals_said, refused, self.transport.refusals())
+        say_first_refusals(self._say_once, refused, self.transport.refusals())
         self._figures = figures
-        if figures.get("swarm/rejected/newer") and not self._outdated:
-            self._outdated = True
+        if figures.get("swarm/rejected/newer"):
             heard = (peer for peer, account in self.receiver.by_peer().items() if "newer" in account["rejected"])
-            self._say(outdated(next(heard, self.transport.too_new() or "a peer")))
+            self._say_once("outdated", outdated(next(heard, self.transport.too_new() or "a peer")))
         return figures
 
     def status(self) -> dict[str, Any]:
@@ -278,12 +279,6 @@ class Member:
         heard = self.transport.stats().get("rejected/newer", 0.0) > 0
         return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
 
-    def _assigned(self, epoch: int, slot: int) -> Task:
-        """The task of one of this node's slots."""
-        which = self.swarm, self.peer_id, epoch, slot
-        task = self.tasks.at(slot_place(*which), slot_key(*which))
-        return msgspec.structs.replace(task, slot=(epoch, slot))
-
     def _count_slots(self) -> Iterator[tuple[int, int]]:
         """(epoch, slot) of each task to come, from slot 0 in every epoch. A node that uses up all slots of an epoch
         starts again; the publisher shares at most two groups of one slot."""
@@ -292,7 +287,3 @@ class Member:
             present = epoch_at(self.now())
             epoch, drawn = (epoch, drawn + 1) if present == epoch else (present, 0)
             yield epoch, drawn % SLOTS
-
-
-def _ignore(data: bytes) -> None:
-    pass
