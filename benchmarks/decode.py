@@ -13,9 +13,9 @@ import argparse
 import torch
 
 from benchmarks.common import interleaved, median, table, write
-from swarm_node.policy.engines import transformers as decode_transformers
 from swarm_node.policy.engines.base import uniforms
-from swarm_node.policy.engines.native import Decoder
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling
 
@@ -32,7 +32,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = build_model(vocabulary=384, layers=2, hidden=128, seed=args.seed).eval()
-    never = torch.tensor([384])  # outside the vocabulary
+    never = [384]  # outside the vocabulary
     figures, rows = [], []
     for batch, new, length in SETTINGS:
         prompts = torch.randint(3, 384, (batch // GROUP, length)).tolist()
@@ -51,11 +51,11 @@ def main() -> None:
                 temperature=1.0,
             )
 
-        shared = (prompts, GROUP, sampling, uniform, never)
+        shared = (prompts, GROUP, sampling, uniform, tuple)
         times = interleaved(
             {
-                "native": lambda shared=shared: Decoder(model).generate(*shared),
-                "fallback": lambda shared=shared: decode_transformers.generate(model, *shared, pad_id=0),
+                "native": lambda shared=shared: NativeEngine(model, never, 0).decode(*shared),
+                "fallback": lambda shared=shared: TransformersEngine(model, never, 0).decode(*shared),
                 "generate": generate,
             },
             args.repeats,

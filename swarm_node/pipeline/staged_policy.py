@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from swarm_node.config import PolicyConfig
 from swarm_node.errors import Interrupted
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.messages import StageLost
-from swarm_node.policy.engines.base import BatchEngine, Completion
+from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
@@ -29,12 +29,7 @@ class StagedEngine(BatchEngine):
         self._driver, self._eos = driver, torch.tensor(eos)
 
     def decode(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        cancelled: Callable[[], Collection[int]],
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
         while True:
             try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from swarm_node.config import RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, find_engine
-from swarm_node.policy.engines import native as decode
+from swarm_node.policy.engines.native import SUPPORTED, Decoder
 from swarm_node.policy.policy import Policy
 
 
@@ -51,7 +51,7 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
         # the very same operations, unless something happens to the logits afterwards: no room for rounding
         policy.split_head = torch.equal(_head_of_backbone(policy, prompt + one), rows[0])
         policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
-        if rollouts.engine in ("auto", "native") and not windowed and policy.family in decode.SUPPORTED:
+        if rollouts.engine in ("auto", "native") and not windowed and policy.family in SUPPORTED:
             native = _native_agrees(policy, prompt, one, two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
@@ -100,10 +100,11 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
     prompts = [prompt, prompt + two[:2]]
     own_rows = [rows[0], _logits(policy, prompts[1] + one)]
     try:
-        grid = decode.Grid(decode.Decoder(policy.model), prompts, 2, len(one))
-        ours = [grid.prefill(prompts).repeat_interleave(2, 0)]
+        decoder = Decoder(policy.model)
+        cache = decoder.slice.cache([len(p) for p in prompts], 2, len(one))
+        ours = [decoder.prefill(cache, prompts).repeat_interleave(2, 0)]
         for step, token in enumerate(one):
-            ours.append(grid.forward(torch.full((4,), token, device=policy.device), step))
+            ours.append(decoder.forward(cache, torch.full((4,), token, device=policy.device), step))
     except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
         policy.report(f"the native engine does not suit this model ({type(exc).__name__}: {exc})")
         return False

@@ -69,6 +69,8 @@ class Engine:
 
 
 Completion = tuple[list[int], list[float], bool]  # token ids, log-probabilities, whether it ended by itself
+Cancelled = Callable[[], Collection[int]]
+"""Gives the numbers of prompts whose completions may end where they are; it is cheap to ask."""
 
 
 class BatchEngine(Engine):
@@ -83,17 +85,9 @@ class BatchEngine(Engine):
         self._cancelled: set[int] = set()
 
     def decode(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        cancelled: Callable[[], Collection[int]],
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
-        """`n` completions of each prompt, in order. `uniform` [len(prompts) * n, max_new_tokens] decides them.
-
-        `cancelled` gives the numbers of prompts whose completions may end where they are; it is cheap to ask.
-        """
+        """`n` completions of each prompt, in order. `uniform` [len(prompts) * n, max_new_tokens] decides them."""
         raise NotImplementedError
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from swarm_node.policy.engines.base import BatchEngine, Completion, sample
+from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -94,37 +94,14 @@ class Decoder:
         self.slice = Slice(base.model, fuse)
         self.head = head_of(base.model.norm, base.lm_head, fuse)
 
-    @torch.inference_mode()
-    def generate(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        eos: Tensor,
-        cancelled: Callable[[], Collection[int]] = tuple,
-    ) -> list[Completion]:
-        """Sample `n` completions of each prompt, in order; see `BatchEngine.decode`. `eos` [E]: ids that end one."""
-        device, limit = self.embed.weight.device, sampling.max_new_tokens
-        uniform, eos = uniform.to(device), eos.to(device)
-        rows = Rows(len(prompts), n, limit, device)
-        grid = Grid(self, prompts, n, limit)
-        logits = grid.prefill(prompts).repeat_interleave(n, 0)
-        for step in range(limit):
-            if (gone := cancelled()) and not rows.drop(gone, step):
-                break
-            token, logprob = sample(logits, uniform[rows.origin.flatten(), step], sampling)
-            if rows.record(step, token, logprob, eos):
-                if not rows.live.any():
-                    break
-                g = rows.live.shape[1]
-                kept = rows.compact()
-                if kept is not None:
-                    grid.pick(*kept)
-                    token = picked(token, g, *kept)
-            if step < limit - 1:
-                logits = grid.forward(token, step)
-        return rows.samples()
+    def prefill(self, cache: Cache, prompts: list[list[int]]) -> Tensor:
+        """Run the prompts; logits after each [P, V]."""
+        x = cache.prefill(self.embed(padded(prompts).to(self.embed.weight.device)))
+        return self.head(last_of(x, [len(p) for p in prompts]))
+
+    def forward(self, cache: Cache, token: Tensor, step: int) -> Tensor:
+        """Append `token` [P*G] as completion token number `step`; logits for the next one [P*G, V]."""
+        return self.head(cache.forward(self.embed(token), step))
 
 
 class NativeEngine(BatchEngine):
@@ -135,16 +112,31 @@ class NativeEngine(BatchEngine):
         self._model, self._eos = model, torch.tensor(eos)
         self._decoder: Decoder | None = None
 
+    @torch.inference_mode()
     def decode(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        cancelled: Callable[[], Collection[int]],
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
-        self._decoder = self._decoder or Decoder(self._model)
-        return self._decoder.generate(prompts, n, sampling, uniform, self._eos, cancelled)
+        self._decoder = decoder = self._decoder or Decoder(self._model)
+        device, limit = decoder.embed.weight.device, sampling.max_new_tokens
+        uniform, eos = uniform.to(device), self._eos.to(device)
+        rows = Rows(len(prompts), n, limit, device)
+        cache = decoder.slice.cache([len(p) for p in prompts], n, limit)
+        logits = decoder.prefill(cache, prompts).repeat_interleave(n, 0)
+        for step in range(limit):
+            if (gone := cancelled()) and not rows.drop(gone, step):
+                break
+            token, logprob = sample(logits, uniform[rows.origin.flatten(), step], sampling)
+            if rows.record(step, token, logprob, eos):
+                if not rows.live.any():
+                    break
+                g = rows.live.shape[1]
+                kept = rows.compact()
+                if kept is not None:
+                    cache.pick(*kept)
+                    token = picked(token, g, *kept)
+            if step < limit - 1:
+                logits = decoder.forward(cache, token, step)
+        return rows.samples()
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         super().update(weights, version)
@@ -226,7 +218,6 @@ class Cache:
         self.prompt_values: list[Tensor] = []  # [P, K, T, D]
 
     def prefill(self, x: Tensor) -> Tensor:
-        """See `LayerCache`."""
         s, (p, t), device = self.slice, x.shape[:2], x.device
         self.lengths = self.lengths.to(device)
         shape = (p, s.kv_heads, self.n, self.limit, s.head_dim)
@@ -249,7 +240,6 @@ class Cache:
         return x
 
     def forward(self, x: Tensor, step: int) -> Tensor:
-        """See `LayerCache`."""
         s, t = self.slice, self.prompt_mask.shape[-1]
         p, g = len(self.lengths), len(x) // len(self.lengths)
         rep, scale = s.heads // s.kv_heads, s.head_dim**-0.5
@@ -273,32 +263,11 @@ class Cache:
         return x
 
     def pick(self, alive: Tensor, column: Tensor) -> None:
-        """See `LayerCache`."""
         self.keys = [_pick(x, alive, column) for x in self.keys]
         self.values = [_pick(x, alive, column) for x in self.values]
         self.prompt_keys = [x[alive] for x in self.prompt_keys]
         self.prompt_values = [x[alive] for x in self.prompt_values]
         self.lengths, self.prompt_mask = self.lengths[alive], self.prompt_mask[alive]
-
-
-class Grid:
-    """Decoding with all layers in one place: tokens in, logits out."""
-
-    def __init__(self, decoder: Decoder, prompts: list[list[int]], n: int, limit: int) -> None:
-        self.decoder = decoder
-        self.lengths = [len(p) for p in prompts]
-        self.cache = decoder.slice.cache(self.lengths, n, limit)
-        self.pick = self.cache.pick
-
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Run the prompts; logits after each [P, V]."""
-        d = self.decoder
-        x = self.cache.prefill(d.embed(padded(prompts).to(d.embed.weight.device)))
-        return d.head(last_of(x, self.lengths))
-
-    def forward(self, token: Tensor, step: int) -> Tensor:
-        """Append `token` [P*G] as completion token number `step`; logits for the next one [P*G, V]."""
-        return self.decoder.head(self.cache.forward(self.decoder.embed(token), step))
 
 
 def padded(prompts: list[list[int]]) -> Tensor:

@@ -8,7 +8,7 @@ Where only some of the layers are held, there is no `generate`: `ModelSlice` run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from swarm_node.policy.engines.base import BatchEngine, Completion, sample
+from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
 from swarm_node.types import Sampling
 
 
@@ -43,7 +43,7 @@ class _Draw(LogitsProcessor):
 class _Stop(StoppingCriteria):
     """Ends the rows of cancelled prompts, and keeps how many tokens each of them has."""
 
-    def __init__(self, n: int, cancelled: Callable[[], Collection[int]]) -> None:
+    def __init__(self, n: int, cancelled: Cancelled) -> None:
         self.n, self.cancelled = n, cancelled
         self.lengths: dict[int, int] = {}
         self._step = 0
@@ -75,61 +75,40 @@ class TransformersEngine(BatchEngine):
 
     def __init__(self, model: PreTrainedModel, eos: list[int], pad_id: int) -> None:
         super().__init__()
-        self._model, self._eos, self._pad_id = model, torch.tensor(eos), pad_id
+        self._model, self._eos, self._pad_id = model, eos, pad_id
 
+    @torch.no_grad()
     def decode(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        cancelled: Callable[[], Collection[int]],
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
-        return generate(self._model, prompts, n, sampling, uniform, self._eos, self._pad_id, cancelled)
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    n: int,
-    sampling: Sampling,
-    uniform: Tensor,
-    eos: Tensor,
-    pad_id: int,
-    cancelled: Callable[[], Collection[int]] = tuple,
-) -> list[Completion]:
-    """Sample `n` completions of each prompt, in order; see `BatchEngine.decode`. `eos` [E]: ids that end one."""
-    device = next(model.parameters()).device
-    longest = max(len(p) for p in prompts)
-    ids = torch.full((len(prompts) * n, longest), pad_id)
-    mask = torch.zeros_like(ids)
-    for row in range(len(prompts) * n):
-        prompt = prompts[row // n]
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    draw, stop = _Draw(uniform.to(device), sampling), _Stop(n, cancelled)
-    with _plain_generation(model):
-        out = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList([stop]),
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=False,
-            eos_token_id=eos.tolist(),
-            pad_token_id=pad_id,
-        )
-    tokens = out[:, longest:].tolist()
-    logprobs = torch.stack(draw.logprobs, 1).tolist()
-    ends = set(eos.tolist())
-    samples = []
-    for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True)):
-        row_tokens = row_tokens[: stop.lengths.get(row)]
-        end = next((i + 1 for i, t in enumerate(row_tokens) if t in ends), None)
-        length = len(row_tokens) if end is None else end
-        samples.append((row_tokens[:length], row_logprobs[:length], end is not None))
-    return samples
+        device = next(self._model.parameters()).device
+        longest = max(len(p) for p in prompts)
+        ids = torch.full((len(prompts) * n, longest), self._pad_id)
+        mask = torch.zeros_like(ids)
+        for row in range(len(prompts) * n):
+            prompt = prompts[row // n]
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        draw, stop = _Draw(uniform.to(device), sampling), _Stop(n, cancelled)
+        with _plain_generation(self._model):
+            out = self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([stop]),
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,
+                eos_token_id=self._eos,
+                pad_token_id=self._pad_id,
+            )
+        logprobs = torch.stack(draw.logprobs, 1).tolist()
+        samples = []
+        for row, tokens in enumerate(out[:, longest:].tolist()):
+            tokens = tokens[: stop.lengths.get(row)]
+            end = next((i + 1 for i, token in enumerate(tokens) if token in self._eos), None)
+            length = len(tokens) if end is None else end
+            samples.append((tokens[:length], logprobs[row][:length], end is not None))
+        return samples
 
 
 class ModelSlice:
@@ -153,7 +132,6 @@ class ModelCache:
         self.cache = DynamicCache(config=backbone.config)
 
     def prefill(self, x: Tensor) -> Tensor:
-        """See `native.LayerCache`."""
         self.lengths = self.lengths.to(x.device)
         t = x.shape[1]
         column, shift = torch.arange(t, device=x.device)[None], t - self.lengths[:, None]
@@ -166,13 +144,11 @@ class ModelCache:
         return x.masked_fill((column >= self.lengths[:, None])[..., None], 0.0)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
-        """See `native.LayerCache`."""
         position = (self.lengths + step).repeat_interleave(len(x) // len(self.lengths))
         mask = torch.cat([self.mask, self.mask.new_ones(len(x), step + 1)], 1)
         return self._run(x[:, None], mask, position[:, None])[:, 0]
 
     def pick(self, alive: Tensor, column: Tensor) -> None:
-        """See `native.LayerCache`."""
         kept = (alive[:, None] * (len(self.mask) // len(self.lengths)) + column).flatten()
         self.cache.batch_select_indices(kept)
         self.mask, self.lengths = self.mask[kept], self.lengths[alive]

@@ -9,16 +9,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from swarm_node.policy.engines import native as decode
-from swarm_node.policy.engines import transformers as decode_transformers
 from swarm_node.policy.engines.base import sample, uniforms
-from swarm_node.policy.engines.native import Decoder, Rows, Slice
-from swarm_node.policy.engines.transformers import ModelSlice
+from swarm_node.policy.engines.native import Decoder, NativeEngine, Rows, Slice
+from swarm_node.policy.engines.transformers import ModelSlice, TransformersEngine
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
 
 PROMPTS = [[5, 9, 200, 31], [7], [40, 41, 42, 43, 44, 45, 46, 47, 300], [17, 18]]
-EOS = torch.arange(2, 384, 30)
-OFTEN = torch.arange(2, 384, 8)
+EOS = list(range(2, 384, 30))
+OFTEN = list(range(2, 384, 8))
 """So many that rows end, and are moved, all the time."""
 NATIVE = ["llama", "llama_bias", "qwen2", "qwen3", "mistral"]
 
@@ -41,23 +40,23 @@ def full_logprobs(model, prompt, tokens, sampling):
 def test_recorded_logprobs_equal_a_full_forward_pass(kind, sampling):
     model = make(kind)
     uniform = uniforms([1, 2, 3, 4], 5, sampling.max_new_tokens)
-    samples = Decoder(model).generate(PROMPTS, 5, sampling, uniform, EOS)
+    samples = NativeEngine(model, EOS, 0).decode(PROMPTS, 5, sampling, uniform, tuple)
     lengths = {len(tokens) for tokens, _, _ in samples}
     assert len(lengths) > 2  # rows ended at different steps, so rows were dropped and moved
     for i, (tokens, logprobs, finished) in enumerate(samples):
         expected = full_logprobs(model, PROMPTS[i // 5], tokens, sampling)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
         assert finished == (tokens[-1] in EOS)
-        assert not set(tokens[:-1]) & set(EOS.tolist())
+        assert not set(tokens[:-1]) & set(EOS)
         assert finished or len(tokens) == sampling.max_new_tokens
 
 
 @torch.no_grad()
 def test_samples_do_not_depend_on_padding_or_batch():
     model, sampling = make("llama"), Sampling(16)
-    together = Decoder(model).generate(PROMPTS, 4, sampling, uniforms([1, 2, 3, 4], 4, 16), EOS)
+    together = NativeEngine(model, EOS, 0).decode(PROMPTS, 4, sampling, uniforms([1, 2, 3, 4], 4, 16), tuple)
     for i, prompt in enumerate(PROMPTS):
-        alone = Decoder(model).generate([prompt], 4, sampling, uniforms([i + 1], 4, 16), EOS)
+        alone = NativeEngine(model, EOS, 0).decode([prompt], 4, sampling, uniforms([i + 1], 4, 16), tuple)
         for (tokens, logprobs, _), (own_tokens, own_logprobs, _) in zip(
             together[4 * i : 4 * i + 4], alone, strict=True
         ):
@@ -74,8 +73,8 @@ def test_both_engines_make_the_same_samples(kind):
     model.generation_config.suppress_tokens = list(range(100, 200))
     model.generation_config.min_new_tokens = 12
     uniform = uniforms([1, 2, 3, 4], 3, 12)
-    native = Decoder(model).generate(PROMPTS, 3, sampling, uniform, EOS)
-    fallback = decode_transformers.generate(model, PROMPTS, 3, sampling, uniform, EOS, pad_id=0)
+    native = NativeEngine(model, EOS, 0).decode(PROMPTS, 3, sampling, uniform, tuple)
+    fallback = TransformersEngine(model, EOS, 0).decode(PROMPTS, 3, sampling, uniform, tuple)
     assert [s[0] for s in native] == [s[0] for s in fallback]
     assert [s[2] for s in native] == [s[2] for s in fallback]
     for (_, ours, _), (_, theirs, _) in zip(native, fallback, strict=True):
@@ -90,7 +89,7 @@ def test_the_adapter_is_part_of_what_is_sampled(fused_bytes, monkeypatch):
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.3)
-    samples = Decoder(model).generate(PROMPTS, 2, Sampling(10), uniforms([1, 2, 3, 4], 2, 10), EOS)
+    samples = NativeEngine(model, EOS, 0).decode(PROMPTS, 2, Sampling(10), uniforms([1, 2, 3, 4], 2, 10), tuple)
     for i, (tokens, logprobs, _) in enumerate(samples):
         expected = full_logprobs(model, PROMPTS[i // 2], tokens, Sampling(10))
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
@@ -121,7 +120,7 @@ def generate_in_slices(slices, embed, head, prompts, n, sampling, uniform, eos):
     x = decode.last_of(x, lengths).repeat_interleave(n, 0)
     for step in range(limit):
         token, logprob = sample(head(x), uniform[rows.origin.flatten(), step], sampling)
-        if rows.record(step, token, logprob, eos):
+        if rows.record(step, token, logprob, torch.tensor(eos)):
             if not rows.live.any():
                 break
             width = rows.live.shape[1]
@@ -144,12 +143,12 @@ def test_layers_in_two_places_make_equal_samples(kind, fuse, monkeypatch):
     monkeypatch.setattr("swarm_node.policy.engines.native.FUSED_COPY_BYTES", 2**40 if fuse else 0)
     model, sampling = make(kind), Sampling(20)
     uniform = uniforms([1, 2, 3, 4], 5, 20)
-    whole = Decoder(model)
+    embed = Decoder(model).embed
     slices = [Slice(backbone_of(model, i), fuse) for i in range(2)]
     head = decode.head_of(model.model.norm, model.lm_head, fuse)
-    samples, moves = generate_in_slices(slices, whole.embed, head, PROMPTS, 5, sampling, uniform, OFTEN)
+    samples, moves = generate_in_slices(slices, embed, head, PROMPTS, 5, sampling, uniform, OFTEN)
     assert moves > 1
-    assert samples == whole.generate(PROMPTS, 5, sampling, uniform, OFTEN)
+    assert samples == NativeEngine(model, OFTEN, 0).decode(PROMPTS, 5, sampling, uniform, tuple)
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen3", "mistral_window"])
@@ -162,7 +161,7 @@ def test_slices_of_any_architecture_make_equal_samples(kind):
     embed = model.get_input_embeddings()
     ours, moves = generate_in_slices(slices, embed, lambda x: head(norm(x)), PROMPTS, 5, sampling, uniform, OFTEN)
     assert moves > 1
-    theirs = decode_transformers.generate(model, PROMPTS, 5, sampling, uniform, OFTEN, pad_id=0)
+    theirs = TransformersEngine(model, OFTEN, 0).decode(PROMPTS, 5, sampling, uniform, tuple)
     assert [(s[0], s[2]) for s in ours] == [(s[0], s[2]) for s in theirs]
     for (_, our_logprobs, _), (_, their_logprobs, _) in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.tensor(our_logprobs), torch.tensor(their_logprobs), atol=1e-4, rtol=0)
