@@ -16,10 +16,7 @@ rollout of a group has advantage 0 too.
 
 A group that brings its advantages (`Group.advantages`: a peer's) keeps them, whatever the formula, and takes no
 part in the statistics of the batch. A formula of the user's own has the form of those in `BASELINES`.
-
-MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the
-majority), which makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the
-median, has advantage 0 by construction and needs no exclusion; its factor that makes up for zeros is omitted.
+docs/grpo.md says why the median's scale has a floor.
 """
 
 from __future__ import annotations

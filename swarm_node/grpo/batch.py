@@ -8,9 +8,8 @@ packed  one row holds completions of one group behind one copy of their prompt,
         The last prompt position predicts the first token of each of them.
 plain   one row a rollout, [prompt, completion without its last token].
 
-Both give the same log-probabilities. Packed rows compute the prompt once and have little padding, which halves the time
-of an update with 24 + 8 x 16 tokens. Attention in a packed row costs the square of its length, so a group with long
-completions is cut into several rows.
+Packed rows halve the time of an update with 24 + 8 x 16 tokens. Attention in a packed row costs the square of its
+length, so a group with long completions is cut into several rows.
 """
 
 from __future__ import annotations

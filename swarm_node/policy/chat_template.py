@@ -15,6 +15,7 @@ from functools import lru_cache
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
+from swarm_node.policy.starter import CHAT_TEMPLATE
 
 CPU_S = 5  # a frame takes 0.1 s, Python's start included
 WALL_S = 60.0  # longest time on a machine that is busy with other things
@@ -23,14 +24,13 @@ RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_p
 
 
 @lru_cache(maxsize=16)
-def frame_around(template: str, system: str, special: str, model: str, trusted: bool = False) -> Frame:
+def frame_around(template: str, system: str, special: str, model: str) -> Frame:
     """The frame of a chat template. UserError if the template fails, takes too long, or has no frame.
 
     special  the tokenizer's special tokens by name, as JSON
     model    whose template it is, for the message
-    trusted  whether it is rendered in this process
     """
-    if trusted:
+    if template == CHAT_TEMPLATE:
         try:
             return frame_of(template, system, json.loads(special))
         except FrameError as error:

@@ -71,8 +71,12 @@ def head_logprobs(
         return _of_logits(head(hidden), target, temperature, entropy)
     if type(head) is nn.Linear:
         return _ChunkedHead.apply(hidden, head.weight, head.bias, target, temperature, entropy, chunk)
+
+    def of_hidden(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _of_logits(head(h), t, temperature, entropy)
+
     parts = [  # an adapter on the head, a quantised head: slower, but any module will do
-        checkpoint(_of_hidden, head, h, t, temperature, entropy, use_reentrant=False)
+        checkpoint(of_hidden, h, t, use_reentrant=False)
         for h, t in zip(hidden.split(chunk), target.split(chunk), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -84,12 +88,6 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def _of_hidden(
-    head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    return _of_logits(head(hidden), target, temperature, entropy)
 
 
 def _of_logits(logits: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,6 @@ from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
-from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
@@ -140,7 +139,7 @@ class Policy:
         except ValueError as exc:  # it has several, and none is the default
             raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
         special = json.dumps(self.tokenizer.special_tokens_map, default=str)
-        return frame_around(template, self.config.system_prompt, special, self.config.model, template == CHAT_TEMPLATE)
+        return frame_around(template, self.config.system_prompt, special, self.config.model)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

@@ -72,7 +72,9 @@ def write_prompt_format(
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = out / "README.md"  # of an adapter, PEFT has begun one
-    begun = card.read_text(encoding="utf-8") if card.is_file() else _front(out, adapter)
+    library = "peft" if adapter else "transformers"
+    front = f"---\nlibrary_name: {library}\ntags:\n- swarm-node\n- grpo\n---\n\n# {out.name}\n"
+    begun = card.read_text(encoding="utf-8") if card.is_file() else front
     card.write_text(f"{begun.rstrip()}\n\n{_words(config, tokenizer)}", encoding="utf-8")
 
 
@@ -147,11 +149,6 @@ def _sampling(out: Path, tokenizer: PreTrainedTokenizerBase, rollouts: RolloutsC
 
 def _is_file(task: str | TaskConfig) -> bool:
     return task.endswith(".jsonl") if isinstance(task, str) else task.file is not None
-
-
-def _front(out: Path, adapter: bool) -> str:
-    library = "peft" if adapter else "transformers"
-    return f"---\nlibrary_name: {library}\ntags:\n- swarm-node\n- grpo\n---\n\n# {out.name}\n"
 
 
 def _is_left_out(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:

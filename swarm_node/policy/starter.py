@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
@@ -120,13 +121,11 @@ def _batches(
     batches = []
     for start in range(0, len(rows), BATCH):
         part = rows[start : start + BATCH]
-        width = max(len(p) + len(t) for p, t in part)
-        ids = torch.zeros(len(part), width, dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for i, (prompt, target) in enumerate(part):
-            ids[i, : len(prompt) + len(target)] = torch.tensor(prompt + target)
-            labels[i, len(prompt) : len(prompt) + len(target)] = torch.tensor(target)
-        batches.append((ids, labels))
+        ids = [torch.tensor(prompt + target) for prompt, target in part]
+        labels = [torch.tensor([-100] * len(prompt) + target) for prompt, target in part]
+        batches.append(
+            (pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100))
+        )
     return batches
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,11 @@ def bounded_modules(source: str) -> Iterator[None]:
 # --------------------------------------------------------------------- weights
 
 
-def check_weight_names(source: str, weight_map: Mapping[str, str]) -> None:
-    """Tensor -> file, as the index of a model names them."""
+def weight_map_of(source: str, index: Path) -> dict[str, str]:
+    """Tensor -> file, out of a model's index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} has no weight_map")
     if len(weight_map) > MAX_TENSORS:
         raise UserError(f"{source}: its index names {len(weight_map)} tensors, allowed are {MAX_TENSORS}")
     for name in set(weight_map.values()):
@@ -155,14 +158,7 @@ def check_weight_names(source: str, weight_map: Mapping[str, str]) -> None:
             raise UserError(f"{source}: its index names {name}, a pickle, which is not read; {CONVERT}")
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{source} has an index that names a file elsewhere, or none of weights: {name!r}")
-
-
-def weight_map_of(file: Path) -> dict[str, str]:
-    """Tensor -> file, out of an index."""
-    found = read_json(file).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise UserError(f"{file} has no weight_map")
-    return found
+    return weight_map
 
 
 def check_header(file: Path) -> list[str]:

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks.taskset import has_signal, judge
-from swarm_node.types import Group, Sampling, Score, Task
+from swarm_node.tasks.taskset import TaskSet, has_signal, judge
+from swarm_node.types import Group, Sampling, Task
 
 DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer
 
 DrawTasks = Callable[[int], list[Task]]
-
-
-class Judge(Protocol):
-    """The part of a `TaskSet` that sampling needs."""
-
-    def prompt(self, task: Task) -> str: ...
-
-    def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]: ...
 
 
 @dataclass
@@ -49,7 +40,7 @@ class Collected:
 def collect(
     policy: Policy,
     draw: DrawTasks,
-    tasks: Judge,
+    tasks: TaskSet,
     config: RolloutsConfig,
     seed: str,
     collected: Collected | None = None,
@@ -89,17 +80,17 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
 
 
 def _fitting(
-    policy: Policy, draw: DrawTasks, judge: Judge, n: int, config: RolloutsConfig, collected: Collected
+    policy: Policy, draw: DrawTasks, tasks: TaskSet, n: int, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
     """`n` tasks with their encoded prompts, drawing again for those that are too long; fewer if there are none left."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
-        tasks = draw(n - len(fitting))
-        encoded = [(task, policy.encode(judge.prompt(task))) for task in tasks]
+        drawn = draw(n - len(fitting))
+        encoded = [(task, policy.encode(tasks.prompt(task))) for task in drawn]
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
         collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
-        if len(fitting) == n or not tasks:
+        if len(fitting) == n or not drawn:
             break
     return fitting
 
@@ -108,7 +99,8 @@ def _sample(
     policy: Policy, fitting: list[tuple[Task, list[int]]], config: RolloutsConfig, seed: str, collected: Collected
 ) -> list[Group]:
     first = len(collected.groups)
-    seeds = [_seed(f"{seed}/{first + slot}") for slot in range(len(fitting))]
+    names = [f"{seed}/{first + slot}" for slot in range(len(fitting))]
+    seeds = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 for name in names]  # 63 bits
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     start = time.perf_counter()
     samples = policy.generate([prompt for _, prompt in fitting], config.group_size, sampling, seeds)
@@ -116,8 +108,3 @@ def _sample(
     return [
         Group(task, prompt, rollouts, policy.version) for (task, prompt), rollouts in zip(fitting, samples, strict=True)
     ]
-
-
-def _seed(name: str) -> int:
-    """A 63-bit seed from a name."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

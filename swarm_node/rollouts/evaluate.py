@@ -40,13 +40,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     by_question: list[float] = []  # share of right answers to each question, in the order asked
 
 
-def evaluate(
-    policy: Policy,
-    tasks: TaskSet,
-    rollouts: RolloutsConfig,
-    questions: int,
-    samples: int,
-) -> Evaluation:
+def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:
     """Held-out figures of `policy`; every call has the same questions and sampling seeds."""
     groups = _answered(tasks.held_out(questions), policy, tasks, rollouts, samples)
     return Evaluation(summarise(groups, tasks.labels), [fmean(r.correct for r in g.rollouts) for g in groups])
@@ -78,11 +72,7 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
         if not mine:
             continue
         right = [[r.correct for r in g.rollouts] for g in mine]
-        table[label] = Held(
-            questions=len(mine),
-            pass_1=sum(sum(r) / len(r) for r in right) / len(right),
-            pass_k=sum(any(r) for r in right) / len(right),
-        )
+        table[label] = Held(len(mine), pass_1=fmean(map(fmean, right)), pass_k=fmean(map(any, right)))
     return table
 
 

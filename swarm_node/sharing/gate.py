@@ -8,9 +8,7 @@
     payload    an answer with an unlikely token that is idle, or that makes it odd
 
 Every right answer earns the same advantage however it is written, so a policy would also learn a text that liars add to
-their right answers. An unlikely token that the reward asks for is no payload: the answer earns less without it. Nodes
-learn such tokens from others: a form that they hardly ever use, a digit that they would not have guessed. Reasoning
-that this policy might have written itself holds no unlikely token.
+their right answers. An unlikely token that the reward asks for is no payload: the answer earns less without it.
 
 Three deletions are tried: all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on.
 The plainer texts are the part of the answer that was judged, and the reference answer. A token is idle, too, if it lies
@@ -72,21 +70,16 @@ class _Undecided(Exception):
     """This node cannot decide: no time is left for the group, or its own reward fails. The sender is not at fault."""
 
 
+@dataclass
 class Gate:
     """Finds the answers of others that carry a payload."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        score: ScoreCompletions,
-        logprobs: Logprobs,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`now` gives seconds, which bound the time that a group takes."""
-        self._policy = policy
-        self._score = score
-        self._logprobs = logprobs
-        self._now = now
+    policy: Policy
+    score: ScoreCompletions
+    logprobs: Logprobs
+    now: Callable[[], float] = time.monotonic  # gives seconds, which bound the time that a group takes
+
+    def __post_init__(self) -> None:
         self._right: deque[float] = deque(maxlen=OWN)
         self._own: deque[float] = deque(maxlen=OWN)
         self._tries = 0  # of the group that is looked at
@@ -107,7 +100,7 @@ class Gate:
         policy cannot compute log-probabilities.
         """
         asked = [_distinct(group, flags) for group, flags in zip(groups, earns, strict=True)]
-        tables = self._logprobs(asked)
+        tables = self.logprobs(asked)
         if tables is None:
             return None
         judged = [
@@ -130,7 +123,7 @@ class Gate:
     def _judge(self, suspects: Sequence[_Suspect]) -> list[tuple[_Suspect, list[str], bool]] | None:
         """(answer with unlikely tokens, its plainer texts, whether such a token is idle) of one group; None if
         undecided."""
-        self._tries, self._until = 0, self._now() + GROUP_S
+        self._tries, self._until = 0, self.now() + GROUP_S
         found = []
         try:
             for suspect in suspects:
@@ -154,7 +147,7 @@ class Gate:
 
     def _has_text(self, token: int) -> bool:
         """Whether the token has a text that can be deleted. One that ends an answer has none, and is no payload."""
-        return token != self._policy.eos_id and bool(self._policy.decode([token]))
+        return token != self.policy.eos_id and bool(self.policy.decode([token]))
 
     def _plainer(self, suspect: _Suspect) -> list[str]:
         """The plainer texts that earn as much as the answer."""
@@ -164,7 +157,7 @@ class Gate:
 
     def _has_idle(self, suspect: _Suspect, plainer: Sequence[str]) -> bool:
         """Whether the answer earns as much without some of its unlikely tokens, or has too many of them to tell."""
-        ids, places, decode = suspect.rollout.token_ids, suspect.places, self._policy.decode
+        ids, places, decode = suspect.rollout.token_ids, suspect.places, self.policy.decode
         if len(places) > MOST:
             return True
         for text in plainer:
@@ -178,12 +171,12 @@ class Gate:
         compared = []
         for suspect, plainer in suspects:
             group, finished = suspect.group, suspect.rollout.finished
-            room = self._policy.max_positions - len(group.prompt_ids)
-            encoded = [(text, self._policy.encode_completion(text, finished)) for text in plainer]
+            room = self.policy.max_positions - len(group.prompt_ids)
+            encoded = [(text, self.policy.encode_completion(text, finished)) for text in plainer]
             rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
             if rollouts:
                 compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
-        tables = self._logprobs([group for _, group in compared])
+        tables = self.logprobs([group for _, group in compared])
         if tables is None:
             return None
         return {
@@ -198,15 +191,15 @@ class Gate:
         if self._tries > TRIES:
             return True
         self._check_time()
-        prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
+        prompt = self.policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
         try:
-            (score,) = self._score([suspect.group.task], [prompt], [text])
+            (score,) = self.score([suspect.group.task], [prompt], [text])
         except Exception as error:  # users' reward functions may raise anything at a text that nobody wrote
             raise _Undecided from error
         return score.reward >= suspect.rollout.reward - ROUNDING
 
     def _check_time(self) -> None:
-        if self._now() > self._until:
+        if self.now() > self._until:
             raise _Undecided
 
 

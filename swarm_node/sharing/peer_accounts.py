@@ -56,31 +56,29 @@ class PeerAccount:
     muted_until: float = 0.0
 
 
+@dataclass
 class PeerAccounts:
     """The accounts of all peers, and the reports about them."""
 
-    def __init__(self, limits: ManifestLimits, now: Callable[[], float], say: Callable[[str], None]) -> None:
-        self._limits = limits
-        self._now = now
-        self._say = say
-        self.accounts: dict[str, PeerAccount] = {}  # accounts by peer, the one heard last at the end
-        self.rejected: Counter[str] = Counter()  # rejections by reason, over all senders; running totals
-        self._said: set[str] = set()  # reasons that were reported
-        self._said_muted: set[str] = set()
+    limits: ManifestLimits
+    now: Callable[[], float]
+    say: Callable[[str], None]
+    accounts: dict[str, PeerAccount] = field(default_factory=dict)  # accounts by peer, the one heard last at the end
+    rejected: Counter[str] = field(default_factory=Counter)  # rejections by reason, over all senders; running totals
+    said: set[str] = field(default_factory=set)  # reasons that were reported
+    said_muted: set[str] = field(default_factory=set)  # peers whose muting was reported
 
     def account(self, peer: str) -> PeerAccount:
         """The account of a peer that was heard just now."""
-        known = self.accounts.pop(peer, None)
-        account = known or PeerAccount(Minutes(self._limits.groups_per_minute, self._limits.bytes_per_minute))
-        self.accounts[peer] = account
+        self.accounts[peer] = account = self.accounts.pop(peer, None) or PeerAccount(Minutes(self.limits))
         if len(self.accounts) > MAX_PEERS:
             del self.accounts[next(iter(self.accounts))]
-        account.last_seen = self._now()
+        account.last_seen = self.now()
         return account
 
     def is_muted(self, peer: str) -> bool:
         account = self.accounts.get(peer)
-        return account is not None and self._now() < account.muted_until
+        return account is not None and self.now() < account.muted_until
 
     def reject(self, reason: str, peer: str | None = None, detail: str = "", n: int = 1) -> None:
         """Count `n` rejections; `peer` is `None` where nothing proves who sent it."""
@@ -89,23 +87,23 @@ class PeerAccounts:
         account = None if peer is None else self.accounts.get(peer)
         if account is not None:
             account.rejected[reason] += n
-        if reason not in UNSAID and reason not in self._said:
-            self._said.add(reason)
+        if reason not in UNSAID and reason not in self.said:
+            self.said.add(reason)
             origin = peer or "an unproven sender"
-            self._say(f"refused: {words(reason)} ({reason}), from {origin}{_printable(detail)} (said once)")
+            self.say(f"refused: {words(reason)} ({reason}), from {origin}{_printable(detail)} (said once)")
         if account is not None and peer is not None and reason in MALICIOUS:
             self._offend(peer, account, n)
 
     def _offend(self, peer: str, account: PeerAccount, n: int) -> None:
-        now = self._now()
+        now = self.now()
         account.offences = max(0.0, account.offences - (now - account.forgiven_at) / FORGIVE_S) + n
         account.forgiven_at = now
         if account.offences >= MUTE_AFTER:
             account.offences = 0.0
             account.muted_until = now + MUTE_S
-            if peer not in self._said_muted and len(self._said_muted) < MAX_SAID:
-                self._said_muted.add(peer)
-                self._say(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends")
+            if peer not in self.said_muted and len(self.said_muted) < MAX_SAID:
+                self.said_muted.add(peer)
+                self.say(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends")
 
 
 def _printable(detail: str) -> str:
@@ -113,30 +111,28 @@ def _printable(detail: str) -> str:
     return f": {ascii(detail[:160])[1:-1]}" if detail else ""
 
 
+@dataclass
 class Minutes:
     """A receiver's side of the quota: what one peer's groups took of its limits, by the minute that they were made in.
 
     The minute of arrival does not count, so an old message that somebody repeats uses up an old minute.
     """
 
-    def __init__(self, groups: int, size: int) -> None:
-        """`groups` and `size` (bytes) are what a minute allows."""
-        self._groups = groups
-        self._bytes = size
-        self._used: dict[int, tuple[int, float]] = {}  # minute -> (groups, bytes)
+    limits: ManifestLimits
+    used: dict[int, tuple[int, float]] = field(default_factory=dict)  # minute -> (groups, bytes)
 
     def take(self, created: float, size: float) -> bool:
         """Count a group of `size` bytes made at `created` (Unix seconds); False if its minute has no room for it, or
         is older than all that are remembered."""
         minute = int(created // MINUTE_S)
-        if minute not in self._used and len(self._used) >= MAX_MINUTES:
-            oldest = min(self._used)
+        if minute not in self.used and len(self.used) >= MAX_MINUTES:
+            oldest = min(self.used)
             if minute < oldest:
                 return False
-            del self._used[oldest]
-        groups, used = self._used.get(minute, (0, 0.0))
-        fits = groups + 1 <= self._groups and used + size <= self._bytes
-        self._used[minute] = (groups + 1, used + size) if fits else (groups, used)
+            del self.used[oldest]
+        groups, taken = self.used.get(minute, (0, 0.0))
+        fits = groups + 1 <= self.limits.groups_per_minute and taken + size <= self.limits.bytes_per_minute
+        self.used[minute] = (groups + 1, taken + size) if fits else (groups, taken)
         return fits
 
 

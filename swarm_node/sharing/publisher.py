@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ MAX_ANSWERED = 16_384  # slots remembered as answered: those of four epochs, in 
 QUOTA_SHARE = 0.9  # part of the swarm's limits that is used: what was sent evenly may arrive in bursts
 
 
+@dataclass
 class Quota:
     """A sender's side of the quota: groups or bytes that it may publish, by the minute of its clock.
 
@@ -39,54 +41,46 @@ class Quota:
     rounds fit; the rest goes evenly, so that a fast node is never silent for long.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._minute = -1
-        self._used = 0.0
+    limit: float
+    minute: int = -1
+    used: float = 0.0
 
     def level(self, now: float) -> float:
         """Amount that may be taken at `now` (Unix seconds)."""
         minute, second = divmod(now, MINUTE_S)
-        if int(minute) != self._minute:
-            self._minute, self._used = int(minute), 0.0
-        so_far = max(1.0, self._limit * (0.5 + second / (2 * MINUTE_S)))  # 1: a limit of one group is one at any time
-        return max(0.0, min(self._limit, so_far) - self._used)
+        if int(minute) != self.minute:
+            self.minute, self.used = int(minute), 0.0
+        so_far = max(1.0, self.limit * (0.5 + second / (2 * MINUTE_S)))  # 1: a limit of one group is one at any time
+        return max(0.0, min(self.limit, so_far) - self.used)
 
     def take(self, cost: float) -> None:
         """Take `cost`, at most what `level` gave."""
-        self._used += cost
+        self.used += cost
 
 
+@dataclass
 class Publisher:
     """Sends a node's own groups."""
 
-    def __init__(
-        self,
-        send: Callable[[bytes], bool],
-        identity: Identity,
-        manifest: Manifest,
-        policy: Policy,
-        sampling: Sampling,
-        config: SharingConfig,
-        now: Callable[[], float],
-        version: Callable[[], int] = lambda: PROTOCOL_VERSION,
-    ) -> None:
-        """`send` takes a signed batch and says whether it left; `version` gives the protocol version to write.
-        UserError for sampling that cannot be described."""
+    send: Callable[[bytes], bool]  # takes a signed batch and says whether it left
+    identity: Identity
+    manifest: Manifest
+    policy: Policy
+    sampling: Sampling
+    config: SharingConfig
+    now: Callable[[], float]
+    version: Callable[[], int] = lambda: PROTOCOL_VERSION  # gives the protocol version to write
+
+    def __post_init__(self) -> None:
+        """UserError for sampling that cannot be described."""
+        sampling, limits = self.sampling, self.manifest.limits
         if sampling.max_new_tokens > MAX_TOKENS or sampling.temperature > 100:
             raise UserError(
                 f"a swarm carries at most {MAX_TOKENS} tokens an answer, at temperatures up to 100: "
                 "lower rollouts.max_new_tokens or rollouts.temperature"
             )
-        self._send = send
-        self._version = version
-        self._identity = identity
-        self._swarm = manifest.swarm_id
-        self._policy = policy
+        self._swarm = self.manifest.swarm_id
         self._sampling = SharedSampling(sampling.max_new_tokens, sampling.temperature, sampling.top_p)
-        self._token_ids = config.token_ids
-        self._now = now
-        self._limits = limits = manifest.limits
         self._groups_quota = Quota(max(1.0, QUOTA_SHARE * limits.groups_per_minute))
         self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute)
         self._waiting: list[tuple[SharedGroup, int]] = []  # with its encoded size in bytes
@@ -113,30 +107,30 @@ class Publisher:
                     continue
                 reason = "size"
             self._unsent[reason] += 1
-        if self._now() - self._flushed >= FLUSH_S or sum(size for _, size in self._waiting) >= FULL_BYTES:
+        if self.now() - self._flushed >= FLUSH_S or sum(size for _, size in self._waiting) >= FULL_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Send all waiting groups that the swarm's limits allow; the others are dropped."""
         if not self._waiting:
             return
-        now = self._now()
+        now = self.now()
         for batch in self._batches(self._within_quota(now)):
             self._sequence += 1
             data = sign_batch(
                 RolloutBatch(
-                    protocol=self._version(),
+                    protocol=self.version(),
                     swarm=self._swarm,
                     sequence=self._sequence,
                     created=now,
-                    fingerprint=self._policy.fingerprint,
-                    tokenizer=self._policy.tokenizer_hash,
+                    fingerprint=self.policy.fingerprint,
+                    tokenizer=self.policy.tokenizer_hash,
                     sampling=self._sampling,
                     groups=batch,
                 ),
-                self._identity,
+                self.identity,
             )
-            if self._send(data):
+            if self.send(data):
                 self._groups_sent += len(batch)
                 self._bytes_sent += len(data)
             else:
@@ -151,12 +145,12 @@ class Publisher:
 
     def _refusal(self, group: Group) -> str | None:
         """Reason for which `group` is not sent; None if it is."""
-        limits = self._limits
+        limits = self.manifest.limits
         if not has_signal(group.rollouts):
             return "zero"
         if group.task.slot is None or self._answered[group.task.slot] >= GROUPS_PER_SLOT:
             return "slot"  # receivers would refuse it
-        if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self._now() + FLUSH_S:
+        if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self.now() + FLUSH_S:
             return "age"
         if len(group.rollouts) > limits.max_rollouts or any(
             len(r.text) > limits.max_answer_chars or len(r.token_ids) > limits.max_answer_tokens for r in group.rollouts
@@ -177,7 +171,7 @@ class Publisher:
         )
 
     def _shared_rollout(self, rollout: Rollout) -> SharedRollout:
-        if not self._token_ids:
+        if not self.config.token_ids:
             return SharedRollout(rollout.text, rollout.finished)
         logprobs = np.array(rollout.logprobs, dtype="<f2").tobytes()
         return SharedRollout(rollout.text, rollout.finished, rollout.token_ids, logprobs)

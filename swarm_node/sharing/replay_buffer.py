@@ -12,14 +12,9 @@ The advantages of a chosen group compare it with this node's own success:
             then the negative ones are scaled down until they add up to no more than the positive ones do
     group   A_i = clip((r_i - mean_g) / (std_g + 1e-4), -M, +M);   where own answers are too few, or if asked for
 
-The sender composes the group, so neither its mean nor its spread may set our scale: one right answer among seven wrong
-ones would earn 2.5 wherever it comes from. Against the receiver's own success, a right answer is worth what it would be
-worth had this node found it: much where it always fails, little where it mostly succeeds.
-
-Rewards below b need a bound. Where this node does well, a stranger's wrong answers would each get a large negative
-advantage, and there may be 63 of them for one right one. Most are texts that this policy would never write, and pushing
-those down moves probability in directions nobody chose. So their sum is bounded; a group's own mean bounds it by itself
-(it adds up to 0). A group in which nothing is better than b then has no advantage at all, and is not used (`teaches`).
+The sender composes the group, so neither its mean nor its spread may set our scale: docs/sharing.md. Rewards below b
+need a bound, since there may be 63 wrong answers for one right one. Most are texts that this policy would never write,
+and pushing those down moves probability in directions nobody chose.
 """
 
 from __future__ import annotations
@@ -153,22 +148,18 @@ class _Entry:
     uses: int = 0
 
 
+@dataclass
 class ReplayBuffer:
-    """Admitted groups of other peers."""
+    """Admitted groups of other peers. UserError for a sampler that cannot be loaded."""
 
-    def __init__(
-        self,
-        config: SharingConfig,
-        now: Callable[[], float],
-        record: Callable[[dict[str, Any]], None] | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """`record` gets what was offered and chosen in each `choose`. UserError for a sampler that cannot be loaded."""
-        self.gate: Gate | None = None  # says which answers carry a payload: these are left out
-        self._config = config
-        self._now = now
-        self._record = record
-        self._say = say
+    config: SharingConfig
+    now: Callable[[], float]
+    record: Callable[[dict[str, Any]], None] | None = None  # gets what was offered and chosen in each `choose`
+    say: Callable[[str], None] = lambda line: None
+    gate: Gate | None = None  # says which answers carry a payload: these are left out
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._trust = Trust()
         self._named: set[str] = set()
         self._refused = 0  # groups with a payload
@@ -186,9 +177,9 @@ class ReplayBuffer:
         """Keep `group`, or say why not: `age`, or `bytes` if it alone exceeds its sender's share."""
         assert group.peer is not None
         size = _memory(group)
-        if self._now() - group.created > self._config.max_age_s:
+        if self.now() - group.created > self.config.max_age_s:
             return "age"
-        share = self._config.peer_share * self._config.max_bytes
+        share = self.config.peer_share * self.config.max_bytes
         if size > share:
             return "bytes"
         best = max((r.reward for r in group.rollouts if is_judged(r)), default=-math.inf)
@@ -197,10 +188,10 @@ class ReplayBuffer:
         self._count(entry, 1)
         while self._peer_bytes[group.peer] > share:
             self._drop(self._oldest_of(group.peer))
-        while self._peer_bytes.total() > self._config.max_bytes or len(self._entries) > self._most():
+        while self._peer_bytes.total() > self.config.max_bytes or len(self._entries) > self._most():
             greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self._trust.of(peer))
             groups = self._peer_groups[greediest] / self._trust.of(greediest)
-            is_greedy = groups > max(self._config.foreign, self._config.peer_share * self._most())
+            is_greedy = groups > max(self.config.foreign, self.config.peer_share * self._most())
             self._drop(self._oldest_of(greediest if is_greedy else None))
         return None
 
@@ -216,7 +207,7 @@ class ReplayBuffer:
 
     def choose(self, n: int, rng: random.Random) -> list[Group]:
         """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
-        now, entries = self._now(), self._usable()
+        now, entries = self.now(), self._usable()
         self._rounds.append(now)
         offers = [
             Offer(e.id, e.group, now - e.group.created, e.uses, e.best, self._statistics.of(e.group.task.label))
@@ -234,7 +225,7 @@ class ReplayBuffer:
             for (i, _), group in zip(drawn, groups, strict=True):
                 left[i] = 0.0
                 entries[i].uses += 1
-                if group is None or entries[i].uses >= self._config.reuse:
+                if group is None or entries[i].uses >= self.config.reuse:
                     self._drop(entries[i])
                 if group is not None:
                     chosen.append(group)
@@ -243,8 +234,8 @@ class ReplayBuffer:
             everything += drawn
             if not drawn or len(chosen) == n:
                 break
-        if self._record is not None:
-            self._record(_report(now, n, offers, weights, everything))
+        if self.record is not None:
+            self.record(_report(now, n, offers, weights, everything))
         return chosen
 
     def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
@@ -280,10 +271,10 @@ class ReplayBuffer:
         self._refused += payloads > 0
         if before >= DISTRUSTED > self._trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
             self._named.add(peer)
-            self._say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
+            self.say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
 
     def _advantages(self, group: Group) -> list[float]:
-        return foreign_advantages(group.rollouts, self._baseline(group), self._config.max_advantage)
+        return foreign_advantages(group.rollouts, self._baseline(group), self.config.max_advantage)
 
     def metrics(self) -> dict[str, float]:
         """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""
@@ -307,18 +298,18 @@ class ReplayBuffer:
     def _baseline(self, group: Group) -> RewardStatistics | None:
         """Own success, which the group's rewards are compared with; None = their own mean."""
         own = self._statistics.of(group.task.label)
-        return own if self._config.baseline == "own" and own.known else None
+        return own if self.config.baseline == "own" and own.known else None
 
     def _usable(self) -> list[_Entry]:
-        oldest = self._now() - self._config.max_age_s
+        oldest = self.now() - self.config.max_age_s
         for entry in [e for e in self._entries.values() if e.group.created < oldest]:
             self._drop(entry)
         return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
 
     def _most(self) -> int:
         """Groups that may wait."""
-        lately = self._now() - LULL_S
-        return max(1, self._config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
+        lately = self.now() - LULL_S
+        return max(1, self.config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
 
     def _oldest_of(self, peer: str | None) -> _Entry:
         """The oldest entry of a peer, or of all. Groups arrive newest first, so the order of arrival is not that of

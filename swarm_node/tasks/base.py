@@ -1,7 +1,6 @@
 """The ports of tasks, and what is read of their texts.
 
-An environment holds a dialogue about a task, and a task source makes the tasks of one. `taskset.ENVIRONMENTS` has the
-sources by name. docs/develop.md shows how to write one.
+`taskset.ENVIRONMENTS` has the sources of tasks by name. docs/develop.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -27,27 +26,12 @@ Messages = list[dict[str, str]]
 """A dialogue: `{"role": "user" | "assistant", "content": text}` for each message, oldest first."""
 
 
-class Environment:
-    """A dialogue about a task. The task's name and the answers decide it: every machine comes to the same rewards.
+class TaskSource:
+    """An environment with its options: it makes tasks, and holds dialogues about them.
 
-    One object serves all dialogues at once, so it keeps nothing of any of them.
+    The task's name and the answers decide a dialogue: every machine comes to the same rewards. One object serves all
+    dialogues at once, so it keeps nothing of any of them.
     """
-
-    def reset(self, task: Task) -> Messages:
-        """The messages that begin the dialogue."""
-        raise NotImplementedError
-
-    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
-        """Continue the dialogue with `answer`: all messages, the reward so far, whether it is over.
-
-        The reward is from 0 to 1, 1 = right; None = this environment does not judge. Any error at an unexpected answer
-        makes it a wrong answer.
-        """
-        raise NotImplementedError
-
-
-class TaskSource(Environment):
-    """An environment with its options, and the tasks that it makes; both are named so that others can make them too."""
 
     environment: str  # its name, the same on every machine
     config: str  # hash of its options: 16 hex digits
@@ -59,6 +43,18 @@ class TaskSource(Environment):
 
     def task(self, index: int) -> Task | None:
         """Task number `index`; None if there is none."""
+        raise NotImplementedError
+
+    def reset(self, task: Task) -> Messages:
+        """The messages that begin the dialogue."""
+        raise NotImplementedError
+
+    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
+        """Continue the dialogue with `answer`: all messages, the reward so far, whether it is over.
+
+        The reward is from 0 to 1, 1 = right; None = this environment does not judge. Any error at an unexpected answer
+        makes it a wrong answer.
+        """
         raise NotImplementedError
 
 

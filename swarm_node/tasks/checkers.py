@@ -14,8 +14,6 @@ from swarm_node.tasks.base import normalise
 
 FULL_MARKS = 0.999  # a score from here on is right: the library adds floats up to 1
 
-# --- text and numbers ---
-
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
 
 
@@ -33,9 +31,6 @@ def text_or_number(answer: str, reference: str) -> float:
     return float(number is not None and number == parse_number(reference))
 
 
-# --- binary_matrix ---
-
-
 def matrix(answer: str, reference: str) -> float:
     """1 for the rows of `reference`, one on each line; 0.1 for the same cells written as a list of lists.
 
@@ -50,8 +45,6 @@ def matrix(answer: str, reference: str) -> float:
             return 0.1
     return 0.0
 
-
-# --- propositional_logic ---
 
 _BINDS = {"↔": 1, "→": 2, "∨": 3, "∧": 4, "¬": 5}
 """Operators, loosest first; binary ones associate to the left, as in reasoning-gym."""

@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -142,7 +143,6 @@ def defaults_of(name: str) -> dict[str, object]:
 
 
 def _create(name: str, options: dict[str, Any]) -> Any:
-    """The library's data set."""
     make_dataset, make_config = library()[name]
     defaults = defaults_of(name)
     for option, value in options.items():
@@ -194,11 +194,9 @@ def common_divisors(a: int, b: int) -> list[int]:
     The library tries every number up to sqrt(g), which takes a minute for g = 10^18; with default options,
     one item in 20 000 takes it longer than a second.
     """
-    from math import gcd
-
     from sympy import divisors
 
-    common = gcd(a, b)
+    common = math.gcd(a, b)
     ordered = []
     for small in divisors(common) if common else ():
         if small * small > common:

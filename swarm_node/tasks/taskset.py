@@ -13,7 +13,7 @@ import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
 from typing import Any
 
@@ -114,7 +114,12 @@ class TaskSet:
 
         Raises RemoteProtocolError: `task` if no source of this node makes it, `assignment` if `key` seeds another.
         """
-        task = _seeded(self._source(name), key)
+        source = self._by_name.get((name.environment, name.config))
+        if source is None:
+            raise RemoteProtocolError("task", f"no source for {name.environment} with options {name.config}")
+        if name.generator != source.generator:
+            raise RemoteProtocolError("task", f"made by {name.generator}, here is {source.generator}")
+        task = _seeded(source, key)
         if task.name != name:
             raise RemoteProtocolError("assignment", f"{name.environment} {name.index}, assigned is {task.name.index}")
         return task
@@ -122,19 +127,12 @@ class TaskSet:
     def held_out(self, n: int) -> list[Task]:
         """Up to `n` different evaluation questions from the sources in turn; the same at every call."""
         streams = [_evaluation_tasks(source) for source in self._sources]
-        tasks: list[Task] = []
-        while streams and len(tasks) < n:
-            for stream in list(streams):
-                task = next(stream, None)
-                if task is None:
-                    streams.remove(stream)
-                else:
-                    tasks.append(task)
-        return tasks[:n]
+        in_turn = chain.from_iterable(zip_longest(*streams))
+        return list(islice((task for task in in_turn if task is not None), n))
 
     def prompt(self, task: Task) -> str:
         """The question that the task's environment begins with. UserError if it begins with more than that."""
-        messages = self._environment(task).reset(task)
+        messages = self._by_name[task.name.environment, task.name.config].reset(task)
         if [message["role"] for message in messages] != ["user"]:
             raise UserError(f"task {task.label!r} begins with several messages: policies are asked one question so far")
         return messages[0]["content"]
@@ -143,13 +141,11 @@ class TaskSet:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         answers = [extract(completion) for completion in completions]
         checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
-        rewards: dict[str, list[float | None]] = {
-            name: _call(name, function, tasks, prompts, completions) for name, function in self._functions.items()
-        }
+        functions = self._functions.items()
+        rewards = {name: _call(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
-            rewards[CHECKER] = [
-                value if value is None or self._partial else float(value >= FULL_MARKS) for value in checked
-            ]
+            whole = [value if value is None else float(value >= FULL_MARKS) for value in checked]
+            rewards[CHECKER] = checked if self._partial else whole
         weights, scores = self.reward_weights, []
         for i, answer in enumerate(answers):
             mine = {name: column[i] for name, column in rewards.items()}
@@ -157,20 +153,9 @@ class TaskSet:
             scores.append(Score(answer, mine, float(total), correct=(checked[i] or 0.0) >= FULL_MARKS))
         return scores
 
-    def _source(self, name: TaskName) -> TaskSource:
-        source = self._by_name.get((name.environment, name.config))
-        if source is None:
-            raise RemoteProtocolError("task", f"no source for {name.environment} with options {name.config}")
-        if name.generator != source.generator:
-            raise RemoteProtocolError("task", f"made by {name.generator}, here is {source.generator}")
-        return source
-
-    def _environment(self, task: Task) -> TaskSource:
-        return self._by_name[task.name.environment, task.name.config]
-
     def _step(self, task: Task, completion: str) -> float | None:
         """Reward in [0, 1] of a completion from the task's environment; None if that does not judge."""
-        environment = self._environment(task)
+        environment = self._by_name[task.name.environment, task.name.config]
         try:
             _, reward, done = environment.step(task, environment.reset(task), completion)
         except Exception:  # library scorers raise on text that they did not expect: that is a wrong answer

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
 from swarm_node.types import Sampling
@@ -272,10 +273,7 @@ class Cache:
 
 def padded(prompts: list[list[int]]) -> Tensor:
     """Token ids [P, T], prompts at the left, as `LayerCache.prefill` expects its rows."""
-    ids = torch.zeros(len(prompts), max(len(p) for p in prompts), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    return ids
+    return pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
 
 
 def last_of(x: Tensor, lengths: list[int]) -> Tensor:

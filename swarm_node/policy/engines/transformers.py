@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -82,13 +83,9 @@ class TransformersEngine(BatchEngine):
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
         device = next(self._model.parameters()).device
-        longest = max(len(p) for p in prompts)
-        ids = torch.full((len(prompts) * n, longest), self._pad_id)
-        mask = torch.zeros_like(ids)
-        for row in range(len(prompts) * n):
-            prompt = prompts[row // n]
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        rows = [torch.tensor(prompt) for prompt in prompts for _ in range(n)]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         draw, stop = _Draw(uniform.to(device), sampling), _Stop(n, cancelled)
         with _plain_generation(self._model):
             out = self._model.generate(
@@ -103,7 +100,7 @@ class TransformersEngine(BatchEngine):
             )
         logprobs = torch.stack(draw.logprobs, 1).tolist()
         samples = []
-        for row, tokens in enumerate(out[:, longest:].tolist()):
+        for row, tokens in enumerate(out[:, ids.shape[1] :].tolist()):
             tokens = tokens[: stop.lengths.get(row)]
             end = next((i + 1 for i, token in enumerate(tokens) if token in self._eos), None)
             length = len(tokens) if end is None else end

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from protocol.manifest import ManifestLimits
 from protocol.messages import RolloutBatch, SharedRollout
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
@@ -304,10 +305,10 @@ def test_old_messages_use_no_present_quota(world: World) -> None:
 
 
 def test_minutes_remembered_of_a_peer_are_bounded() -> None:
-    minutes = Minutes(groups=2, size=1000)
+    minutes = Minutes(ManifestLimits(groups_per_minute=2, bytes_per_minute=1000))
     for minute in range(3 * MAX_MINUTES):
         assert [minutes.take(NOW + 60 * minute, 100) for _ in range(3)] == [True, True, False]
-    assert len(minutes._used) == MAX_MINUTES
+    assert len(minutes.used) == MAX_MINUTES
     assert not minutes.take(NOW, 100), "a minute that was forgotten would begin anew"
     assert not minutes.take(NOW + 60 * 3 * MAX_MINUTES, 1001)
 
