@@ -21,8 +21,8 @@ from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.observability.sinks import open_sinks
-from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.probes import estimate
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter

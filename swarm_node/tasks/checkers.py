@@ -7,7 +7,7 @@ answer as code; all are linear in its length.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from swarm_node.tasks.base import normalise
@@ -84,22 +84,16 @@ def _truth_table(formula: str, tables: Mapping[str, int], every: int) -> tuple[i
     """
     values: list[int] = []
     operators: list[str] = []
+    binary: dict[str, Callable[[int, int], int]] = {
+        "∧": lambda left, right: left & right,
+        "∨": lambda left, right: left | right,
+        "→": lambda left, right: (every ^ left) | right,
+        "↔": lambda left, right: every ^ left ^ right,
+    }
 
     def reduce() -> None:
         operator, right = operators.pop(), values.pop()
-        if operator == "¬":
-            values.append(every ^ right)
-            return
-        left = values.pop()
-        match operator:
-            case "∧":
-                values.append(left & right)
-            case "∨":
-                values.append(left | right)
-            case "→":
-                values.append((every ^ left) | right)
-            case "↔":
-                values.append(every ^ left ^ right)
+        values.append(every ^ right if operator == "¬" else binary[operator](values.pop(), right))
 
     bare, operand_next = True, True
     for symbol in formula:
