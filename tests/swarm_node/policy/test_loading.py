@@ -219,32 +219,28 @@ def test_crews_choose_a_type_without_measuring(tmp_path, monkeypatch):
     assert "as asked" in prepare(config.model_copy(update={"dtype": "float32"}), alone=False).where
 
 
-class _Cramped:
-    """A native engine that runs out of memory above a number of prompts."""
+class _Cramped(NativeEngine):
+    """The native engine with memory for `most` prompts at a time."""
 
-    def __init__(self, decoder, most):
-        self.decoder, self.most = decoder, most
+    most = 2
 
-    def generate(self, prompts, *rest):
+    def decode(self, prompts, *rest):
         if len(prompts) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.decoder.generate(prompts, *rest)
+        return super().decode(prompts, *rest)
 
 
 def test_halving_a_batch_changes_no_sample(tmp_path, monkeypatch):
     policy, _ = load(save("llama", tmp_path))
     prompts, seeds = [[4 + i, 5] for i in range(7)], list(range(7))
     expected = policy.generate(prompts, 2, Sampling(6), seeds)
-    from swarm_node.policy.engines import native as module
-
-    decoder = module.Decoder
-    monkeypatch.setattr(module, "Decoder", lambda model: _Cramped(decoder(model), 2))
+    policy.engine = policy.engine_of(_Cramped)
     said = []
     policy.report = said.append
     assert [[r.token_ids for r in g] for g in policy.generate(prompts, 2, Sampling(6), seeds)] == [
         [r.token_ids for r in g] for g in expected
     ]
     assert said and "1 prompts" in said[-1]
-    monkeypatch.setattr(module, "Decoder", lambda model: _Cramped(decoder(model), 0))
+    monkeypatch.setattr(_Cramped, "most", 0)
     with pytest.raises(UserError, match="group_size"):
         policy.generate(prompts, 2, Sampling(6), seeds)
