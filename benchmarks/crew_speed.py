@@ -154,7 +154,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
         with Stopper(last_resort=lambda: None) as stop:
             assert crew.follow(stop)
             crew.take_lead(stop)
-        policies: list[tuple[Any, Any]] = [(policy, None), (crew.policy, crew.optimizer)]
+        policies: list[tuple[Any, Any]] = [(policy, None), (crew.policy, crew.driver)]
         made = [
             Node(fitted(plain, one, quiet), one, load_tasks(plain.tasks, plain.rewards), quiet, optimizer=optimizer)
             for one, optimizer in policies

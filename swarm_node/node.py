@@ -37,7 +37,7 @@ import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.optimizer import AnyOptimizer
+from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length
@@ -70,7 +70,7 @@ class Node:
         member: Member | None = None,
         now: Callable[[], float] = time.time,
         optimizer: AnyOptimizer | None = None,
-        averaged: AnyOptimizer | None = None,
+        averaged: Optimizer | None = None,
         private: bool = False,
     ) -> None:
         """`config` is `fitted` to `policy`. For a policy in stages, `optimizer` updates all of them, and `averaged` the
@@ -93,6 +93,7 @@ class Node:
         self.averager: Averager | None = None
         if member is not None and config.averaging.method != "none":
             own = averaged or self.trainer.optimizer
+            assert isinstance(own, Optimizer), "the stage that is averaged must be given"
             self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
             own.updating = self.averager.changing
         if member is not None:

@@ -26,18 +26,13 @@ from swarm_node.errors import CheckpointError
 
 
 class AnyOptimizer(Protocol):
-    """The part of an optimiser that a trainer and its node use, wherever the parameters are; see `Optimizer`."""
+    """The part of an optimiser that a trainer uses, wherever the parameters are; see `Optimizer`."""
 
     updates: int
-    updating: Callable[[], AbstractContextManager[object]]
 
     def zero_grad(self) -> None: ...
 
     def step(self) -> tuple[float, float]: ...
-
-    def weights(self) -> dict[str, Tensor]: ...
-
-    def publish(self) -> None: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

@@ -5,7 +5,7 @@
                          | messages                          v
                          +----------------------> Worker.handle -> answers     until the run is over
                          |
-                         +-- holds stage 0 --> Run: the usual rounds, with StagedPolicy and StagedOptimizer
+                         +-- holds stage 0 --> Run: the usual rounds, with StagedPolicy and Driver
 
 The leader runs the node's own loop; all others answer messages. A node that leads no more, because another leader
 stands higher, goes back to answering. The leader says what is lost, and how it came back.
@@ -34,7 +34,7 @@ from swarm_node.pipeline.leaving import Leaving
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, StartLeading, StopLeading
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.settings import crew_settings, with_crew_settings
-from swarm_node.pipeline.staged_optimizer import StagedOptimizer
+from swarm_node.pipeline.stage_calls import StageCalls
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_tokenizer
 from swarm_node.policy.probes import is_windowed
@@ -68,7 +68,6 @@ class CrewNode:
         self.subscriptions = LeaderSubscriptions(parts.transport)
         self.driver: Driver | None = None
         self.policy: StagedPolicy
-        self.optimizer: StagedOptimizer
         self.progress = Progress(parts.round, 0.0)
         """Progress of the crew, as last heard or told, or as of the newest checkpoint here."""
         self._stop: Stop | None = None
@@ -214,7 +213,7 @@ class CrewNode:
     # ----------------------------------------------------------------- leading
 
     def take_lead(self, stop: Stop) -> None:
-        """Wait until every stage is held: then there are `policy` and `optimizer`.
+        """Wait until every stage is held: then there are `policy` and `driver`.
 
         Deposed if another peer leads, StopRequested by a signal."""
         began, self._stop = time.monotonic(), stop
@@ -227,22 +226,20 @@ class CrewNode:
                 raise Deposed("another peer leads this crew now")
         config, plan = self.config, self.stage_transport.plan
         assert plan is not None
-        self.driver = Driver(
+        calls = StageCalls(
             self.stage_transport,
             self.held_stages.workers,
-            self._mend,
             config.pipeline.wire,
-            config.pipeline.swap,
             self.parts.count_refusal,
             config.pipeline.stall_s,
-            first_turn=plan.term * TURNS,
+            plan.term * TURNS,
         )
+        self.driver = Driver(calls, self._mend, config.pipeline.swap)
         self._aftermath.note_holders()
         tokenizer = load_tokenizer(config.policy)
         self.policy = StagedPolicy(self.driver, tokenizer, config.policy, self.say, self.settings.microbatch)
         self.policy.packing = not is_windowed(self.parts.loading.config, longest_row(config))
         self.policy.start_digest = self.held_stages.starts[0]
-        self.optimizer = StagedOptimizer(self.driver)
         self.progress = self.stage_transport.progress or self.progress
         stop.allow()
         self.driver.updates = self.stage_transport.updates  # stage 0 may have been rebuilt, and know of none
@@ -301,10 +298,9 @@ class CrewNode:
         self._aftermath.mended(lost, time.monotonic() - began, self.progress)
 
     def leave_lead(self) -> None:
-        """Go back to answering; stage 0 is dropped with the policy and the optimizer that worked on it."""
+        """Go back to answering; stage 0 is dropped with the policy that worked on it."""
         self.driver, self._leads = None, False
         self.__dict__.pop("policy", None)
-        self.__dict__.pop("optimizer", None)
         self.subscriptions.end()
         leave_cohort(self.transport)
 

@@ -7,7 +7,7 @@
 Nothing here runs by itself. While a caller waits, messages are received and the stages held here do their work. The
 loss of a microbatch is computed while other stages compute other microbatches.
 
-A lost stage makes `passes`, `norm` and `apply` raise StageLost. Then `again` makes the crew whole and has every stage
+A lost stage makes `passes` and `step` raise StageLost. Then `again` makes the crew whole and has every stage
 forget the work under way, and the caller does that work again: `grpo.Trainer` the step from a zero gradient,
 `StagedEngine` the generation with the same uniform numbers. But once an Apply has been sent, the update is made. Every
 stage makes it once; a stage that was lost before goes without. A stage itself says whether it was lost
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median_high
 
 import torch
@@ -32,8 +32,7 @@ from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
 from swarm_node.pipeline.compute.waves import Waves
-from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.messages import MessageTransport, StageLost, StageMessage
+from swarm_node.pipeline.messages import StageLost, StageMessage
 from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
@@ -43,39 +42,20 @@ TRIES = 3  # turns that end in a refusal, one after the other, before the work i
 
 
 class Driver:
-    """Drives the stages of a crew."""
+    """Drives the stages of a crew; to a trainer it is the optimiser of all of them."""
 
-    def __init__(
-        self,
-        transport: MessageTransport,
-        workers: Mapping[int, Worker],
-        on_lost: Callable[[StageLost], None],
-        codec: heads.ActivationCodec = "float32",
-        swapped: bool = False,
-        refused: Callable[[RemoteProtocolError], None] = lambda error: None,
-        patience_s: float = 120.0,
-        first_turn: int = 0,
-    ) -> None:
-        """workers     the stages held here, by number; stage 0 must be among them
-        on_lost     makes the crew whole again; it may change `workers`
-        swapped     odd microbatches take another order of stages (CheckFree+)
-        refused     is told of messages that make no sense
-        patience_s  after so long without a message all stages are asked for their status; a stage that does not answer
-                    within the same time again is lost
-        first_turn  turns are counted from there, so that those of a new leader differ from old ones
-        """
-        self.calls = StageCalls(transport, workers, codec, refused, patience_s, first_turn)
-        self.workers = workers
+    def __init__(self, calls: StageCalls, on_lost: Callable[[StageLost], None], swapped: bool = False) -> None:
+        """`on_lost` makes the crew whole again; it may change the stages held here. `swapped`: odd microbatches take
+        another order of stages (CheckFree+)."""
+        self.calls = calls
+        self.workers = calls.workers
+        self.stages = calls.stages
         self.on_lost = on_lost
         self.swapped = swapped
         self.spoiled = False  # whether the loss had a gradient that is not finite
-        self.updates = workers[0].updates  # updates that the crew has made
-        self.total = first_turn  # number of the sum that gradients are added to
+        self.updates = calls.workers[0].updates  # updates that the crew has made
+        self.total = calls.turn  # number of the sum that gradients are added to
         self._refusals = 0  # turns that ended in one, since the last update or generation
-
-    @property
-    def stages(self) -> int:
-        return self.calls.stages
 
     # ----------------------------------------------------------------- after a loss
 
@@ -167,7 +147,8 @@ class Driver:
                 if answer is None:
                     continue
                 i, tensors = answer[0].microbatch, answer[1]
-                if i not in expected or not _fits(tensors, todo[i], entropy):
+                wanted = [todo[i].target.shape] * (1 + entropy) if i in expected else None
+                if [t.shape for t in tensors] != wanted:
                     calls.refused(RemoteProtocolError("order", f"log-probabilities of microbatch {i} were not wanted"))
                     continue
                 expected.remove(i)
@@ -183,12 +164,10 @@ class Driver:
 
     def _upstream(self, logprobs: Tensor) -> Tensor:
         """Gradient of the loss; zeros if it is not finite, and then the step is spoiled."""
-        if logprobs.grad is None:
-            return torch.zeros_like(logprobs)
-        if not bounded(logprobs.grad):
-            self.spoiled = True
-            return torch.zeros_like(logprobs)
-        return logprobs.grad
+        if logprobs.grad is not None and bounded(logprobs.grad):
+            return logprobs.grad
+        self.spoiled |= logprobs.grad is not None
+        return torch.zeros_like(logprobs)
 
     # ----------------------------------------------------------------- samples
 
@@ -220,7 +199,28 @@ class Driver:
 
     # ----------------------------------------------------------------- updates
 
-    def norm(self) -> float:
+    def zero_grad(self) -> None:
+        """Begin another sum of gradients; stages begin it with its first microbatch."""
+        self.total += 1
+        self.spoiled = False
+
+    def step(self) -> tuple[float, float]:
+        """See `Optimizer.step`. After StageLost the gradient must be computed again, from `zero_grad` on."""
+        optimizer = self.workers[0].optimizer
+        norm, rate = self._norm(), optimizer.rate()
+        if math.isfinite(norm):
+            self._apply(min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
+        self.zero_grad()
+        return norm, rate
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing: each stage has checkpoints of its own."""
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Nothing, see `state_dict`."""
+
+    def _norm(self) -> float:
         """Norm of the whole gradient, once all passes are done; nan if it is not finite. Raises StageLost."""
         self.calls.to_all(heads.GradientNormRequest(self.total))
         squares: dict[int, float | None] = {}
@@ -231,12 +231,13 @@ class Driver:
         found = [square for square in squares.values() if square is not None]
         return math.sqrt(sum(found)) if len(found) == self.stages and not self.spoiled else math.nan
 
-    def apply(self, update: int, scale: float, rate: float) -> None:
-        """Have every stage make that update; a stage that is rebuilt meanwhile only counts it.
+    def _apply(self, scale: float, rate: float) -> None:
+        """Have every stage make the next update; a stage that is rebuilt meanwhile only counts it.
 
         Raises StageLost if a stage is lost before any has been told."""
+        update, statuses = self.updates + 1, self.calls.statuses
         rebuilt: set[int] = set()
-        statuses, told = self.calls.statuses, False
+        told = False
         while True:
             try:
                 statuses.clear()
@@ -247,17 +248,12 @@ class Driver:
                 while any(k not in statuses or statuses[k].updates < update for k in range(self.stages)):
                     self.calls.next(train=True)
                 self._share(rebuilt)
-                self._refusals = 0
+                self.updates, self._refusals = update, 0
                 return
             except StageLost as lost:
                 if not told:
                     raise
                 rebuilt |= self.again(lost)
-
-    def zero(self) -> None:
-        """Begin another sum of gradients; stages begin it with its first microbatch."""
-        self.total += 1
-        self.spoiled = False
 
 
 def _forward(head: heads.Forward, batch: TokenBatch) -> StageMessage:
@@ -267,7 +263,3 @@ def _forward(head: heads.Forward, batch: TokenBatch) -> StageMessage:
         tensors += [batch.position_ids, batch.attention_mask]
         head = replace(head, packed=True)
     return StageMessage(0, head, tuple(tensors))
-
-
-def _fits(tensors: tuple[Tensor, ...], batch: TokenBatch, entropy: bool) -> bool:
-    return len(tensors) == 1 + entropy and all(t.shape == batch.target.shape for t in tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -30,31 +31,24 @@ class TurnRefused(StageLost):
         super().__init__((), f"stage {stage} refuses what it is sent")
 
 
+@dataclass
 class StageCalls:
     """Sends, waits, and finds stages that do not answer."""
 
-    def __init__(
-        self,
-        transport: MessageTransport,
-        workers: Mapping[int, Worker],
-        codec: heads.ActivationCodec,
-        refused: Callable[[RemoteProtocolError], None],
-        patience_s: float,
-        first_turn: int,
-    ) -> None:
-        """See `Driver`."""
-        self.transport = transport
-        self.workers = workers
-        self.codec = codec
-        self.refused = refused
-        self.patience_s = patience_s
-        self.turn = first_turn  # number of the last pass or generation
-        self.statuses: dict[int, heads.StageStatus] = {}  # last status of each stage
-        self.tokens = 0  # tokens sampled, or in rows of a pass, since `figures` was last asked
-        self.trained_s = 0.0  # seconds of train steps, since then
-        self._waited_s = 0.0
-        self._bytes = 0
-        self._heard = time.monotonic()
+    transport: MessageTransport
+    workers: Mapping[int, Worker]  # the stages held here, by number; stage 0 must be among them
+    codec: heads.ActivationCodec
+    refused: Callable[[RemoteProtocolError], None]  # is told of messages that make no sense
+    patience_s: float
+    """After so long without a message all stages are asked for their status; a stage that does not answer within the
+    same time again is lost."""
+    turn: int = 0  # number of the last pass or generation; those of a new leader must differ from old ones
+    statuses: dict[int, heads.StageStatus] = field(default_factory=dict)  # last status of each stage
+    tokens: int = 0  # tokens sampled, or in rows of a pass, since `figures` was last asked
+    trained_s: float = 0.0  # seconds of train steps, since then
+    _waited_s: float = 0.0
+    _bytes: int = 0
+    _heard: float = field(default_factory=time.monotonic)
 
     @property
     def stages(self) -> int:

@@ -81,19 +81,13 @@ class StagedPolicy(Policy):
             raise interrupted
         self.driver.again(interrupted)
 
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        return list(self._named().values())
-
     def trainable_state(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._named().items()}
+        named: dict[str, nn.Parameter] = {}
+        for worker in self.driver.workers.values():
+            named = worker.stage.named() | named
+        return {name: parameter.data for name, parameter in named.items()}
 
     def keep_reference(self) -> None:
         for worker in self.driver.workers.values():
             if worker.reference is None:  # else it was kept when the stage was built, before it had trained weights
                 worker.keep_reference()
-
-    def _named(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
-        for worker in self.driver.workers.values():
-            named = worker.stage.named() | named
-        return named

@@ -116,7 +116,7 @@ class Machine:
     def _lead(self) -> None:
         node, world = self.node, self.world
         self.leads = True
-        trainer = Trainer(node.policy, world.grpo, SAMPLING, self.said.append, optimizer=node.optimizer)
+        trainer = Trainer(node.policy, world.grpo, SAMPLING, self.said.append, optimizer=node.driver)
         while True:
             self.stop.check()
             if world.todo == 0:

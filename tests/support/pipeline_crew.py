@@ -43,7 +43,7 @@ from swarm_node.pipeline.messages import (
     encode_message,
     encoded_size,
 )
-from swarm_node.pipeline.staged_optimizer import StagedOptimizer
+from swarm_node.pipeline.stage_calls import StageCalls
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
@@ -156,11 +156,11 @@ class Crew:
             for worker in self.workers.values():
                 worker.keep_reference()
         self.own = {k: worker for k, worker in self.workers.items() if self.peer(k) == 0}
-        self.driver = Driver(self, self.own, self.mend, self.codec, self.swapped, self.refuse, patience_s=0.2)
+        calls = StageCalls(self, self.own, self.codec, self.refuse, patience_s=0.2)
+        self.driver = Driver(calls, self.mend, self.swapped)
         self.policy = StagedPolicy(self.driver, load_tokenizer(self.config), self.config, lambda line: None)
         self.policy.packing = True
-        self.optimizer = StagedOptimizer(self.driver)
-        self.trainer = Trainer(self.policy, self.grpo, SAMPLING, lambda line: None, optimizer=self.optimizer)
+        self.trainer = Trainer(self.policy, self.grpo, SAMPLING, lambda line: None, optimizer=self.driver)
 
     def _worker(self, k: int) -> Worker:
         stage = load_stage(self.config, (k, self.stages), lambda line: None)
