@@ -132,7 +132,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     from protocol.transports.memory import MemoryNetwork, VirtualClock
     from swarm_node.config import load_config
     from swarm_node.node import Node, fitted
-    from swarm_node.pipeline.assemble import assemble
+    from swarm_node.pipeline.assemble import CrewParts
     from swarm_node.pipeline.crew import CrewNode
     from swarm_node.policy.loading import load_policy
     from swarm_node.runtime.shutdown import Stopper
@@ -150,7 +150,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
         transport = MemoryNetwork(VirtualClock()).join(identity, manifest.swarm_id)
         run = stack.enter_context(RunDir.open(folder / "crew"))
         config = load_config(file, sets=["pipeline.stages=1", "pipeline.crew=bench"])
-        crew = CrewNode(assemble(config, JoinedSwarm(manifest, identity, transport, tasks), run, quiet, stack), stack)
+        crew = CrewNode(CrewParts(config, JoinedSwarm(manifest, identity, transport, tasks), run, quiet, stack), stack)
         with Stopper(last_resort=lambda: None) as stop:
             assert crew.follow(stop)
             crew.take_lead(stop)

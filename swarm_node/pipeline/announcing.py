@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
@@ -28,36 +29,34 @@ class LeaderSubscriptions:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._subscribed: set[str] = set()
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, Handler | None] = {}
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Have `handler` called with each message of a topic, until `end`. The transport's subscription stays."""
 
         def heard(data: bytes) -> None:
-            now = self._handlers.get(topic)
+            now = self._handlers[topic]
             if now is not None:
                 now(data)
 
+        known = topic in self._handlers
         self._handlers[topic] = handler
-        if topic not in self._subscribed:
-            self._subscribed.add(topic)
+        if not known:
             self._transport.subscribe(topic, heard)
 
     def end(self) -> None:
         """Call no handler any more."""
-        self._handlers.clear()
+        self._handlers = dict.fromkeys(self._handlers)
 
 
+@dataclass
 class Announcer:
     """The card and the status file of a node in a crew."""
 
-    def __init__(self, parts: CrewParts, drives: Callable[[], bool], status: Callable[[], dict[str, Any]]) -> None:
-        """`drives`: whether this node leads a whole crew. `status`: the crew's part of the status file."""
-        self._parts = parts
-        self._drives = drives
-        self._status = status
-        self._announced: Any = None
+    parts: CrewParts
+    drives: Callable[[], bool]  # whether this node leads a whole crew
+    status: Callable[[], dict[str, Any]]  # the crew's part of the status file
+    _announced: Any = None
 
     def start(self, stack: ExitStack) -> None:
         """Keep time, join command and status on a thread of its own, which ends with `stack`."""
@@ -69,16 +68,16 @@ class Announcer:
 
     def card(self) -> tuple[CrewCard, tuple[int, int] | None]:
         """The crew's part of the membership card, and the first and the last layer that are held here."""
-        card, plan = self._parts.stage_transport.card, self._parts.stage_transport.plan
+        card, plan = self.parts.stage_transport.card, self.parts.stage_transport.plan
         held = [] if plan is None else [plan.spans[stage] for stage in card.held]
         return card, (held[0][0], held[-1][1] - 1) if held else None
 
     def announce(self) -> None:
         """Renew the membership card if it has changed."""
-        parts = self._parts
+        parts = self.parts
         card, layers = self.card()
         shown = card, parts.held_stages.updates, parts.cohort.id
-        if self._drives() or shown == self._announced:
+        if self.drives() or shown == self._announced:
             return
         self._announced = shown
         parts.transport.announce(
@@ -97,7 +96,7 @@ class Announcer:
         )
 
     def _write_status(self) -> None:
-        parts, transport = self._parts, self._parts.transport
+        parts, transport = self.parts, self.parts.transport
         averager = parts.cohort.averager
         parts.run.write_status(
             {
@@ -119,18 +118,18 @@ class Announcer:
                     for peer, card in sorted(transport.members().items())[:MAX_SHOWN]
                 },
                 "link": parts.join_command.link,
-                "crew": self._status(),
+                "crew": self.status(),
             }
         )
 
     def _tick(self, ended: threading.Event) -> None:
-        written, transport = 0.0, self._parts.transport
-        stage_transport = self._parts.stage_transport
+        written, transport = 0.0, self.parts.transport
+        stage_transport = self.parts.stage_transport
         while not ended.wait(ANNOUNCE_TICK_S):
             stage_transport.tick()
             members, absent = transport.members(), stage_transport.absent
             here = {peer: card for peer, card in members.items() if peer not in absent}
-            self._parts.join_command.renew(transport.addresses, here, stage_transport.plan)
-            if not self._drives() and time.monotonic() - written > STATUS_S:
+            self.parts.join_command.renew(transport.addresses, here, stage_transport.plan)
+            if not self.drives() and time.monotonic() - written > STATUS_S:
                 written = time.monotonic()
                 self._write_status()

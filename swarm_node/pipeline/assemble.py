@@ -1,6 +1,6 @@
 """Everything that a node needs in its crew, made in order: the policy, its files, the crew, stages, averaging.
 
-    configuration + swarm -> `assemble` -> CrewParts -> `crew.CrewNode`, which lets them work together
+    configuration + swarm -> CrewParts -> `crew.CrewNode`, which lets them work together
 
 Mistakes of the user are found first: a crew without a name, files of another model, a stage that does not exist.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from protocol.crew import Holding, Settings, Source, crew_id, crew_key
 from protocol.errors import RemoteProtocolError
 from protocol.lineage import NO_RUN
-from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.cgroups import free_main_memory
@@ -52,31 +50,72 @@ FRESH = 100
 """A copy of a stage that is at most so many updates old is better than what CheckFree makes of its neighbours."""
 
 
-@dataclass
 class CrewParts:
-    """The parts of a node in a crew."""
+    """The parts of a node in a crew, and which of its weights other peers may have."""
 
-    own: NodeConfig  # the configuration as the user of this node wants it
-    entered: JoinedSwarm
-    run: RunDir
-    say: Callable[..., None]
-    run_settings: RunSettings
-    loading: Loading  # the kind of policy and how it is loaded
-    footprint: Footprint
-    architecture: str
-    stage_transport: StageTransport
-    weight_transfer: WeightTransfer
-    held_stages: HeldStages
-    cohort: StageCohort
-    status_text: StatusText
-    join_command: JoinCommand
-    access: StageAccess
-    round: int  # round of the newest checkpoint here; 0 = there is none
+    def __init__(
+        self,
+        config: NodeConfig,
+        entered: JoinedSwarm,
+        run: RunDir,
+        say: Callable[..., None],
+        stack: ExitStack,
+        asked: NodeConfig | None = None,
+    ) -> None:
+        """The crew is left with `stack`. `asked`: what the user asked for, in the fields that are set; by default
+        `config`.
 
-    @property
-    def transport(self) -> Transport:
-        """The swarm's transport."""
-        return self.entered.transport
+        UserError for a policy that cannot be divided so, a stage that does not exist, or files of another model."""
+        if not config.pipeline.crew:
+            raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
+        if config.seed is None:
+            config = config.model_copy(update={"seed": entered.seed})
+        self.own = config  # the configuration as the user of this node wants it
+        self.entered = entered
+        self.run = run
+        self.say = say
+        self.transport = entered.transport  # the swarm's
+        self.leaving: Callable[[], bool] = lambda: False  # whether this node leaves the crew, or the run is over
+        self.run_settings = RunSettings(run, config, asked or config, say)
+        self.run_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
+        self.loading = prepare(config.policy, alone=False)  # the kind of policy and how it is loaded
+        self.footprint = Footprint(config, self.loading)
+        self.spec = spec = self._peer_spec()
+        model = self.loading.config
+        self.stage_transport = StageTransport(
+            self.transport,
+            spec,
+            partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
+            lambda text: say(self.status_text.named(text)),
+        )
+        self.status_text = StatusText(self.transport, self.stage_transport, spec.crew, spec.name)
+        stack.callback(self.stage_transport.close)
+        self.weight_transfer = WeightTransfer(
+            self.transport,
+            (spec.swarm, spec.architecture),
+            self._may_have,
+            self._in_crew,
+            shelf=self.shelf,
+            shelved=self.report,
+            room=free_main_memory,
+        )
+        self.held_stages = HeldStages(
+            config, self.loading, self.weight_transfer, run.path / "stages", self.stage_transport.stands, say
+        )
+        self.held_stages.go_to(spec.run)
+        self.held_stages.recall(spec.spans)
+        self.report()
+        self.cohort = StageCohort(
+            config.averaging,
+            spec.swarm,
+            entered.manifest.averaging_period_s,
+            self.held_stages,
+            self.transport,
+            say,
+            most_s=min(MOST_S, config.pipeline.stall_s / 4),
+        )
+        bootstrap = [*config.network.bootstrap, *entered.manifest.bootstrap]
+        self.join_command = JoinCommand(spec.me, spec.swarm, config, bootstrap, entered.model)
 
     @property
     def over(self) -> bool:
@@ -87,32 +126,9 @@ class CrewParts:
         """A peer sent an invalid message."""
         self.stage_transport.counts[f"refused/{error.reason}"] += 1
 
-
-class StageAccess:
-    """Which weights other peers may fetch here, and which stages they may leave here."""
-
-    def __init__(self, transport: Transport, architecture: str, averages: bool) -> None:
-        """`averages`: the weights are averaged with other crews'."""
-        self.stage_transport: StageTransport
-        self.held_stages: HeldStages
-        self.leaving: Callable[[], bool] = lambda: False  # whether this node leaves the crew, or the run is over
-        self._transport = transport
-        self._architecture = architecture
-        self._averages = averages
-
-    def in_crew(self, peer: str) -> bool:
-        """Whether a peer is in this crew, by its plan."""
-        plan = self.stage_transport.plan
-        return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
-
-    def may_have(self, peer: str, stage: int) -> bool:
-        """Whether a peer may fetch weights of a stage.
-
-        Peers of this crew may. If weights are averaged, so may any peer that holds the same policy."""
-        if self.in_crew(peer):
-            return True
-        card = self._transport.members().get(peer)
-        return bool(self._averages and card and card.crew and card.crew.architecture == self._architecture)
+    def report(self) -> None:
+        """Tell the crew what this node holds."""
+        self.stage_transport.report(self.held_stages.holding())
 
     def shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
         """Names and shapes of a stage that a leaving peer wants kept here. RemoteProtocolError if it is refused."""
@@ -126,141 +142,73 @@ class StageAccess:
         self.held_stages.replicas.asked[stage] = plan.mark
         return self.held_stages.shapes_of(stage, plan.spans)
 
+    def _in_crew(self, peer: str) -> bool:
+        """Whether a peer is in this crew, by its plan."""
+        plan = self.stage_transport.plan
+        return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
 
-def assemble(
-    config: NodeConfig,
-    entered: JoinedSwarm,
-    run: RunDir,
-    say: Callable[..., None],
-    stack: ExitStack,
-    asked: NodeConfig | None = None,
-) -> CrewParts:
-    """Make the parts of a node in a crew, and leave the crew with `stack`.
+    def _may_have(self, peer: str, stage: int) -> bool:
+        """Whether a peer may fetch weights: those of this crew, and with averaging any that holds the same policy."""
+        if self._in_crew(peer):
+            return True
+        card, averages = self.transport.members().get(peer), self.own.averaging.method != "none"
+        return bool(averages and card and card.crew and card.crew.architecture == self.spec.architecture)
 
-    `asked`: what the user asked for, in the fields that are set; by default `config`. UserError for a policy that
-    cannot be divided so, a stage that does not exist, or files of another model."""
-    if not config.pipeline.crew:
-        raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
-    if config.seed is None:
-        config = config.model_copy(update={"seed": entered.seed})
-    run_settings = RunSettings(run, config, asked or config, say)
-    run_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
-    loading = prepare(config.policy, alone=False)
-    pipeline, transport, name = config.pipeline, entered.transport, config.name or "node"
-    footprint = Footprint(config, loading)
-    spec = peer_spec(config, entered, run, loading, footprint)
-    model = loading.config
-    stage_transport = StageTransport(
-        transport,
-        spec,
-        partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
-        lambda text: say(status_text.named(text)),
-    )
-    status_text = StatusText(transport, stage_transport, pipeline.crew, name)
-    stack.callback(stage_transport.close)
-    access = StageAccess(transport, spec.architecture, config.averaging.method != "none")
-    weight_transfer = WeightTransfer(
-        transport,
-        (spec.swarm, spec.architecture),
-        access.may_have,
-        access.in_crew,
-        shelf=access.shelf,
-        shelved=lambda: stage_transport.report(held_stages.holding()),
-        room=free_main_memory,
-    )
-    held_stages = HeldStages(config, loading, weight_transfer, run.path / "stages", stage_transport.stands, say)
-    access.stage_transport, access.held_stages = stage_transport, held_stages
-    held_stages.go_to(spec.run)
-    recalled = held_stages.recall(spec.spans)
-    stage_transport.report(held_stages.holding())
-    cohort = StageCohort(
-        config.averaging,
-        spec.swarm,
-        entered.manifest.averaging_period_s,
-        held_stages,
-        transport,
-        say,
-        most_s=min(MOST_S, pipeline.stall_s / 4),
-    )
-    bootstrap = [*config.network.bootstrap, *entered.manifest.bootstrap]
-    return CrewParts(
-        own=config,
-        entered=entered,
-        run=run,
-        say=say,
-        run_settings=run_settings,
-        loading=loading,
-        footprint=footprint,
-        architecture=spec.architecture,
-        stage_transport=stage_transport,
-        weight_transfer=weight_transfer,
-        held_stages=held_stages,
-        cohort=cohort,
-        status_text=status_text,
-        join_command=JoinCommand(spec.me, spec.swarm, config, bootstrap, entered.model),
-        access=access,
-        round=recalled,
-    )
+    def _peer_spec(self) -> PeerSpec:
+        """This peer's place in its crew. UserError if its run directory has stages of another model."""
+        config, loading, transport = self.own, self.loading, self.transport
+        pipeline, swarm, policy = config.pipeline, self.entered.manifest.swarm_id, architecture_of(config, loading)
+        folder = self.run.path / "stages"
+        files = stage_files(folder)
+        ours = [file for file in files if file.architecture == policy]
+        usable = [file for file in ours if file.run and len(file.spans) == pipeline.stages]
+        if files and not ours:
+            raise UserError(f"{folder} has stages of another model, or trained otherwise: choose another --run-dir")
+        last = newest(usable)
+        kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
+        wait_s = FIRST_LEADER_WAIT_S if kept and 0 not in kept else 0.0
+        key = crew_key(swarm, pipeline.crew)
 
+        def stage_sources(
+            stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings
+        ) -> Sequence[Source]:
+            def others(stage: int) -> dict[str, int]:
+                """Peers of other crews that average the same stage, if this crew does -> their updates.
 
-def peer_spec(
-    config: NodeConfig, entered: JoinedSwarm, run: RunDir, loading: Loading, footprint: Footprint
-) -> PeerSpec:
-    """This peer's place in its crew. UserError if its run directory has stages of another model."""
-    pipeline, transport = config.pipeline, entered.transport
-    swarm, policy = entered.manifest.swarm_id, architecture_of(config, loading)
-    files = stage_files(run.path / "stages")
-    ours = [file for file in files if file.architecture == policy]
-    usable = [file for file in ours if file.run and len(file.spans) == pipeline.stages]
-    if files and not ours:
-        raise UserError(
-            f"{run.path / 'stages'} has stages of another model, or trained otherwise: choose another --run-dir"
+                Those with about as many updates as this crew come first: others may have made theirs up."""
+                if config.averaging.method == "none":
+                    return {}
+                members = {peer: card for peer, card in transport.members().items() if card.cohort}
+                found = elsewhere(members, crew_id(key), policy, pipeline.stages, spans[stage], stage)
+                return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
+
+            usual = 2 * max(EVERY, replica_every(with_crew_settings(config, settings)[0], loading.lora))
+            return rank_sources(
+                stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH
+            )
+
+        return PeerSpec(
+            me=transport.peer_id,
+            name=config.name or "node",
+            swarm=swarm,
+            crew=pipeline.crew,
+            key=key,
+            architecture=policy,
+            settings=crew_settings(config),
+            spans=last.spans if last is not None else self.footprint.divide([UNKNOWN] * pipeline.stages),
+            run=last.run if last is not None else NO_RUN,
+            round=last.round if last is not None else 0,
+            sources=stage_sources,
+            tell=partial(tell, adapters=loading.lora),
+            costs=self.footprint.costs,
+            divide=self.footprint.divide,
+            wanted=None if pipeline.stage == "auto" else pipeline.stage,
+            capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
+            started=time.time() + wait_s,  # of two leaders that begin at once, it gives way
+            spare_wait_s=pipeline.spare_wait_s,
+            stall_s=pipeline.stall_s,
+            absent_s=wait_s,
         )
-    last = newest(usable)
-    kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
-    wait_s = FIRST_LEADER_WAIT_S if kept and 0 not in kept else 0.0
-    key = crew_key(swarm, pipeline.crew)
-
-    def stage_sources(
-        stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings
-    ) -> Sequence[Source]:
-        def others(stage: int) -> dict[str, int]:
-            """Peers of other crews that average the same stage, if this crew does -> their updates.
-
-            Those with about as many updates as this crew come first: others may have made theirs up."""
-            if config.averaging.method == "none":
-                return {}
-            members = {peer: card for peer, card in transport.members().items() if card.cohort}
-            found = elsewhere(members, crew_id(key), policy, pipeline.stages, spans[stage], stage)
-            return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
-
-        usual = 2 * max(EVERY, replica_every(with_crew_settings(config, settings)[0], loading.lora))
-        return rank_sources(
-            stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH
-        )
-
-    return PeerSpec(
-        me=transport.peer_id,
-        name=config.name or "node",
-        swarm=swarm,
-        crew=pipeline.crew,
-        key=key,
-        architecture=policy,
-        settings=crew_settings(config),
-        spans=last.spans if last is not None else footprint.divide([UNKNOWN] * pipeline.stages),
-        run=last.run if last is not None else NO_RUN,
-        round=last.round if last is not None else 0,
-        sources=stage_sources,
-        tell=partial(tell, adapters=loading.lora),
-        costs=footprint.costs,
-        divide=footprint.divide,
-        wanted=None if pipeline.stage == "auto" else pipeline.stage,
-        capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
-        started=time.time() + wait_s,  # of two leaders that begin at once, it gives way
-        spare_wait_s=pipeline.spare_wait_s,
-        stall_s=pipeline.stall_s,
-        absent_s=wait_s,
-    )
 
 
 def architecture_of(config: NodeConfig, loading: Loading) -> str:

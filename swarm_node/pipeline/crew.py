@@ -1,11 +1,11 @@
 """A node in a crew: holds stages of a policy that several peers hold together, and leads them if it has the first.
 
-    assemble -> StageTransport (who holds what) --orders--> HeldStages (stages come and go)
-                         |                                   |
-                         | messages                          v
-                         +----------------------> Worker.handle -> answers     until the run is over
-                         |
-                         +-- holds stage 0 --> Run: the usual rounds, with StagedPolicy and Driver
+    CrewParts -> StageTransport (who holds what) --orders--> HeldStages (stages come and go)
+                          |                                   |
+                          | messages                          v
+                          +----------------------> Worker.handle -> answers     until the run is over
+                          |
+                          +-- holds stage 0 --> Run: the usual rounds, with StagedPolicy and Driver
 
 The leader runs the node's own loop; all others answer messages. A node that leads no more, because another leader
 stands higher, goes back to answering. The leader says what is lost, and how it came back.
@@ -59,16 +59,12 @@ class CrewNode:
         self.config = parts.own  # configuration of this node, with the crew's settings once these are known
         self.settings = crew_settings(parts.own)  # the crew's settings, as far as this node knows
         self.say = parts.say
-        self.transport = parts.transport
         self.stage_transport = parts.stage_transport
         self.held_stages = parts.held_stages
-        self.cohort = parts.cohort
-        self.status_text = parts.status_text
-        self.join_command = parts.join_command
         self.subscriptions = LeaderSubscriptions(parts.transport)
         self.driver: Driver | None = None
         self.policy: StagedPolicy
-        self.progress = Progress(parts.round, 0.0)
+        self.progress = Progress(parts.held_stages.checkpoints.round, 0.0)
         """Progress of the crew, as last heard or told, or as of the newest checkpoint here."""
         self._stop: Stop | None = None
         self._leads = False  # this node is to lead, by its orders
@@ -78,7 +74,7 @@ class CrewNode:
         self._averaged = 0  # changes that others' weights made to stage 0 while this node led
         self._aftermath = Aftermath(parts.status_text, parts.say)
         self.leaving = Leaving(parts, lambda: self._leads or self.driver is not None, self._after_update)
-        parts.access.leaving = lambda: self.leaving.begun or parts.over or bool(self._stop and self._stop.requested)
+        parts.leaving = lambda: self.leaving.begun or parts.over or bool(self._stop and self._stop.requested)
         self.announcer = Announcer(parts, lambda: self.driver is not None, self.status)
         self.announcer.start(stack)
 
@@ -95,14 +91,14 @@ class CrewNode:
                 stop.advised, self._advised = False, True
             self._save_if_advised()
             self._carry_out_orders()
-            if self.stage_transport.whole and not self._leads and (whole := self.status_text.whole()) != told:
+            if self.stage_transport.whole and not self._leads and (whole := self.parts.status_text.whole()) != told:
                 told = whole
                 self._begin()
                 self.say(whole)
             if self._leads:
-                self.cohort.leave()
+                self.parts.cohort.leave()
             else:
-                self.cohort.look()
+                self.parts.cohort.look()
             self.announcer.announce()
             if self._leads and self.minutes_over:
                 self.say(f"{self.config.minutes:g} minutes are over: somebody else has to lead the crew")
@@ -116,7 +112,7 @@ class CrewNode:
                 continue
             left = attend(message, self.held_stages.workers, self.stage_transport.send, self.parts.count_refusal)
             assert left is None, "only the leader is sent messages for the leader"
-            self.cohort.step()
+            self.parts.cohort.step()
             self._after_update()
 
     def _heard_progress(self, show: Callable[[int, float], None]) -> bool:
@@ -144,17 +140,14 @@ class CrewNode:
             self._updates = updates
             checkpoints.round = max(checkpoints.round, self.progress.round + (self.driver is None))
             self.held_stages.updated(plan)
-            self._report()
+            self.parts.report()
             self.announcer.announce()
-
-    def _report(self) -> None:
-        self.stage_transport.report(self.held_stages.holding())
 
     def _save_if_advised(self) -> None:
         """Write checkpoints of the stages here if they are due, as soon as the last ones are written."""
         if self._advised and self.held_stages.save_soon():
             self._advised = False
-            self._report()
+            self.parts.report()
 
     # ----------------------------------------------------------------- orders
 
@@ -174,7 +167,7 @@ class CrewNode:
                     self.held_stages.leave(stage)
                 case BuildStage():
                     self._build(order)
-            self._report()
+            self.parts.report()
 
     def _go_by_plan(self) -> None:
         """Take over the crew's settings, and its run, where they differ from this node's."""
@@ -184,7 +177,7 @@ class CrewNode:
         if plan.run != self.held_stages.checkpoints.run:
             if self.held_stages.go_to(plan.run):
                 self.progress = Progress(0, 0.0)
-            self._report()
+            self.parts.report()
         if plan.settings == self.settings:
             return
         self.settings = plan.settings
@@ -248,7 +241,7 @@ class CrewNode:
         stop.hold()
         self.policy.version = self.driver.updates
         self._begin()
-        self.say(f"{self.status_text.whole()}; {self.driver.updates} updates so far")
+        self.say(f"{self.parts.status_text.whole()}; {self.driver.updates} updates so far")
         self._aftermath.begin(self.progress)
 
     def round_over(self, round: int, reward: float, averager: Averager | None) -> None:
@@ -256,7 +249,7 @@ class CrewNode:
 
         `averager`: of stage 0."""
         if averager is not None:
-            self.cohort.say_which(sorted(self.held_stages.workers))
+            self.parts.cohort.say_which(sorted(self.held_stages.workers))
             changes = averager.counts["exchanges"] + averager.replaced
             if changes != self._averaged:
                 assert self.driver is not None
@@ -302,7 +295,7 @@ class CrewNode:
         self.driver, self._leads = None, False
         self.__dict__.pop("policy", None)
         self.subscriptions.end()
-        leave_cohort(self.transport)
+        leave_cohort(self.parts.transport)
 
     # ----------------------------------------------------------------- what others read
 
@@ -312,13 +305,13 @@ class CrewNode:
 
     def status(self) -> dict[str, Any]:
         """The crew's part of the status file. Usable from any thread."""
-        return self.status_text.status(self.held_stages, self.progress)
+        return self.parts.status_text.status(self.held_stages, self.progress)
 
     def waiting(self) -> str:
         """A sentence about what keeps the crew from going on. Usable from any thread.
 
         Empty if nothing does, or the crew was never whole."""
-        return self.status_text.missing() if self._whole_since < math.inf else ""
+        return self.parts.status_text.missing() if self._whole_since < math.inf else ""
 
     def _tell_how_to_join(self, since: float) -> None:
         """Say how a peer can join if none has come for a stage."""
@@ -328,7 +321,7 @@ class CrewNode:
 
     def invite(self) -> None:
         """Say what to type on another machine, if that has not been said."""
-        self.join_command.tell(self._whole_since < math.inf, self.say)
+        self.parts.join_command.tell(self._whole_since < math.inf, self.say)
 
     def _begin(self) -> None:
         """The crew is whole: from the first time on, minutes count."""

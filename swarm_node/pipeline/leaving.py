@@ -11,6 +11,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from protocol.crew import Progress
 from swarm_node.errors import StopRequested
@@ -27,23 +28,22 @@ SAVE_S = 4.0  # ... except for this time, in which this node and those that it h
 SETTLE_S = 1.0  # a leaving node waits so long for an update that the others may be making already
 
 
+@dataclass
 class Leaving:
     """The end of this node's part in its crew."""
 
-    def __init__(self, parts: CrewParts, leads: Callable[[], bool], after_update: Callable[[], None]) -> None:
-        """`leads`: whether this node leads, or is about to. `after_update` is called when stages may have changed."""
-        self.begun = False  # this node leaves: it takes no stage of another peer any more
-        self._parts = parts
-        self._leads = leads
-        self._after_update = after_update
+    parts: CrewParts
+    leads: Callable[[], bool]  # whether this node leads, or is about to
+    after_update: Callable[[], None]  # is called when stages may have changed
+    begun: bool = False  # this node leaves: it takes no stage of another peer any more
 
     def drain(self, stop: Stop) -> None:
         """Have other peers keep the stages of this node, if the crew may go on."""
-        parts, held_stages = self._parts, self._parts.held_stages
+        parts, held_stages = self.parts, self.parts.held_stages
         if self.begun:
             return
         self.begun = True
-        if not self._leads():
+        if not self.leads():
             self._settle()
         for stage in held_stages.workers:
             held_stages.save(stage)
@@ -64,20 +64,20 @@ class Leaving:
 
     def _settle(self) -> None:
         """Make the update that the others may be making already."""
-        parts, workers = self._parts, self._parts.held_stages.workers
+        parts, workers = self.parts, self.parts.held_stages.workers
         until = time.monotonic() + SETTLE_S
         while any(worker.midway for worker in workers.values()):
             message = parts.stage_transport.receive(until - time.monotonic())
             if message is None:
                 return
             attend(message, workers, parts.stage_transport.send, parts.count_refusal)
-            self._after_update()
+            self.after_update()
 
     def gather(self, stop: Stop) -> None:
         """At the leader: write the weights of the other stages beside its own, as far as their holders answer.
 
         After a signal there is little time for it; a signal that comes meanwhile ends it."""
-        parts, held_stages = self._parts, self._parts.held_stages
+        parts, held_stages = self.parts, self.parts.held_stages
         plan = parts.stage_transport.plan
         if plan is None or not held_stages.updates:
             return
@@ -102,7 +102,7 @@ class Leaving:
 
     def announce_end(self, progress: Progress) -> None:
         """At the leader: all rounds are done, so the others need not wait for another leader."""
-        transport = self._parts.stage_transport
+        transport = self.parts.stage_transport
         transport.tell(Progress(progress.round, progress.reward, over=True))
         until = time.monotonic() + LAST_WORD_S
         while transport.connected and time.monotonic() < until:
@@ -110,7 +110,7 @@ class Leaving:
 
     def close(self, stop: Stop) -> None:
         """Drain, write everything that is held here to disk, and leave the crew."""
-        parts = self._parts
+        parts = self.parts
         try:
             self.drain(stop)
         finally:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -44,34 +45,23 @@ def averaged(worker: Worker) -> dict[str, Tensor]:
     return weights
 
 
+@dataclass
 class StageCohort:
     """Averages the first stage other than stage 0 that this peer holds."""
 
-    def __init__(
-        self,
-        config: AveragingConfig,
-        swarm: str,
-        period_s: float,
-        held_stages: HeldStages,
-        transport: Transport,
-        say: Callable[[str], None],
-        now: Callable[[], float] = time.time,
-        most_s: float = MOST_S,
-    ) -> None:
-        """`period_s`: of the swarm's outer rounds. `most_s`: longest wait for others' weights."""
-        self.config = config
-        self._most_s = most_s
-        self.stage: int | None = None
-        self.late_join: LateJoin | None = None
-        self._swarm = swarm
-        self._period_s = period_s
-        self._held_stages = held_stages
-        self._transport = transport
-        self._say = say
-        self._now = now
-        self._optimizer: Optimizer | None = None
-        self._updates = 0
-        self._said = False
+    config: AveragingConfig
+    swarm: str
+    period_s: float  # of the swarm's outer rounds
+    held_stages: HeldStages
+    transport: Transport
+    say: Callable[[str], None]
+    now: Callable[[], float] = time.time
+    most_s: float = MOST_S  # longest wait for others' weights
+    stage: int | None = None
+    late_join: LateJoin | None = None
+    _optimizer: Optimizer | None = None
+    _updates: int = 0
+    _said: bool = False
 
     @property
     def averager(self) -> Averager | None:
@@ -87,12 +77,12 @@ class StageCohort:
         """Join the cohort of the first stage that is held now, since stages may have come or gone."""
         if self.config.method == "none":
             return
-        held = sorted(stage for stage in self._held_stages.workers if stage > 0)
+        held = sorted(stage for stage in self.held_stages.workers if stage > 0)
         if not held:
             self.leave()
             return
         self.say_which(held)
-        optimizer = self._held_stages.optimizer(held[0])
+        optimizer = self.held_stages.optimizer(held[0])
         if optimizer is not self._optimizer:  # another stage, or the same one after it was rebuilt
             self.leave()
             self._join(held[0], optimizer)
@@ -102,17 +92,17 @@ class StageCohort:
         if len(held) > 1 and not self._said and self.config.method != "none":
             self._said = True
             rest = ", ".join(map(str, held[1:]))
-            self._say(f"of the stages held here, {held[0]} is averaged with other crews, {rest} not")
+            self.say(f"of the stages held here, {held[0]} is averaged with other crews, {rest} not")
 
     def leave(self) -> None:
         """Leave the cohort: requests of other peers are refused from now on."""
         if self._optimizer is not None:
             self._optimizer.updating = nullcontext
             self.stage = self.late_join = self._optimizer = None
-            leave_cohort(self._transport)
+            leave_cohort(self.transport)
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
-        worker = self._held_stages.workers[stage]
+        worker = self.held_stages.workers[stage]
         weights = averaged(worker)
 
         def probe() -> float | None:
@@ -121,13 +111,13 @@ class StageCohort:
 
         self.late_join = join_cohort(
             self.config,
-            self._swarm,
-            self._period_s,
-            self._held_stages.start_of(worker),
+            self.swarm,
+            self.period_s,
+            self.held_stages.start_of(worker),
             weights,
-            self._transport,
-            self._now,
-            self._say,
+            self.transport,
+            self.now,
+            self.say,
             optimizer.publish,
             probe,
             f"stage {stage}",
@@ -141,16 +131,16 @@ class StageCohort:
     def step(self) -> None:
         """After an update of the stage, before the next message: apply others' weights, and begin a due exchange."""
         late_join = self.late_join
-        if late_join is None or self.stage is None or self._held_stages.workers[self.stage].updates == self._updates:
+        if late_join is None or self.stage is None or self.held_stages.workers[self.stage].updates == self._updates:
             return
-        self._updates = updates = self._held_stages.workers[self.stage].updates
+        self._updates = updates = self.held_stages.workers[self.stage].updates
         averager = late_join.averager
         fetched = late_join.step(updates)
         if fetched is not None:
             who = averager.roster.called(fetched.peer)
-            self._say(f"stage {self.stage} goes on with the weights of {who}, version {fetched.version}")
+            self.say(f"stage {self.stage} goes on with the weights of {who}, version {fetched.version}")
         averager.step(updates)
-        until = time.monotonic() + self._most_s
+        until = time.monotonic() + self.most_s
         while averager.waiting() and (left := until - time.monotonic()) > 0:
             averager.woken.wait(min(left, ARRIVAL_LOOK_S))
             averager.woken.clear()

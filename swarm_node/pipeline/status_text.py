@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from protocol.crew import Progress
@@ -15,15 +16,14 @@ RECOVERED = "stages/recovered/"
 _PEER = re.compile(r"(?:peer )?…(\w{8})")
 
 
+@dataclass(frozen=True)
 class StatusText:
     """Sentences and status of the crew that `stage_transport` belongs to. Usable from any thread."""
 
-    def __init__(self, transport: Transport, stage_transport: StageTransport, crew: str, name: str) -> None:
-        """`crew`: its name. `name`: the name of this node."""
-        self.transport = transport
-        self.stage_transport = stage_transport
-        self.crew = crew
-        self.name = name
+    transport: Transport
+    stage_transport: StageTransport
+    crew: str  # its name
+    name: str  # the name of this node
 
     def called(self, peer: str) -> str:
         """A peer's name for people. `peer`: its id, or the end of it."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
-from swarm_node.pipeline.assemble import assemble, check_disk_room
+from swarm_node.pipeline.assemble import CrewParts, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import finish_mirror, open_mirror, say_reach
@@ -61,7 +61,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 return 0
             check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             if beside is not None:
-                command = crew.join_command
+                command = crew.parts.join_command
                 command.open = False
                 inner.enter_context(beside(lambda: command.link, say))
             try:
@@ -109,7 +109,7 @@ def _enter(
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     config = entered.with_model(config)
     mirror = open_mirror(config, run, entered, stop, crew=True)
-    crew = CrewNode(assemble(config, entered, run, say, stack, asked), stack)
+    crew = CrewNode(CrewParts(config, entered, run, say, stack, asked), stack)
     crew.parts.run_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
@@ -121,5 +121,5 @@ def _enter(
 
 def _others(crew: CrewNode) -> int | None:
     """The number of other nodes in the crew, as far as it is known. From any thread."""
-    plan = crew.stage_transport.plan
-    return None if plan is None else len({*crew.status_text.holders, *plan.spares} - {crew.transport.peer_id})
+    parts, plan = crew.parts, crew.stage_transport.plan
+    return None if plan is None else len({*parts.status_text.holders, *plan.spares} - {parts.spec.me})

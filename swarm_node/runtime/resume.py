@@ -154,7 +154,7 @@ class RunState:
         """The model and the weights that are trained: a checkpoint of this run has the same."""
         policy = self.node.policy
         if self.crew is not None:
-            return {"base": self.crew.parts.architecture}
+            return {"base": self.crew.parts.spec.architecture}
         trained = {name: [str(t.dtype), *t.shape] for name, t in policy.trainable_state().items()}
         return {"base": policy.base_digest, "start": policy.start_digest, "trained": trained}
 

@@ -36,7 +36,7 @@ def status_written(
         while not ended.wait(STATUS_S):
             status = member.status() | {"paused": paused()}
             if crew is not None:
-                run.write_status(status | {"link": crew.join_command.link, "crew": crew.status()})
+                run.write_status(status | {"link": crew.parts.join_command.link, "crew": crew.status()})
                 crew.invite()
                 continue
             link = join_link(status["swarm"], status["addresses"], others)

@@ -19,7 +19,7 @@ from swarm_node.config.machine import CheckpointsConfig
 from swarm_node.errors import StopRequested
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import assemble as assembling
-from swarm_node.pipeline.assemble import assemble
+from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.runtime.shutdown import Stopper
@@ -91,7 +91,7 @@ class Machine:
             transport = world.network.join(name, world.manifest.swarm_id, bootstrap=known)
         self.transport = Locked(transport, world.lock)
         entered = JoinedSwarm(world.manifest, cast(Any, None), self.transport, cast(Any, None))
-        parts = assemble(config, entered, run, lambda text, kind="": self.said.append(text), self.stack)
+        parts = CrewParts(config, entered, run, lambda text, kind="": self.said.append(text), self.stack)
         self.node = CrewNode(parts, self.stack)
         self.thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.thread.start()

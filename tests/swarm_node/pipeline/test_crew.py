@@ -152,7 +152,7 @@ def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWor
     lead, b = world.machines["a"], world.machines["b"]
     assert b.node.config.pipeline.wire == "float32" and b.node.parts.own.pipeline.wire == "int8"
     assert any('pipeline.wire = "float32" (here "int8")' in line for line in b.said)
-    world.until(lambda: b.transport.addresses[0] in lead.node.join_command.link)
+    world.until(lambda: b.transport.addresses[0] in lead.node.parts.join_command.link)
     for _ in range(3):
         lead.node.invite()
     links = [line for line in lead.said if line.startswith("swarm-node join")]
@@ -166,7 +166,7 @@ def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWor
     assert not status["whole"] and status["stages"][0]["missing"] is None
     assert status["stages"][1]["missing"]["taker"] is None and status["stages"][1]["peer"] == "b"
     world.until(lambda: lead.node.stage_transport.absent == {"b"} or "b" not in lead.transport.members())
-    world.until(lambda: b.transport.addresses[0] not in lead.node.join_command.link)
+    world.until(lambda: b.transport.addresses[0] not in lead.node.parts.join_command.link)
 
 
 def test_a_lead_out_of_minutes_hands_over(form: Callable[..., CrewWorld]) -> None:
@@ -270,14 +270,14 @@ def test_only_the_askers_stage_is_kept(form: Callable[..., CrewWorld]) -> None:
     world.train(1)
     c = world.machines["c"].node
     with pytest.raises(RemoteProtocolError, match="stranger"):
-        c.parts.access.shelf("a", 1)
+        c.parts.shelf("a", 1)
     with pytest.raises(RemoteProtocolError, match="stranger"):
-        c.parts.access.shelf("x", 1)
-    assert c.parts.access.shelf("b", 1).keys() == world.machines["b"].node.held_stages.workers[1].stage.named().keys()
+        c.parts.shelf("x", 1)
+    assert c.parts.shelf("b", 1).keys() == world.machines["b"].node.held_stages.workers[1].stage.named().keys()
     world.machines["a"].node.stage_transport.tell(Progress(1, 0.5, over=True))
     world.until(lambda: c.stage_transport.progress is not None and c.stage_transport.progress.over)
     with pytest.raises(RemoteProtocolError, match="leaving"):
-        c.parts.access.shelf("b", 1)
+        c.parts.shelf("b", 1)
     b = world.machines.pop("b")
     b.end()
     assert not any("keeps stage" in line for line in b.said)
