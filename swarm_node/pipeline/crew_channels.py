@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from protocol.crew import (
@@ -21,7 +20,6 @@ from protocol.crew import (
     MAX_CONTROL_BYTES,
     STAGE_METHOD,
     Plan,
-    Settings,
     decode_record,
     encode_record,
 )
@@ -42,7 +40,7 @@ from swarm_node.pipeline.membership.actions import (
     StopLeading,
 )
 from swarm_node.pipeline.membership.member import CrewMembership
-from swarm_node.pipeline.messages import LEADER, Limits, check_message
+from swarm_node.pipeline.messages import Limits, check_message
 
 PLANS = 16
 """Latest plans whose messages are still recognised, and dropped; a message of any other plan ends its channel."""
@@ -57,12 +55,11 @@ class CrewChannels:
         self,
         transport: Transport,
         membership: CrewMembership,
-        limits: Callable[[Settings], Limits],
+        limits: Callable[[Plan, str, str], Limits],
         say: Callable[[str], None],
         now: Callable[[], float],
     ) -> None:
-        """`limits`: of a crew with these settings; `plan`, `stages`, `here` and `sender` are filled in for each
-        message."""
+        """`limits`: (plan, this peer, another peer) -> what the other one may send."""
         self.membership = membership
         self.lock = threading.Lock()  # held while the crew's state is read or changed
         self.inbox = Inbox(now)
@@ -185,13 +182,10 @@ class CrewChannels:
         plan = self._plans.get(envelope.plan)
         if plan is None:
             raise RemoteProtocolError("plan", "messages of a plan that is not known here")
-        sender = frozenset(plan.held_by(link.peer))
-        if not sender:
+        limits = self._limits(plan, self.membership.spec.me, link.peer)
+        if not limits.sender:
             raise RemoteProtocolError("stranger", "messages from a peer without a stage")
-        me = self.membership.spec.me
-        here = {*plan.held_by(me), *((LEADER,) if plan.lead == me else ())}
-        limits = self._limits(plan.settings)
-        return replace(limits, plan=plan.mark, stages=len(plan.assignments), here=frozenset(here), sender=sender)
+        return limits
 
     def _received(self, link: PeerLink, head: bytes, body: bytearray) -> None:
         if head != CONTROL:

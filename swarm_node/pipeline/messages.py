@@ -13,8 +13,9 @@ places and masks exactly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -158,14 +159,8 @@ def encoded_size(message: StageMessage, codec: heads.ActivationCodec) -> int:
 
 
 def _coding(field: _Field, codec: heads.ActivationCodec) -> heads.Coding:
-    match field.kind:
-        case "values":
-            return codec
-        case "whole":
-            return "int32"
-        case "bits":
-            return "bits"
-    return "float32"
+    codings: dict[str, heads.Coding] = {"values": codec, "whole": "int32", "bits": "bits"}
+    return codings.get(field.kind, "float32")
 
 
 # --------------------------------------------------------------------- what may come
@@ -191,8 +186,7 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
     if to not in limits.here:
         raise RemoteProtocolError("stage", f"for stage {to}, which is not here")
     last = limits.stages - 1
-    from_stage = 0
-    for_leader = False
+    from_stage, for_leader = 0, False
     match head:
         case heads.Forward():
             way = route(limits.stages, head.microbatch, head.swapped)
@@ -217,8 +211,6 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
             from_stage, for_leader = last, True
         case heads.GradientNorm() | heads.StageStatus() | heads.TurnFailed():
             from_stage, for_leader = head.stage, True
-        case _:
-            pass
     if for_leader != (to == LEADER):
         raise RemoteProtocolError("stage", f"a {type(head).__name__} for stage {to}")
     if from_stage not in limits.sender:
@@ -250,9 +242,7 @@ def _dimensions(envelope: heads.Envelope, limits: Limits) -> Mapping[str, int]:
         "P T": limits.rows * limits.prompt,
     }
     for symbols, limit in most.items():
-        product = 1
-        for symbol in symbols.split():
-            product *= found.get(symbol, 0)
+        product = prod(found.get(symbol, 0) for symbol in symbols.split())
         if product > limit:
             raise RemoteProtocolError("shape", f"{symbols} = {product}, at most {limit} are expected")
     if isinstance(head, heads.Prefill):
@@ -274,9 +264,9 @@ def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) ->
     """Raises RemoteProtocolError for the reasons of `check_message`, and: nonfinite, values."""
     symbols = check_message(envelope, len(body), limits)
     tensors = []
-    layout = _layout(envelope.head, envelope.stage)
-    for field, part, data in zip(layout, envelope.parts, _pieces(envelope, body), strict=True):
-        tensor = decode_tensor(part, data)
+    rest = memoryview(body)
+    for field, part in zip(_layout(envelope.head, envelope.stage), envelope.parts, strict=True):
+        tensor, rest = decode_tensor(part, rest[: part.size]), rest[part.size :]
         if field.kind in ("values", "exact", "unit"):
             if not bounded(tensor.view(-1)):
                 raise RemoteProtocolError("nonfinite", f"a number of {type(envelope.head).__name__} is not finite")
@@ -288,11 +278,3 @@ def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) ->
     if isinstance(envelope.head, heads.Prefill) and tensors[1].min() < 1:
         raise RemoteProtocolError("values", "a prompt without a token")
     return StageMessage(envelope.stage, envelope.head, tuple(tensors))
-
-
-def _pieces(envelope: heads.Envelope, body: bytearray) -> Iterator[bytearray | memoryview]:
-    """The bytes of each part."""
-    whole = memoryview(body)
-    for part in envelope.parts:
-        yield whole[: part.size]
-        whole = whole[part.size :]

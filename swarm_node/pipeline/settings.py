@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from protocol.crew import Settings
+from protocol.crew import Plan, Settings
 from swarm_node.config import NodeConfig
-from swarm_node.pipeline.messages import Limits
+from swarm_node.pipeline.messages import LEADER, Limits
 
 MOST_TOKENS = 2**24  # largest count of tokens that `protocol.crew` allows
 MAX_ROWS = 2**14  # most samples that are drawn at a time
@@ -66,15 +66,14 @@ def with_crew_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConf
     return config.model_copy(update={**sections, "rounds": settings.rounds or None}), changed
 
 
-def limits(settings: Settings, width: int, vocabulary: int) -> Limits:
-    """Limits of the messages in a crew with these settings; plan and sender are filled in for each message.
-
-    `width`: of a hidden state."""
+def limits(plan: Plan, me: str, sender: str, width: int, vocabulary: int) -> Limits:
+    """What the peer `sender` may send to `me` by this plan. `width`: of a hidden state."""
+    settings = plan.settings
     return Limits(
-        plan=0,
-        stages=0,
-        here=frozenset(),
-        sender=frozenset(),
+        plan=plan.mark,
+        stages=len(plan.assignments),
+        here=frozenset({*plan.held_by(me), *([LEADER] if plan.lead == me else [])}),
+        sender=frozenset(plan.held_by(sender)),
         width=width,
         vocabulary=vocabulary,
         tokens=2 * settings.microbatch,

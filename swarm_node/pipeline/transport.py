@@ -16,11 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Generic, TypeVar
 
 from protocol.codec import version_for
-from protocol.crew import Holding, Plan, Progress, Settings, Source
+from protocol.crew import Holding, Plan, Progress, Source
 from protocol.errors import RemoteProtocolError
-from protocol.messages import CrewCard, PeerCard
+from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.pipeline.compute.worker import refused_turn
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
@@ -40,6 +41,20 @@ LEAST_TICK_S = 0.05  # shortest time between two ticks, since messages may come 
 LOOK_S = 1.0  # cards are looked at this often
 
 
+T = TypeVar("T")
+
+
+class _Known(Generic[T]):
+    """An attribute that is read from the membership under its lock: other threads handle events."""
+
+    def __init__(self, read: Callable[[CrewMembership], T]) -> None:
+        self._read = read
+
+    def __get__(self, transport: StageTransport, kind: type[StageTransport]) -> T:
+        with transport._lock:
+            return self._read(transport._membership)
+
+
 class StageTransport:
     """Sends and receives stage messages (`MessageTransport`), and gives the main thread its orders."""
 
@@ -47,7 +62,7 @@ class StageTransport:
         self,
         transport: Transport,
         spec: PeerSpec,
-        limits: Callable[[Settings], Limits],
+        limits: Callable[[Plan, str, str], Limits],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,37 +85,22 @@ class StageTransport:
 
     # ----------------------------------------------------------------- what is known
 
+    plan = _Known(lambda crew: crew.plan)
+    planned_stages = _Known(lambda crew: crew.following.stages)  # stages of this peer, as planned
+    leading = _Known(lambda crew: crew.role == CrewRole.LEADING)
+    whole = _Known(lambda crew: crew.whole)  # every stage is held
+    progress = _Known(lambda crew: crew.following.progress)  # of the run, as the leader last told it
+    updates = _Known(lambda crew: crew.leader.updates if crew.leader is not None else 0)
+    """At the leader: updates that the crew has made, as most of its stages say."""
+    absent = _Known(
+        lambda crew: crew.absent
+    )  # at the leader: peers whose card names this crew, without contact with it
+    card = _Known(lambda crew: crew.card)
+    """The crew's part of the membership card, which must be announced again when it has changed."""
+
     @property
     def count(self) -> int:
         return len(self._membership.spec.spans)
-
-    @property
-    def planned_stages(self) -> tuple[int, ...]:
-        """Stages of this peer, as planned."""
-        with self._lock:
-            return self._membership.following.stages
-
-    @property
-    def plan(self) -> Plan | None:
-        with self._lock:
-            return self._membership.plan
-
-    @property
-    def leading(self) -> bool:
-        with self._lock:
-            return self._membership.role == CrewRole.LEADING
-
-    @property
-    def updates(self) -> int:
-        """At the leader: updates that the crew has made, as most of its stages say."""
-        with self._lock:
-            return self._membership.leader.updates if self._membership.leader is not None else 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether every stage is held."""
-        with self._lock:
-            return self._membership.whole
 
     @property
     def missing(self) -> dict[int, tuple[float, str]]:
@@ -108,18 +108,6 @@ class StageTransport:
         with self._lock:
             crew, now = self._membership, self._now()
             return {stage: (now - since, crew.taker(stage)) for stage, since in sorted(crew.missing.items())}
-
-    @property
-    def absent(self) -> set[str]:
-        """At the leader: peers whose card names this crew, but that have no contact with it."""
-        with self._lock:
-            return self._membership.absent
-
-    @property
-    def card(self) -> CrewCard:
-        """The crew's part of the membership card, which must be announced again when it has changed."""
-        with self._lock:
-            return self._membership.card
 
     def stands(self, order: BuildStage) -> bool:
         """Whether an order still stands. Asked often while a stage is built, which shows that the builder works."""
@@ -166,12 +154,6 @@ class StageTransport:
     def report(self, holding: Holding) -> None:
         """Tell the others what this peer has, after each update or less often; they rebuild lost stages from it."""
         self._handle(partial(self._membership.report, holding))
-
-    @property
-    def progress(self) -> Progress | None:
-        """Progress of the run, as the leader last told it."""
-        with self._lock:
-            return self._membership.following.progress
 
     def tell(self, progress: Progress) -> None:
         """At the leader: tell the progress to all peers of the crew."""

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from protocol.crew import Settings
+from protocol.crew import Plan
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Channel, Listener
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.messages import Limits
+from swarm_node.pipeline.settings import limits
 from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_world import SWARM, spec
 
 
-def limits(settings: Settings) -> Limits:
-    return Limits(
-        plan=0,
-        stages=0,
-        here=frozenset(),
-        sender=frozenset(),
-        width=4,
-        vocabulary=11,
-        tokens=settings.microbatch,
-        rows=8,
-        prompt=settings.prompt,
-        length=settings.length,
-    )
+def small_limits(plan: Plan, me: str, sender: str) -> Limits:
+    return replace(limits(plan, me, sender, width=4, vocabulary=11), tokens=plan.settings.microbatch, rows=8)
 
 
 class Peers:
@@ -56,7 +47,7 @@ class Peers:
             setattr(transport, tapped, partial(self.tap, peer, getattr(transport, tapped)))
         place = spec(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
         hear = lambda text: self.hear(text)  # noqa: E731 - a test may change it
-        stage_transport = StageTransport(transport, place, limits, hear, now=self.clock.now)
+        stage_transport = StageTransport(transport, place, small_limits, hear, now=self.clock.now)
         transport.announce(
             PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=stage_transport.card)
         )

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.crew import Assignment, Plan, decode_record, encode_record
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, RolloutsConfig
+from swarm_node.pipeline.messages import LEADER
 from swarm_node.pipeline.settings import crew_settings, limits, with_crew_settings
 
 THEIRS = NodeConfig(
@@ -51,9 +52,11 @@ def test_no_penalty_without_a_reference() -> None:
 def test_a_new_lead_keeps_the_others_limits() -> None:
     mine = NodeConfig(rollouts=RolloutsConfig(group_size=500, max_new_tokens=2000))
     config, _ = with_crew_settings(mine, crew_settings(THEIRS))
-    rollouts, most = config.rollouts, limits(crew_settings(THEIRS), 8, 100)
+    plan = Plan(1, 1, (Assignment("a", (0, 1)), Assignment("b", (1, 2))), crew_settings(THEIRS))
+    rollouts, most = config.rollouts, limits(plan, "a", "b", 8, 100)
     assert rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens <= most.tokens
     assert (most.prompt, most.length, most.width, most.vocabulary) == (100, 50, 8, 100)
+    assert (most.plan, most.stages, most.here, most.sender) == (plan.mark, 2, {0, LEADER}, {1})
 
 
 @pytest.mark.parametrize("config", [NodeConfig(), THEIRS, NodeConfig(grpo=GrpoConfig(microbatch_tokens=10**9))])
