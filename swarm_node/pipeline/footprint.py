@@ -12,17 +12,20 @@ two lines lie in main memory, and are counted nevertheless.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from swarm_node.config import NodeConfig
 from swarm_node.observability.cgroups import free_main_memory
-from swarm_node.pipeline.compute.partition import layer_of, model_parts, partition, sizes, trained_shapes
+from swarm_node.pipeline.compute.partition import layer_of, model_parts, partition, trained_shapes
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replicated
 from swarm_node.policy.loading import Plan as Loading
+from swarm_node.policy.loading import skeleton
 
 CHECKPOINT_BYTES = 12  # of a trained value in a checkpoint: itself and two moments, four bytes each
 
@@ -34,6 +37,21 @@ class Sizes:
     layers: Sequence[int]
     embed: int
     head: int
+
+    @classmethod
+    def among(cls, tensors: Mapping[str, Tensor], model_config: Any) -> Sizes:
+        """Sizes of a model's tensors. A tied matrix counts at both ends, since both hold it."""
+        layers, embed, head = [0] * model_config.num_hidden_layers, 0, 0
+        embedding = model_parts(model_config).embedding.removesuffix(".weight")
+        for name, tensor in tensors.items():
+            layer = layer_of(name)
+            if layer is not None:
+                layers[layer] += tensor.numel()
+            elif embedding in name:
+                embed += tensor.numel()
+            else:
+                head += tensor.numel()
+        return cls(layers, embed, head + embed * model_config.tie_word_embeddings)
 
     def of(self, spans: Sequence[tuple[int, int]], layers: bool = True) -> list[int]:
         """Values of each stage; without `layers`, only those that belong to no layer."""
@@ -65,9 +83,9 @@ class Footprint:
         self.config = config
         self.reference = bool(config.grpo.beta)  # whether stages keep their weights of before training
         self._itemsize = loading.dtype.itemsize
-        held = Sizes(*sizes(loading.config, 1))
-        nothing = Sizes([0] * len(held.layers), 0, 0)
-        self._frozen, self._trained = (held, _adapter_sizes(config, loading)) if loading.lora else (nothing, held)
+        frozen = dict(skeleton(loading.config).named_parameters()) if loading.lora else {}
+        self._frozen = Sizes.among(frozen, loading.config)
+        self._trained = Sizes.among(trained_shapes(config.policy, loading), loading.config)
 
     def costs(self, spans: Spans) -> list[int]:
         """Bytes of memory of each stage, with the replicas that it keeps for its neighbours."""
@@ -107,25 +125,13 @@ class Footprint:
         layers = [cost(*values) for values in zip(self._frozen.layers, self._trained.layers, strict=True)]
         embed = cost(self._frozen.embed, self._trained.embed)
         head = cost(self._frozen.head, self._trained.head)
-        spans = tuple((span.first, span.end) for span in partition(layers, embed, head, capacities))
+        spans = partition(layers, embed, head, capacities)
         if any(0 < room < cost for cost, room in zip(self.costs(spans), capacities, strict=True)):
             raise ValueError("with the replicas that they keep, the stages do not fit these machines")
         return spans
 
     def _bytes(self, frozen: int, trained: int, offered: int, kept: int) -> int:
         return stage_bytes(frozen, trained, self._itemsize, self.reference, offered, kept)
-
-
-def _adapter_sizes(config: NodeConfig, loading: Loading) -> Sizes:
-    layers, ends = [0] * loading.config.num_hidden_layers, {True: 0, False: 0}
-    embedding = model_parts(loading.config).embedding.removesuffix(".weight")
-    for name, tensor in trained_shapes(config.policy, loading).items():
-        layer = layer_of(name)
-        if layer is None:
-            ends[embedding in name] += tensor.numel()
-        else:
-            layers[layer] += tensor.numel()
-    return Sizes(layers, ends[True], ends[False])
 
 
 def free_memory() -> int:

@@ -92,9 +92,8 @@ class StageTransport:
     progress = _Known(lambda crew: crew.following.progress)  # of the run, as the leader last told it
     updates = _Known(lambda crew: crew.leader.updates if crew.leader is not None else 0)
     """At the leader: updates that the crew has made, as most of its stages say."""
-    absent = _Known(
-        lambda crew: crew.absent
-    )  # at the leader: peers whose card names this crew, without contact with it
+    absent = _Known(lambda crew: crew.absent)
+    """At the leader: peers whose card names this crew, but that have no contact with it."""
     card = _Known(lambda crew: crew.card)
     """The crew's part of the membership card, which must be announced again when it has changed."""
 

@@ -13,7 +13,6 @@ from protocol.crew import Assignment, Plan, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
-from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
@@ -21,6 +20,7 @@ from swarm_node.pipeline.settings import crew_settings
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
 from swarm_node.storage import checkpoints as checkpoints
+from tests.support.stages import equal_spans
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0
@@ -131,8 +131,7 @@ class World:
             ),
         )
         self.loading = prepare(policy)
-        spans = partition(*sizes(self.loading.config), [UNKNOWN] * stages)
-        self.spans = tuple((span.first, span.end) for span in spans)
+        self.spans = equal_spans(self.loading, stages)
         self.folder = folder
         self.clock = VirtualClock(1000.0)
         self.network = MemoryNetwork(self.clock, seed=0)

@@ -31,7 +31,7 @@ from protocol.pipeline import ActivationCodec, decode_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.pipeline.compute.stage_model import Stage, load_stage
+from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.worker import Worker, attend, refused_turn
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.messages import (
@@ -49,6 +49,7 @@ from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.types import Group, Sampling
+from tests.support.stages import load_part
 from tests.support.tiny_policy import group
 
 SIZES = dict(
@@ -163,7 +164,7 @@ class Crew:
         self.trainer = Trainer(self.policy, self.grpo, SAMPLING, lambda line: None, optimizer=self.driver)
 
     def _worker(self, k: int) -> Worker:
-        stage = load_stage(self.config, (k, self.stages), lambda line: None)
+        stage = load_part(self.config, k, self.stages)
         return Worker(stage, self._optimizer(stage), self.codec, self.native)
 
     def _optimizer(self, stage: Stage) -> Optimizer:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, skeleton
 
@@ -40,7 +41,7 @@ class Span:
     layers: int
 
     @classmethod
-    def of(cls, stage: int, spans: Sequence[tuple[int, int]]) -> Span:
+    def of(cls, stage: int, spans: Spans) -> Span:
         """The span of one stage; `spans` gives the layers of all stages."""
         return cls(stage, len(spans), *spans[stage], spans[-1][1])
 
@@ -56,8 +57,8 @@ class Span:
         return f"stage {self.index} of {self.count} (layers {self.first}-{self.end - 1} of {self.layers})"
 
 
-def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> list[Span]:
-    """The spans of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
+def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> Spans:
+    """The layers of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
 
     capacities  bytes that each stage's machine can hold; `UNKNOWN` or inf if it is not known
 
@@ -88,8 +89,7 @@ def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, cap
             f"machines with {room} GiB cannot hold this model's {needed:.3g} GiB in whole layers: use more stages, or "
             "machines with more memory"
         )
-    bounds = _best(layers, count, load, squares)[1]
-    return [Span(i, count, bounds[i], bounds[i + 1], layers) for i in range(count)]
+    return tuple(pairwise(_best(layers, count, load, squares)[1]))
 
 
 def _best(
@@ -122,7 +122,7 @@ class Parts:
     decoder: str  # the model under the head; it has `layers`
     embed: str
     norm: str
-    heads: tuple[str, ...] = ("lm_head",)  # the head, under its present name and those in older files
+    heads: tuple[str, ...] = ("lm_head.weight",)  # the head's matrix, under its present name and those in older files
 
     @property
     def layers(self) -> str:
@@ -137,7 +137,7 @@ class Parts:
 
 LIKE_LLAMA = Parts("model", "embed_tokens", "norm")
 FAMILIES = {
-    "gpt_neox": Parts("gpt_neox", "embed_in", "final_layer_norm", ("lm_head", "embed_out")),
+    "gpt_neox": Parts("gpt_neox", "embed_in", "final_layer_norm", ("lm_head.weight", "embed_out.weight")),
     "llama": LIKE_LLAMA,
     "mistral": LIKE_LLAMA,
     "qwen2": LIKE_LLAMA,
@@ -156,28 +156,6 @@ def model_parts(model_config: Any) -> Parts:
     return parts
 
 
-def sizes(model_config: Any, itemsize: int = 4) -> tuple[list[int], int, int]:
-    """Bytes of each layer, of the embedding, and of norm and head together, of the model of a Hugging Face config.
-
-    itemsize  bytes of a value
-
-    Nothing is allocated. A tied matrix counts at both ends, since both hold it."""
-    parts = model_parts(model_config)
-    model = skeleton(model_config)
-    layers, embed, head = [0] * model_config.num_hidden_layers, 0, 0
-    for name, parameter in model.named_parameters():
-        size = parameter.numel() * itemsize
-        if name.startswith(parts.layers):
-            layers[int(name.removeprefix(parts.layers).partition(".")[0])] += size
-        elif name == parts.embedding:
-            embed += size
-        else:
-            head += size
-    if model_config.tie_word_embeddings:
-        head += embed
-    return layers, embed, head
-
-
 def layer_of(name: str) -> int | None:
     """Number of the layer that a tensor belongs to: the first integer among the dotted parts of its name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
@@ -192,9 +170,7 @@ def trained_shapes(policy: PolicyConfig, loading: Plan) -> dict[str, Tensor]:
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad or not loading.lora}
 
 
-def shapes_of_stage(
-    shapes: Mapping[str, Tensor], model_config: Any, stage: int, spans: Sequence[tuple[int, int]]
-) -> dict[str, Tensor]:
+def shapes_of_stage(shapes: Mapping[str, Tensor], model_config: Any, stage: int, spans: Spans) -> dict[str, Tensor]:
     """The part of `trained_shapes` that one stage holds; `spans` gives the layers of all stages."""
     first, end = spans[stage]
     embedding = model_parts(model_config).embedding.removesuffix(".weight")

@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.compute.partition import ADAPTED, UNKNOWN, Parts, Span, model_parts, partition, sizes
+from swarm_node.pipeline.compute.partition import ADAPTED, Parts, Span, model_parts
 from swarm_node.policy.adapters import lora_config, start_adapter, with_adapter
 from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
@@ -135,7 +135,7 @@ class Stage(nn.Module):
 
 def _global(name: str, first: int, parts: Parts, tied: bool) -> str:
     """The name in the whole model of a parameter `name` of a stage whose first layer is layer `first`."""
-    if tied and name in _head_names(parts):
+    if tied and name in parts.heads:
         return parts.embedding
     return _shifted(name, first, parts)
 
@@ -145,17 +145,11 @@ def _shifted(name: str, by: int, parts: Parts) -> str:
     return re.sub(rf"^({re.escape(parts.layers)})(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", name)
 
 
-def _head_names(parts: Parts) -> list[str]:
-    return [f"{head}.weight" for head in parts.heads]
-
-
 # --------------------------------------------------------------------- loading
 
 
-def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Callable[[str], None] = print) -> Stage:
+def load_stage(config: PolicyConfig, span: Span, report: Callable[[str], None] = print) -> Stage:
     """Load one stage of the policy that `config` names, and report what was chosen.
-
-    span  the stage; (index, count) = stage `index` of `count` stages of about equal size
 
     Raises UserError if the model cannot be found or read, has no such stage, or cannot be divided into stages.
     """
@@ -163,7 +157,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
     parts = model_parts(plan.config)
     if getattr(plan.config, "quantization_config", None) is not None:
         raise UserError(f"{plan.base} is quantised: to divide it into stages, give the model that it was made from")
-    span = _checked(span, plan)
+    _check(span, plan)
     base = _without_weights(span, plan, parts)
     _fill(base, span, plan, parts)
     model = _adapted(base, span, plan, parts, config) if plan.lora else base
@@ -183,18 +177,13 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
     return stage
 
 
-def _checked(span: Span | tuple[int, int], plan: Plan) -> Span:
-    """The stage. Raises UserError if this model has no such stage."""
-    index, count = (span.index, span.count) if isinstance(span, Span) else span
+def _check(span: Span, plan: Plan) -> None:
+    """Raise UserError if this model has no such stage."""
     layers = plan.config.num_hidden_layers
-    if not 0 <= index < count:
-        raise UserError(f"there is no stage {index} of {count}: the first is 0")
-    if not isinstance(span, Span):
-        return partition(*sizes(plan.config, plan.dtype.itemsize), [UNKNOWN] * count)[index]
     whole = span.is_first == (span.first == 0) and span.is_last == (span.end == layers)
-    if span.layers != layers or not 0 <= span.first < span.end <= layers or not whole:
+    inside = 0 <= span.index < span.count and 0 <= span.first < span.end <= layers
+    if span.layers != layers or not inside or not whole:
         raise UserError(f"{span} is no stage of {plan.base}, which has {layers} layers")
-    return span
 
 
 def _without_weights(span: Span, plan: Plan, parts: Parts) -> PreTrainedModel:
@@ -238,10 +227,9 @@ def _fill(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts) -> None:
 
 def _spellings(name: str, parts: Parts, tied: bool) -> list[str]:
     """Names that files may have for the whole model's parameter `name`."""
-    heads = _head_names(parts)
-    if name == parts.embedding:
-        return [name, *heads] if tied else [name]
-    return heads if name in heads else [name]
+    if name == parts.embedding and tied:
+        return [name, *parts.heads]
+    return [*parts.heads] if name in parts.heads else [name]
 
 
 # --------------------------------------------------------------------- files
@@ -345,7 +333,8 @@ def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config
     lora = lora_config(config) if plan.adapter is None else _saved_config(plan.adapter)
     with torch.device("meta"):
         whole = with_adapter(skeleton(plan.config), copy.deepcopy(lora), config)
-    ends = {parts.embedding, *_head_names(parts)}
+    ends = {parts.embedding, *parts.heads}
+    here = {name for name, _ in base.named_modules()}
     mine = []
     for name in whole.base_model.targeted_module_names:
         if plan.config.tie_word_embeddings and f"{name}.weight" in ends:
@@ -353,7 +342,7 @@ def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config
                 f"{plan.base} has one matrix for embedding and head: in stages, {name} cannot have an adapter"
             )
         local = _shifted(name, -span.first, parts)
-        if _has(base, local):
+        if local in here:
             mine.append(local)
     base.requires_grad_(False)
     if not mine:
@@ -361,13 +350,6 @@ def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config
     lora.target_modules, lora.exclude_modules = set(mine), None
     lora.layers_to_transform = lora.layers_pattern = None
     return with_adapter(base, lora, config)
-
-
-def _has(base: nn.Module, name: str) -> bool:
-    try:
-        return base.get_submodule(name) is not None
-    except AttributeError:
-        return False
 
 
 def _saved_config(adapter: str) -> LoraConfig:

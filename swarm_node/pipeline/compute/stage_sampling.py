@@ -58,11 +58,6 @@ class StageSampler:
         self._waves: dict[int, _Wave] = {}
         self._engine: _Engine | None = None
 
-    @property
-    def idle(self) -> bool:
-        """No caches are held."""
-        return self._engine is None and not self._waves
-
     def drop(self) -> None:
         """Give up all waves."""
         self._engine = None

@@ -48,21 +48,16 @@ from swarm_node.policy.oom import is_out_of_memory
 class _Pass:
     """A turn over microbatches that leaves a gradient behind."""
 
-    turn: int
+    head: heads.Forward  # of the message that began it; turn, microbatches and order are those of all its messages
     stages: int
-    microbatches: int
-    swapped: bool
     operations: tuple[Operation, ...]
     done: int = 0  # number of operations that are done
     waiting: dict[Operation, StageMessage] = field(default_factory=dict)  # messages whose operation is not next yet
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """Input and output of a place, by (microbatch, place)."""
 
-    def has_come(self, operation: Operation) -> bool:
-        return operation in self.waiting or operation in self.operations[: self.done]
-
     def route(self, microbatch: int) -> Route:
-        return route(self.stages, microbatch, self.swapped)
+        return route(self.stages, microbatch, self.head.swapped)
 
     def backward_of(self, head: heads.Backward | heads.LossGradient, gradient: Tensor) -> Operation:
         """The operation that a gradient belongs to. Raises RemoteProtocolError if nothing like it is held here."""
@@ -93,7 +88,6 @@ class Worker:
         self.omega = 0.0  # norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)
         self.reference: Stage | None = None
         """The stage before training, for the KL term. With an adapter there is none: the adapter is switched off."""
-        self.longest_held = 0  # most microbatches held at a time so far
         self.tied: TiedWeights | None = None  # the trained matrix that the stage at the other end holds too
         if stage.shared is not None:
             self.tied = TiedWeights(stage.shared, stage.named()[stage.shared], self.count - 1 - self.index)
@@ -147,12 +141,7 @@ class Worker:
 
     def finished(self, turn: int) -> bool:
         """Whether every microbatch of that turn has come back."""
-        return self._pass is not None and self._pass.turn == turn and self._pass.done == len(self._pass.operations)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no activations or caches of a turn are held."""
-        return self._pass is None and self._sampler.idle
+        return self._pass is not None and self._pass.head.turn == turn and self._pass.done == len(self._pass.operations)
 
     @property
     def midway(self) -> bool:
@@ -206,7 +195,8 @@ class Worker:
         if isinstance(head, heads.Forward):
             if run is None:
                 run = self._begin(head)
-            if (head.microbatches, head.swapped) != (run.microbatches, run.swapped) or head.total != self._total:
+            began = run.head.microbatches, run.head.swapped, self._total
+            if (head.microbatches, head.swapped, head.total) != began:
                 raise RemoteProtocolError("order", f"microbatch {head.microbatch} is of another pass")
             operation = Operation("F", head.microbatch, head.place)
         elif run is None:
@@ -214,7 +204,7 @@ class Worker:
         else:
             assert isinstance(head, heads.Backward | heads.LossGradient)
             operation = run.backward_of(head, message.tensors[0])
-        if operation not in run.operations or run.has_come(operation):
+        if operation in run.waiting or operation not in run.operations[run.done :]:
             raise RemoteProtocolError("order", f"{operation} is not to be done, or was before")
         run.waiting[operation] = message
         out: list[StageMessage] = []
@@ -237,7 +227,7 @@ class Worker:
             if self.tied is not None:
                 self.tied.begin()
         operations = schedule(self.count, head.microbatches, head.swapped)[self.index]
-        self._pass = _Pass(head.turn, self.count, head.microbatches, head.swapped, operations)
+        self._pass = _Pass(head, self.count, operations)
         return self._pass
 
     def _forward(self, message: StageMessage, head: heads.Forward) -> list[StageMessage]:
@@ -261,7 +251,6 @@ class Worker:
                 out, entropies = head_logprobs(module.head, hidden, target, head.temperature, head.entropy)
         if gradient and self._pass is not None:
             self._pass.held[head.microbatch, head.place] = source, out
-            self.longest_held = max(self.longest_held, len(self._pass.held))
         given = self._finite(out.detach())
         if not visit.head:
             following = replace(head, place=head.place + 1)
@@ -278,7 +267,7 @@ class Worker:
             return []
         assert source is not None and source.grad is not None
         before = run.route(i)[place - 1].stage
-        return [StageMessage(before, heads.Backward(run.turn, i, place - 1), (self._finite(source.grad),))]
+        return [StageMessage(before, heads.Backward(run.head.turn, i, place - 1), (self._finite(source.grad),))]
 
     @contextmanager
     def _module(self, reference: bool) -> Iterator[Stage]:

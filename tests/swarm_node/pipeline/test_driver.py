@@ -18,7 +18,7 @@ from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
-from swarm_node.pipeline.compute.worker import attend
+from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
@@ -505,6 +505,11 @@ def test_a_stage_short_of_memory_makes_microbatches_smaller(saved: Saved, monkey
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0, msg=name)
 
 
+def idle(worker: Worker) -> bool:
+    """No activations or caches of a turn are held."""
+    return worker._pass is None and not worker._sampler._waves and worker._sampler._engine is None
+
+
 def test_passes_that_are_given_up_leave_nothing_behind(saved: Saved) -> None:
     crew = Crew(saved("llama"), 3, grpo(microbatch_tokens=12, packing=False))
     rollouts, policy = count(), crew.policy
@@ -514,11 +519,11 @@ def test_passes_that_are_given_up_leave_nothing_behind(saved: Saved) -> None:
     crew.trainer.optimizer.zero_grad()
     passes = policy.passes((token_batch(r, flat, policy.pad_id, policy.device) for r in microbatches), 1.0)
     _, logprobs, _ = next(passes)
-    assert logprobs.requires_grad and not all(worker.idle for worker in crew.workers.values())
+    assert logprobs.requires_grad and not all(map(idle, crew.workers.values()))
     passes.close()
     while (message := crew.receive(0.0)) is not None:
         attend(message, crew.own, crew.send, crew.refuse)
-    assert all(worker.idle for worker in crew.workers.values())
+    assert all(map(idle, crew.workers.values()))
     crew.trainer.step(some_groups())
     assert crew.policy.version == 1 and not crew.refused
 
@@ -582,4 +587,4 @@ def test_caches_are_dropped_when_a_generation_is_over(saved: Saved) -> None:
     crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
     while crew.receive(0.0) is not None:
         pass  # what is still under way
-    assert all(worker.idle for worker in list(crew.workers.values())[1:])
+    assert all(map(idle, list(crew.workers.values())[1:]))

@@ -11,9 +11,11 @@ import torch
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.cgroups import free_main_memory
+from swarm_node.pipeline.compute.partition import FAMILIES
 from swarm_node.pipeline.footprint import Footprint, Sizes
 from tests.support.held_stages_world import Peer, World
 from tests.support.pipeline_crew import save
+from tests.support.tiny_models import MAKERS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]
@@ -94,6 +96,23 @@ def test_layers_go_where_there_is_room(saved: Saved, tmp_path: Path) -> None:
         memory.divide([costs[0] / 10, costs[1] / 10])
     with pytest.raises(UserError, match="layers"):
         memory.divide([0] * (layers + 1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "gemma2"])
+def test_sizes_are_those_of_the_model(kind: str) -> None:
+    model = make(kind)
+    assert model.config.model_type in FAMILIES
+    found = Sizes.among(dict(model.named_parameters()), model.config)
+    assert found.layers == [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+    matrix = model.get_input_embeddings().weight.numel()
+    assert found.embed == matrix
+    whole = sum(p.numel() for p in model.parameters())
+    assert sum(found.layers) + found.embed + found.head == whole + matrix * model.config.tie_word_embeddings
+
+
+def test_a_model_of_another_family_has_no_stages() -> None:
+    with pytest.raises(UserError, match="gpt_neox, llama, mistral, qwen2, qwen3"):
+        Sizes.among({}, make("gemma2").config)
 
 
 def test_ends_count_with_first_and_last_stage() -> None:

@@ -16,9 +16,9 @@ from transformers.integrations import hub_kernels
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.policy.loading import load_policy, prepare, skeleton
 from swarm_node.policy.policy import Policy
+from tests.support.stages import load_part
 from tests.support.tiny_models import SIZES, save
 
 
@@ -107,7 +107,7 @@ def test_pickles_are_refused_before_they_are_read(name: str, model: Path, monkey
     monkeypatch.setattr(torch, "load", lambda *args, **options: read.append(args))
     spoil, said = PICKLES[name]
     spoil(model)
-    for loading in (load, lambda path: load_stage(PolicyConfig(model=str(path)), (0, 2), lambda sentence: None)):
+    for loading in (load, lambda path: load_part(PolicyConfig(model=str(path)), 0, 2)):
         with pytest.raises(UserError) as refused:
             loading(model)
         assert said in str(refused.value) and "\n" not in str(refused.value)
@@ -162,7 +162,7 @@ def test_another_attention_is_transformers_own_choice(model: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": "flash_attention_2"}))
     policy = load(model)
     assert policy.base.config._attn_implementation == "sdpa"
-    stage = load_stage(PolicyConfig(model=str(model)), (0, 2), lambda sentence: None)
+    stage = load_part(PolicyConfig(model=str(model)), 0, 2)
     assert stage.base.config._attn_implementation == "sdpa"
 
 

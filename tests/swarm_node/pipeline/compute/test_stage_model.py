@@ -31,6 +31,7 @@ from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.compute.stage_model import load_stage, weights_digest
 from swarm_node.policy.loading import load_policy, load_tokenizer, prepare
 from swarm_node.policy.policy import lines, model_digest
+from tests.support.stages import load_part
 from tests.support.tiny_models import GROUPED, SIZES
 from tests.support.tiny_models import save as save_tiny
 
@@ -89,7 +90,7 @@ def whole(path, **options):
 
 
 def crew(path, count, **options):
-    return [load_stage(PolicyConfig(model=str(path), **options), (i, count), quiet) for i in range(count)]
+    return [load_part(PolicyConfig(model=str(path), **options), i, count) for i in range(count)]
 
 
 def chain(stages, ids, **options):
@@ -243,7 +244,7 @@ def test_what_ends_an_answer_is_known(saved, tmp_path):
     shutil.copytree(saved("llama"), tmp_path / "m")
     (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 17]}))
     config = PolicyConfig(model=str(tmp_path / "m"))
-    assert load_stage(config, (0, 2), quiet).base.generation_config.eos_token_id == [2, 17]
+    assert load_part(config, 0, 2).base.generation_config.eos_token_id == [2, 17]
     assert load_tokenizer(config).eos_token_id == 2
 
 
@@ -256,8 +257,8 @@ def test_the_old_name_of_gpt_neox_heads_works(saved, tmp_path):
     other = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}
     save_file({other.get(n, n): t for n, t in tensors.items()}, tmp_path / "m" / "model.safetensors")
     assert torch.equal(
-        load_stage(PolicyConfig(model=str(tmp_path / "m")), (1, 2), quiet).head.weight,
-        load_stage(PolicyConfig(model=str(saved("gpt_neox"))), (1, 2), quiet).head.weight,
+        load_part(PolicyConfig(model=str(tmp_path / "m")), 1, 2).head.weight,
+        load_part(PolicyConfig(model=str(saved("gpt_neox"))), 1, 2).head.weight,
     )
 
 
@@ -293,13 +294,13 @@ def test_missing_or_misshapen_tensors_are_refused_where_needed(saved, tmp_path):
         ]
     ):
         config = PolicyConfig(model=str(altered(saved("qwen2"), tmp_path / str(i), change)))
-        load_stage(config, (0, 2), quiet)
+        load_part(config, 0, 2)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
-            load_stage(config, (1, 2), quiet)
+            load_part(config, 1, 2)
 
 
 @pytest.mark.parametrize(
-    "span", [(2, 2), (-1, 2), (0, 0), (0, 6), Span(0, 2, 0, 6, 5), Span(0, 2, 0, 3, 8), Span(1, 2, 3, 4, 5),
+    "span", [Span(2, 2, 3, 5, 5), Span(-1, 2, 0, 3, 5), Span(0, 2, 0, 6, 5), Span(0, 2, 0, 3, 8), Span(1, 2, 3, 4, 5),
              Span(1, 2, 0, 5, 5), Span(0, 2, 0, 5, 5), Span(1, 3, 3, 3, 5), Span(1, 3, 3, 2, 5), Span(1, 3, -1, 2, 5)]
 )  # fmt: skip
 def test_a_stage_beyond_the_model_is_refused(span, saved):
@@ -316,18 +317,18 @@ def test_a_given_span_is_taken(saved):
 
 def test_models_that_cannot_be_cut_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="gpt_neox, llama, mistral, qwen2, qwen3"):
-        load_stage(PolicyConfig(model=str(save_tiny("gemma2", tmp_path / "gemma"))), (0, 2), quiet)
+        load_part(PolicyConfig(model=str(save_tiny("gemma2", tmp_path / "gemma"))), 0, 2)
     shutil.copytree(saved("llama"), tmp_path / "quantised")
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     (tmp_path / "quantised" / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
     with pytest.raises(UserError, match="quantised"):
-        load_stage(PolicyConfig(model=str(tmp_path / "quantised")), (0, 2), quiet)
+        load_part(PolicyConfig(model=str(tmp_path / "quantised")), 0, 2)
     shutil.copytree(saved("llama"), tmp_path / "pickled")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
-        load_stage(PolicyConfig(model=str(tmp_path / "pickled")), (0, 2), quiet)
+        load_part(PolicyConfig(model=str(tmp_path / "pickled")), 0, 2)
 
 
 def test_torn_files_and_stray_indices_are_refused(saved, tmp_path):
@@ -340,23 +341,23 @@ def test_torn_files_and_stray_indices_are_refused(saved, tmp_path):
     for text in (json.dumps(table), "{", "[]", '{"weight_map": 3}'):
         (index / "model.safetensors.index.json").write_text(text)
         with pytest.raises(UserError) as refused:
-            load_stage(PolicyConfig(model=str(index)), (0, 2), quiet)
+            load_part(PolicyConfig(model=str(index)), 0, 2)
         assert "\n" not in str(refused.value)
     with pytest.raises(UserError):
-        load_stage(PolicyConfig(model=str(torn)), (0, 2), quiet)
+        load_part(PolicyConfig(model=str(torn)), 0, 2)
 
 
 PEAK = """
 import sys, json
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
-from swarm_node.pipeline.compute.stage_model import load_stage
+from tests.support.stages import load_part
 
 def peak():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 
 def stage(model):
-    return load_stage(PolicyConfig(model=model, lora=False, threads=1), (1, 4), lambda text: None)
+    return load_part(PolicyConfig(model=model, lora=False, threads=1), 1, 4)
 
 def whole(model):
     config, rollouts = PolicyConfig(model=model, lora=False, threads=1), RolloutsConfig(engine="transformers")

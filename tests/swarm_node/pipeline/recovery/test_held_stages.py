@@ -14,7 +14,6 @@ import torch
 from protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.partition import layer_of
-from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.recovery import replicas
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.replicas import kept_for, replica_every, replicated, takers
@@ -24,6 +23,7 @@ from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights,
 from swarm_node.pipeline.settings import crew_settings
 from tests.support.held_stages_world import ARCHITECTURE, KINDS, RUN, SWARM, World, same, source
 from tests.support.pipeline_crew import Saved
+from tests.support.stages import load_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -390,7 +390,7 @@ def test_shapes_are_those_of_the_stages(saved: Saved, tmp_path: Path, kind: str,
     world = World(policy, 3, tmp_path)
     peer = world.peer("a")
     for index in range(3):
-        named = load_stage(policy, (index, 3), lambda line: None).named()
+        named = load_part(policy, index, 3).named()
         shapes = peer.held_stages.shapes_of(index, world.spans)
         assert {name: p.shape for name, p in named.items()} == {name: t.shape for name, t in shapes.items()}
         assert all(tensor.is_meta for tensor in shapes.values()) and shapes
