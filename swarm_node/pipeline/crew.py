@@ -17,15 +17,12 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from protocol.crew import Progress
 from swarm_node.averaging import Averager
 from swarm_node.averaging.cohort import leave_cohort
-from swarm_node.config import NodeConfig
 from swarm_node.errors import SwarmNodeError, UserError
-from swarm_node.pipeline.aftermath import Aftermath
 from swarm_node.pipeline.announcing import Announcer, LeaderSubscriptions
 from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.compute.worker import attend
@@ -36,6 +33,7 @@ from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.settings import crew_settings, with_crew_settings
 from swarm_node.pipeline.stage_calls import StageCalls
 from swarm_node.pipeline.staged_policy import StagedPolicy
+from swarm_node.pipeline.status_text import Aftermath
 from swarm_node.policy.loading import load_tokenizer
 from swarm_node.policy.probes import is_windowed
 from swarm_node.types import Stop
@@ -91,20 +89,19 @@ class CrewNode:
                 stop.advised, self._advised = False, True
             self._save_if_advised()
             self._carry_out_orders()
-            if self.stage_transport.whole and not self._leads and (whole := self.parts.status_text.whole()) != told:
+            if self._leads:
+                self.parts.cohort.leave()
+                self.announcer.announce()
+                if self.minutes_over:
+                    self.say(f"{self.config.minutes:g} minutes are over: somebody else has to lead the crew")
+                    return False
+                return True
+            if self.stage_transport.whole and (whole := self.parts.status_text.whole()) != told:
                 told = whole
                 self._begin()
                 self.say(whole)
-            if self._leads:
-                self.parts.cohort.leave()
-            else:
-                self.parts.cohort.look()
+            self.parts.cohort.look()
             self.announcer.announce()
-            if self._leads and self.minutes_over:
-                self.say(f"{self.config.minutes:g} minutes are over: somebody else has to lead the crew")
-                return False
-            if self._leads:
-                return True
             if self._heard_progress(show):
                 return False
             message = self.stage_transport.receive(ORDERS_WAIT_S)
@@ -227,34 +224,36 @@ class CrewNode:
             config.pipeline.stall_s,
             plan.term * TURNS,
         )
-        self.driver = Driver(calls, self._mend, config.pipeline.swap)
+        self.driver = driver = Driver(calls, self._mend, config.pipeline.swap)
         self._aftermath.note_holders()
         tokenizer = load_tokenizer(config.policy)
-        self.policy = StagedPolicy(self.driver, tokenizer, config.policy, self.say, self.settings.microbatch)
-        self.policy.packing = not is_windowed(self.parts.loading.config, longest_row(config))
+        longest_row = config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens
+        self.policy = StagedPolicy(driver, tokenizer, config.policy, self.say, self.settings.microbatch)
+        self.policy.packing = not is_windowed(self.parts.loading.config, longest_row)
         self.policy.start_digest = self.held_stages.starts[0]
         self.progress = self.stage_transport.progress or self.progress
         stop.allow()
-        self.driver.updates = self.stage_transport.updates  # stage 0 may have been rebuilt, and know of none
-        self._despite_losses(partial(self.driver.join_ends, False))
-        self._despite_losses(partial(self.driver.agree, plan.run[-1][1]))  # what the run goes on from
+        driver.updates = self.stage_transport.updates  # stage 0 may have been rebuilt, and know of none
+        driver.despite_losses(lambda: driver.join_ends(averaged=False))
+        driver.despite_losses(lambda: driver.agree(plan.run[-1][1]))  # what the run goes on from
         stop.hold()
-        self.policy.version = self.driver.updates
+        self.policy.version = driver.updates
         self._begin()
-        self.say(f"{self.parts.status_text.whole()}; {self.driver.updates} updates so far")
+        self.say(f"{self.parts.status_text.whole()}; {driver.updates} updates so far")
         self._aftermath.begin(self.progress)
 
     def round_over(self, round: int, reward: float, averager: Averager | None) -> None:
         """At the leader, between two rounds: replicas and checkpoints; a stage may pass to another peer.
 
         `averager`: of stage 0."""
+        driver = self.driver
+        assert driver is not None
         if averager is not None:
             self.parts.cohort.say_which(sorted(self.held_stages.workers))
             changes = averager.counts["exchanges"] + averager.replaced
             if changes != self._averaged:
-                assert self.driver is not None
                 self._averaged = changes
-                self._despite_losses(partial(self.driver.join_ends, True))
+                driver.despite_losses(lambda: driver.join_ends(averaged=True))
         self._aftermath.round_over(round, reward)
         self.progress = Progress(round, self._aftermath.reward)
         self.held_stages.checkpoints.round = round
@@ -264,16 +263,6 @@ class CrewNode:
             self._advised = True
         self._save_if_advised()
         self.stage_transport.at_rest()
-
-    def _despite_losses(self, act: Callable[[], None]) -> None:
-        """Do it again whenever a stage is lost meanwhile."""
-        assert self.driver is not None
-        while True:
-            try:
-                act()
-                return
-            except StageLost as lost:
-                self.driver.again(lost)
 
     def _mend(self, lost: StageLost) -> None:
         """Have lost stages rebuilt, here or elsewhere; returns when the crew is whole.
@@ -308,9 +297,7 @@ class CrewNode:
         return self.parts.status_text.status(self.held_stages, self.progress)
 
     def waiting(self) -> str:
-        """A sentence about what keeps the crew from going on. Usable from any thread.
-
-        Empty if nothing does, or the crew was never whole."""
+        """A sentence about a missing stage; empty if none is, or the crew was never whole. From any thread."""
         return self.parts.status_text.missing() if self._whole_since < math.inf else ""
 
     def _tell_how_to_join(self, since: float) -> None:
@@ -332,8 +319,3 @@ class CrewNode:
         """This node has been in its crew for as long as it was told to."""
         minutes = self.config.minutes
         return minutes is not None and time.monotonic() - self._whole_since > 60 * minutes
-
-
-def longest_row(config: NodeConfig) -> int:
-    """Most tokens of a prompt and one answer."""
-    return config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens

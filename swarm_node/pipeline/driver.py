@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median_high
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.types import Sampling
 
+T = TypeVar("T")
 TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up
 
 
@@ -80,6 +82,14 @@ class Driver:
             except StageLost as another:
                 lost = another
 
+    def despite_losses(self, act: Callable[[], T]) -> T:
+        """The result of `act`, which is done again whenever a stage is lost meanwhile."""
+        while True:
+            try:
+                return act()
+            except StageLost as lost:
+                self.again(lost)
+
     def _count_refusal(self, refused: TurnRefused) -> None:
         self._refusals += 1
         if self._refusals == TRIES:
@@ -118,7 +128,7 @@ class Driver:
 
     def _give_matrix(self, giver: int, keep: bool) -> None:
         """Have one end send the matrix to the other, if both hold it."""
-        if self.workers[0].tied_name is None:
+        if self.workers[0].tied is None:
             return
         self.calls.send(StageMessage(giver, heads.Share(keep)))
         while (answer := self.calls.answer(heads.StageStatus)) is None or not answer[0].taken:

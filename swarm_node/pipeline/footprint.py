@@ -64,11 +64,7 @@ class Sizes:
 def stage_bytes(
     frozen: int, trained: int, itemsize: int, reference: bool = False, offered: int = 0, kept: int = 0
 ) -> int:
-    """Bytes that a stage takes, by the formulas above.
-
-    itemsize    bytes of a value of the model's weights
-    reference   whether the weights of before training are kept
-    """
+    """Bytes that a stage takes, by the formulas above. `reference`: the weights of before training are kept."""
     own = 4 if frozen else itemsize
     masters = 8 * trained if own < 4 else 0
     copies = 3 if reference and not frozen else 2
@@ -111,11 +107,7 @@ class Footprint:
         return [(CHECKPOINT_BYTES + masters) * values for values in self._trained.of(spans)]
 
     def divide(self, capacities: Sequence[float]) -> Spans:
-        """Layers of each stage, as the memory of the machines that are to hold them allows.
-
-        capacities  bytes of memory; `UNKNOWN` or inf if it is not known
-
-        Raises ValueError if the stages do not fit, UserError if there are more stages than layers."""
+        """Layers of each stage, as the memory of the machines that are to hold them allows; see `partition`."""
         count = len(capacities)
         whole = count > 1 and any(replicated(self.config, stage) == "whole" for stage in range(count))
 

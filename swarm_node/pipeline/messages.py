@@ -56,10 +56,6 @@ class StageLost(Interrupted):
 class MessageTransport(Protocol):
     """Carries messages to the other stages of a crew, wherever they are."""
 
-    @property
-    def count(self) -> int:
-        """Stages of the crew."""
-
     def send(self, message: StageMessage) -> None:
         """Send to the holder of that stage, in order; never waits. Raises StageLost if no peer holds it."""
 

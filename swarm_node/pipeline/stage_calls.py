@@ -50,9 +50,8 @@ class StageCalls:
     _bytes: int = 0
     _heard: float = field(default_factory=time.monotonic)
 
-    @property
-    def stages(self) -> int:
-        return self.transport.count
+    def __post_init__(self) -> None:
+        self.stages = self.workers[0].count
 
     def figures(self) -> dict[str, float]:
         """Figures since the last call.

@@ -40,8 +40,8 @@ below the time after which the crew gives the stage up. Weights that arrive late
 def averaged(worker: Worker) -> dict[str, Tensor]:
     """The live weights of a stage that are averaged; a matrix that two stages hold is averaged at the first only."""
     weights = worker.optimizer.weights()
-    if worker.index > 0 and worker.tied_name is not None:
-        del weights[worker.tied_name]
+    if worker.index > 0 and worker.tied is not None:
+        del weights[worker.tied.name]
     return weights
 
 

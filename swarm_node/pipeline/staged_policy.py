@@ -31,11 +31,7 @@ class StagedEngine(BatchEngine):
     def decode(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
-        while True:
-            try:
-                return self._driver.generate(prompts, n, sampling, uniform, self._eos)
-            except StageLost as lost:
-                self._driver.again(lost)
+        return self._driver.despite_losses(lambda: self._driver.generate(prompts, n, sampling, uniform, self._eos))
 
 
 class StagedPolicy(Policy):

@@ -54,14 +54,10 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
 
     Raises UserError if one of them is missing, or if they are not of one policy."""
     configs = [read_own(run.config) for run in runs]
-    config = configs[0]
-    count = config.pipeline.stages
-    for run, other in zip(runs, configs, strict=True):
-        if (other.pipeline.stages, other.policy.model, other.pipeline.crew) != (
-            count,
-            config.policy.model,
-            config.pipeline.crew,
-        ):
+    config, count = configs[0], configs[0].pipeline.stages
+    crews = [(one.policy.model, one.pipeline.stages, one.pipeline.crew) for one in configs]
+    for run, crew in zip(runs, crews, strict=True):
+        if crew != crews[0]:
             raise UserError(f"{run.path} is not of the crew of {runs[0].path}: crew, model and stages must be the same")
     plan = prepare(config.policy, alone=False)
     kept = [file for run in runs for file in stage_files(run.path / "stages") if file.stage < count]

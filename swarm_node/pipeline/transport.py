@@ -98,10 +98,6 @@ class StageTransport:
     """The crew's part of the membership card, which must be announced again when it has changed."""
 
     @property
-    def count(self) -> int:
-        return len(self._membership.spec.spans)
-
-    @property
     def missing(self) -> dict[int, tuple[float, str]]:
         """Lost stages, as far as is known here -> seconds since then, and the peer that builds it (empty = none)."""
         with self._lock:

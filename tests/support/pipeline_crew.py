@@ -190,10 +190,6 @@ class Crew:
 
     # ----------------------------------------------------------------- what the lead sees
 
-    @property
-    def count(self) -> int:
-        return self.stages
-
     def send(self, message: StageMessage) -> None:
         self._check()
         self._put(0, message)

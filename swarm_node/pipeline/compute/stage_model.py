@@ -50,10 +50,11 @@ class Stage(nn.Module):
         self.model = model
         """The stage's Hugging Face model, or the PEFT model around it if one of its modules has an adapter."""
         self.norm = norm  # the final norm, at the last stage
-        self.config = config
         self.is_lora = is_lora  # whether the policy is trained by an adapter, even if this stage has no part of it
         self.tied: bool = config.tie_word_embeddings  # whether embedding and head are one matrix
         self._parts = model_parts(config)
+        first = self._decoder.layers[0].input_layernorm.weight
+        self.device, self.dtype = first.device, first.dtype
 
     @property
     def base(self) -> PreTrainedModel:
@@ -78,14 +79,6 @@ class Stage(nn.Module):
             return None
         matrix = self.embed if span.is_first else self.head
         return next((name for name, p in self.named().items() if p is getattr(matrix, "weight", None)), None)
-
-    @property
-    def device(self) -> torch.device:
-        return self._decoder.layers[0].input_layernorm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._decoder.layers[0].input_layernorm.weight.dtype
 
     @property
     def _decoder(self) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,15 +48,14 @@ class _Engine:
             self.logits = head_of(stage.norm, head, fuse) if native else lambda hidden: head(final(hidden))
 
 
+@dataclass
 class StageSampler:
     """Computes one stage's layers for the tokens of a turn."""
 
-    def __init__(self, stage: Stage, native: bool) -> None:
-        """`native`: use the native engine."""
-        self._stage = stage
-        self._native = native
-        self._waves: dict[int, _Wave] = {}
-        self._engine: _Engine | None = None
+    stage: Stage
+    native: bool  # use the native engine
+    _waves: dict[int, _Wave] = field(default_factory=dict)
+    _engine: _Engine | None = None
 
     def drop(self) -> None:
         """Give up all waves."""
@@ -72,7 +71,7 @@ class StageSampler:
         if len(uniform) != len(lengths) * head.n:
             raise RemoteProtocolError("shape", f"{len(uniform)} rows instead of {len(lengths)} x {head.n}")
         if self._engine is None:
-            self._engine = _Engine(self._stage, self._native)
+            self._engine = _Engine(self.stage, self.native)
         cache = self._engine.slice.cache(lengths.tolist(), head.n, head.limit)
         x = cache.prefill(self._embedded(x))
         sampling = Sampling(head.limit, head.temperature, head.top_p)
@@ -99,7 +98,7 @@ class StageSampler:
         if len(x) != math.prod(shape) or len(uniform) != len(x):
             raise RemoteProtocolError("shape", f"{len(x)} rows instead of {math.prod(shape)}")
         if picked:
-            wave.cache.pick(*(t.to(self._stage.device) for t in picked))
+            wave.cache.pick(*(t.to(self.stage.device) for t in picked))
         x = wave.cache.forward(self._embedded(x), head.step)
         wave.shape, wave.step = shape, head.step + 1
         if engine.logits is None:
@@ -108,8 +107,8 @@ class StageSampler:
 
     def _embedded(self, x: Tensor) -> Tensor:
         """Input of the layers: hidden states, at the first stage of token ids."""
-        x = x.to(self._stage.device)
-        return self._stage.hidden(x) if self._stage.span.is_first else x.to(self._stage.dtype)
+        x = x.to(self.stage.device)
+        return self.stage.hidden(x) if self.stage.span.is_first else x.to(self.stage.dtype)
 
     def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> StageMessage:
         """The next tokens [W] for the leader, drawn from `logits` [W, V]."""

@@ -11,6 +11,7 @@ A block is sent when the block before it has come from the other end, so few byt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +30,18 @@ def rows_of(block: int, height: int, width: int) -> slice:
     return slice(min(block * rows, height), min((block + 1) * rows, height))
 
 
+@dataclass
 class TiedWeights:
     """One end's copy of the matrix."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, other: int) -> None:
-        """`other`: the stage at the other end."""
-        self.name = name
-        self.parameter = parameter
-        self.other = other
-        self._sent = self._added = 0  # blocks of the present sum
-        self._came: Tensor | None = None  # the next block of the other end's gradient
-        self._taken = 0  # blocks of the other end's matrix
-        self._taking: Tensor | None = None  # the other end's matrix, as far as it has come
+    name: str
+    parameter: nn.Parameter
+    other: int  # the stage at the other end
+    _sent: int = 0  # blocks of the present sum
+    _added: int = 0
+    _came: Tensor | None = None  # the next block of the other end's gradient
+    _taken: int = 0  # blocks of the other end's matrix
+    _taking: Tensor | None = None  # the other end's matrix, as far as it has come
 
     # ----------------------------------------------------------------- gradients
 

@@ -148,11 +148,6 @@ class Worker:
         """Whether other stages may be making an update that is still to be made here."""
         return self._norm is not None
 
-    @property
-    def tied_name(self) -> str | None:
-        """Name of the trained matrix that the stage at the other end holds too."""
-        return None if self.tied is None else self.tied.name
-
     def keep_reference(self) -> None:
         """Keep the present weights for the KL term."""
         if not self.stage.is_lora:
@@ -322,8 +317,7 @@ class Worker:
         """The sum of squares of the gradient, for the leader; a tied matrix counts at the first stage only."""
         no_layer = [name for name in self.stage.named() if ".layers." not in name]
         self._norm = math.sqrt(self.optimizer.squares(no_layer))
-        name = self.tied_name
-        squares = self.optimizer.squares([name] if name is not None and self.index > 0 else [])
+        squares = self.optimizer.squares([] if self.tied is None or self.index == 0 else [self.tied.name])
         finite = not self._spoiled and math.isfinite(squares)
         return StageMessage(LEADER, heads.GradientNorm(self._total, self.index, squares if finite else None))
 

@@ -205,8 +205,8 @@ def test_both_ends_have_the_same_matrix_again(saved: Saved, averaged: bool) -> N
     crew = Crew(saved("llama_tied"), 3)
     crew.trainer.step(some_groups())
     first, last = crew.workers[0], crew.workers[2]
-    name = first.tied_name
-    assert name == last.tied_name == "model.embed_tokens.weight"
+    name = first.stage.shared
+    assert name == last.stage.shared == "model.embed_tokens.weight"
     other, giver = (last, first) if averaged else (first, last)
     with torch.no_grad():
         giver.stage.named()[name].add_(1)

@@ -209,7 +209,7 @@ def test_a_stage_dying_before_applying_misses_the_update(stage: int, saved: Save
     assert [w.updates for w in crew.workers.values()] == [1, 1, 1]
     assert [w.optimizer.updates for w in crew.workers.values()] == [int(k != stage) for k in range(3)]  # nobody twice
     expected, found = parameters(undisturbed), parameters(crew)  # the latter compares the matrix at both ends
-    own = crew.workers[stage].stage.named().keys() - {crew.workers[0].tied_name}
+    own = crew.workers[stage].stage.named().keys() - {crew.workers[0].stage.shared}
     for name, value in found.items():
         if name in own:
             assert torch.equal(value, start[name])
@@ -251,7 +251,7 @@ def test_a_stage_whose_apply_was_lost_still_updates(stage: int, saved: Saved) ->
     for name, value in parameters(crew).items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
     assert [w.updates for w in crew.workers.values()] == [w.optimizer.updates for w in crew.workers.values()] == [2] * 3
-    name = crew.workers[0].tied_name
+    name = crew.workers[0].stage.shared
     for worker in (crew.workers[0], crew.workers[2]):  # the matrix keeps its moments
         assert worker.optimizer.state_dict()[f"step.{name}"] == 2
 

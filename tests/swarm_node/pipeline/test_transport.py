@@ -42,7 +42,7 @@ def gradient() -> StageMessage:
 
 def test_messages_find_their_stages(crew):
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
-    assert (lead.count, lead.planned_stages, first.planned_stages, last.leading) == (3, (0,), (1,), False)
+    assert (lead.planned_stages, first.planned_stages, last.leading) == ((0,), (1,), False)
     lead.send(StageMessage(1, StatusRequest()))
     lead.send(StageMessage(2, StatusRequest()))
     crew.run(1.0)

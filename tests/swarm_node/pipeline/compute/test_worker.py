@@ -200,7 +200,7 @@ def test_an_update_is_made_once(worker: Worker) -> None:
 
 def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> None:
     ends = {k: make(config, k, 2) for k in range(2)}
-    names = {k: worker.tied_name for k, worker in ends.items()}
+    names = {k: worker.stage.shared for k, worker in ends.items()}
     assert names == {0: "model.embed_tokens.weight", 1: "model.embed_tokens.weight"}
     grads = {k: numbers(k, 384, H) for k in ends}
     for k, worker in ends.items():
@@ -223,7 +223,7 @@ def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> No
 
 def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
     first, last = make(config, 0, 2), make(config, 1, 2)
-    name = first.tied_name or ""
+    name = first.stage.shared or ""
     with torch.no_grad():
         first.stage.named()[name].add_(1.0)
     (given,) = first.handle(StageMessage(0, Share()))
@@ -235,7 +235,7 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
 def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     first, theirs = make(config, 0, 2), numbers(5, 384, H)
-    parameter = first.stage.named()[first.tied_name or ""]
+    parameter = first.stage.named()[first.stage.shared or ""]
     begin(first, total=2)
     parameter.grad = numbers(6, 384, H)
     expected = parameter.grad + theirs
@@ -262,7 +262,7 @@ def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monke
 def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     last, theirs = make(config, 1, 2), numbers(7, 384, H)
-    parameter = last.stage.named()[last.tied_name or ""]
+    parameter = last.stage.named()[last.stage.shared or ""]
     before, state = parameter.detach().clone(), last.optimizer.adamw.state[parameter]
 
     def block(i: int) -> StageMessage:
