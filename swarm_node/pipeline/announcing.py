@@ -1,9 +1,6 @@
 """The view of a node in a crew that others have: its membership card, its status file, and how to join it.
 
-    every ANNOUNCE_TICK_S   time passes for the crew, the join command is renewed
-    every STATUS_S          a node that does not lead writes its status; a leader's run writes more
-
-While the node leads, its card is the business of `swarm.member.Member`.
+While the node leads, `swarm.member.Member` announces its card, and its run writes its status.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.base import Handler, Transport
 from swarm_node.pipeline.assemble import CrewParts
 
-ANNOUNCE_TICK_S = 0.5
+ANNOUNCE_TICK_S = 0.5  # so often time passes for the crew, and the join command is renewed
 STATUS_S = 2.0  # time between two writings of the status of a node that does not lead
 MAX_SHOWN = 500  # peers in the status
 
@@ -29,24 +26,18 @@ class LeaderSubscriptions:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._handlers: dict[str, Handler | None] = {}
+        self._handlers: dict[str, Handler] = {}
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Have `handler` called with each message of a topic, until `end`. The transport's subscription stays."""
-
-        def heard(data: bytes) -> None:
-            now = self._handlers[topic]
-            if now is not None:
-                now(data)
-
         known = topic in self._handlers
         self._handlers[topic] = handler
         if not known:
-            self._transport.subscribe(topic, heard)
+            self._transport.subscribe(topic, lambda data: self._handlers[topic](data))
 
     def end(self) -> None:
         """Call no handler any more."""
-        self._handlers = dict.fromkeys(self._handlers)
+        self._handlers = dict.fromkeys(self._handlers, lambda data: None)
 
 
 @dataclass

@@ -114,8 +114,7 @@ class CrewParts:
             say,
             most_s=min(MOST_S, config.pipeline.stall_s / 4),
         )
-        bootstrap = [*config.network.bootstrap, *entered.manifest.bootstrap]
-        self.join_command = JoinCommand(spec.me, spec.swarm, config, bootstrap, entered.model)
+        self.join_command = JoinCommand(entered, config)
 
     @property
     def over(self) -> bool:
@@ -143,7 +142,6 @@ class CrewParts:
         return self.held_stages.shapes_of(stage, plan.spans)
 
     def _in_crew(self, peer: str) -> bool:
-        """Whether a peer is in this crew, by its plan."""
         plan = self.stage_transport.plan
         return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
 

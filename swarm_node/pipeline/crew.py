@@ -152,6 +152,7 @@ class CrewNode:
         """Build and drop stages as ordered. Deposed if this node does not lead any more."""
         self._go_by_plan()
         for order in self.stage_transport.orders():
+            self._go_by_plan()  # it may be a new one since; stages of another branch are written first
             match order:
                 case StartLeading():
                     self._leads = True
@@ -160,7 +161,6 @@ class CrewNode:
                     if self.driver is not None:
                         raise Deposed("another peer leads this crew now")
                 case DropStage(stage):
-                    self._go_by_plan()  # it may be a new one since; stages of another branch are written first
                     self.held_stages.leave(stage)
                 case BuildStage():
                     self._build(order)
@@ -185,7 +185,6 @@ class CrewNode:
             self.say(f"crew {self.config.pipeline.crew} goes by its leader's options: {', '.join(changed)}")
 
     def _build(self, order: BuildStage) -> None:
-        self._go_by_plan()  # it may be a new one since
         plan = self.stage_transport.plan
         if plan is None or not self.stage_transport.stands(order):
             return
@@ -243,9 +242,7 @@ class CrewNode:
         self._aftermath.begin(self.progress)
 
     def round_over(self, round: int, reward: float, averager: Averager | None) -> None:
-        """At the leader, between two rounds: replicas and checkpoints; a stage may pass to another peer.
-
-        `averager`: of stage 0."""
+        """At the leader, between two rounds: replicas and checkpoints are made; a stage may pass to another peer."""
         driver = self.driver
         assert driver is not None
         if averager is not None:

@@ -14,15 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from protocol.crew import (
-    CONTROL,
-    CREW_METHOD,
-    MAX_CONTROL_BYTES,
-    STAGE_METHOD,
-    Plan,
-    decode_record,
-    encode_record,
-)
+from protocol.crew import CONTROL, CREW_METHOD, MAX_CONTROL_BYTES, STAGE_METHOD, Plan, decode_record, encode_record
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Envelope, decode_envelope
 from protocol.transports.base import Channel, Listener, Transport

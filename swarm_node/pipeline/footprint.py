@@ -86,18 +86,12 @@ class Footprint:
     def costs(self, spans: Spans) -> list[int]:
         """Bytes of memory of each stage, with the replicas that it keeps for its neighbours."""
         count, trained = len(spans), self._trained.of(spans)
-        rest = self._trained.of(spans, layers=False)
-        copied = [
-            {"whole": trained, "rest": rest, "": [0] * count}[replicated(self.config, stage)][stage]
-            for stage in range(count)
-        ]
-        kept = [0] * count
+        copies = {"whole": trained, "rest": self._trained.of(spans, layers=False), "": [0] * count}
+        offered, kept = [0] * count, [0] * count
         for stage in range(count) if count > 1 else ():
-            kept[keeper(stage, count)] += copied[stage]
-        return [
-            self._bytes(*values)
-            for values in zip(self._frozen.of(spans), trained, copied if count > 1 else kept, kept, strict=True)
-        ]
+            offered[stage] = copies[replicated(self.config, stage)][stage]
+            kept[keeper(stage, count)] += offered[stage]
+        return [self._bytes(*values) for values in zip(self._frozen.of(spans), trained, offered, kept, strict=True)]
 
     def checkpoints(self, spans: Spans) -> list[int]:
         """Bytes of a checkpoint of each stage: trained weights in 32 bits and the optimiser's two moments.

@@ -8,24 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from protocol.crew import Plan
 from protocol.messages import PeerCard
 from swarm_node.config import NodeConfig
+from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.links import join_link, living
 
 
 class JoinCommand:
     """The command, renewed on one thread and told on another."""
 
-    def __init__(
-        self, me: str, swarm: str, config: NodeConfig, bootstrap: Sequence[str], swarms_model: str | None = None
-    ) -> None:
-        """`bootstrap`: addresses that this node began with. `swarms_model`: the model in the swarm's manifest."""
-        self.me = me
-        self.swarm = swarm
-        self.bootstrap = bootstrap
+    def __init__(self, entered: JoinedSwarm, config: NodeConfig) -> None:
+        self.entered = entered
         self.link = ""  # the join link; empty = there is none yet
         self.open = True  # other machines may join
         pipeline, model = config.pipeline, config.policy.model
-        named = [] if model in ("starter", swarms_model) else ["--model", model]
+        named = [] if model in ("starter", entered.model) else ["--model", model]
         self._options = shlex.join(["--stages", str(pipeline.stages), "--crew", pipeline.crew, *named])
+        self._bootstrap = [*config.network.bootstrap, *entered.manifest.bootstrap]
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
         """This node's addresses in the link, whether the link can name all peers of the crew, and the link, now ..."""
         self._told: tuple[Sequence[str], bool, str] = self._now  # ... and when it was last told.
@@ -35,8 +32,9 @@ class JoinCommand:
         if not addresses:
             return
         crew = [] if plan is None else [*(seat.peer for seat in plan.assignments), *plan.spares]
-        known = all(peer in members and members[peer].addresses for peer in set(crew) - {self.me})
-        self.link = join_link(self.swarm, addresses, [*living(members, crew), *self.bootstrap])
+        others = set(crew) - {self.entered.transport.peer_id}
+        known = all(peer in members and members[peer].addresses for peer in others)
+        self.link = join_link(self.entered.manifest.swarm_id, addresses, [*living(members, crew), *self._bootstrap])
         self._now = addresses, known, self.link
 
     def tell(self, formed: bool, say: Callable[..., None]) -> None:

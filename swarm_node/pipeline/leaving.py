@@ -1,9 +1,4 @@
-"""How a node leaves its crew so that nothing is lost: others keep its stages, and files have them.
-
-drain    others keep the stages that this node holds, as they are after the last update
-gather   the leader fetches the weights of the other stages, so that its directory has the whole policy
-close    everything is on disk, and the crew is left
-"""
+"""How a node leaves its crew so that nothing is lost: others keep its stages, and files have them."""
 
 from __future__ import annotations
 
@@ -38,7 +33,7 @@ class Leaving:
     begun: bool = False  # this node leaves: it takes no stage of another peer any more
 
     def drain(self, stop: Stop) -> None:
-        """Have other peers keep the stages of this node, if the crew may go on."""
+        """Have other peers keep the stages of this node, as they are after the last update, if the crew may go on."""
         parts, held_stages = self.parts, self.parts.held_stages
         if self.begun:
             return
@@ -74,7 +69,7 @@ class Leaving:
             self.after_update()
 
     def gather(self, stop: Stop) -> None:
-        """At the leader: write the weights of the other stages beside its own, as far as their holders answer.
+        """At the leader: fetch the weights of the other stages, so that its directory has the whole policy.
 
         After a signal there is little time for it; a signal that comes meanwhile ends it."""
         parts, held_stages = self.parts, self.parts.held_stages

@@ -26,12 +26,7 @@ from protocol.transports.base import Transport
 from swarm_node.pipeline.compute.worker import refused_turn
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected
-from swarm_node.pipeline.membership.actions import (
-    BuildStage,
-    PeerSpec,
-    StartLeading,
-    StopLeading,
-)
+from swarm_node.pipeline.membership.actions import BuildStage, PeerSpec, StartLeading, StopLeading
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
@@ -66,7 +61,7 @@ class StageTransport:
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limits`: see `CrewChannels`. `spec`: see `CrewMembership`."""
+        """`limits`: see `CrewChannels`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: messages to stages that had gone."""
         self._transport = transport

@@ -235,7 +235,15 @@ class _Tensors:
         """`files`: name of a tensor -> name of its file. `locate`: name of a file -> its path."""
         self._source = source
         self._files = files
-        self._locate = cache(lambda name: _vetted(locate(name)))
+
+        @cache
+        def vetted(name: str) -> Path | None:
+            file = locate(name)
+            if file is not None:
+                check_header(file)
+            return file
+
+        self._locate = vetted
 
     def read(self, spellings: list[str], shape: torch.Size) -> Tensor:
         """The tensor with one of these names; it may be mapped from the file, so copy it.
@@ -271,12 +279,6 @@ class _Tensors:
             raise UserError(f"{self._source} has no {self._files[name]}, which its index names")
         with refusing(path.name, self._source), safe_open(path, "pt") as file:
             return file.get_tensor(name)  # the file is opened each time, so that its mapping ends at once
-
-
-def _vetted(file: Path | None) -> Path | None:
-    if file is not None:
-        check_header(file)
-    return file
 
 
 def _weights(plan: Plan) -> _Tensors:
