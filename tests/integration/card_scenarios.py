@@ -24,7 +24,7 @@ from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS
 from protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage
-from protocol.transports.p2p import p2pd_memory
+from protocol.transports.p2p import daemon as p2p_daemon
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 from tests.support.planes import EVERYWHERE, SWARM, TTL_S
@@ -50,15 +50,15 @@ async def p2pd_keeps_nothing_for_strangers() -> None:
 async def a_grown_p2pd_is_replaced_on_its_port() -> None:
     async with started("one", "two") as (one, two):
         port, before = one.plane.daemon.port_number, one.plane.daemon.pid
-        limit, p2pd_memory.MAX_P2PD_RSS = p2pd_memory.MAX_P2PD_RSS, 2**20
-        pause, p2pd_memory.P2PD_MEMORY_CHECK_S = p2pd_memory.P2PD_MEMORY_CHECK_S, 0.1
+        limit, p2p_daemon.MAX_P2PD_RSS = p2p_daemon.MAX_P2PD_RSS, 2**20
+        pause, p2p_daemon.P2PD_MEMORY_CHECK_S = p2p_daemon.P2PD_MEMORY_CHECK_S, 0.1
         try:
             one.plane.daemon.p2pd._child.kill()  # the next one is looked at sooner
             await until(lambda: any("grown" in sentence for sentence in one.said))
-            p2pd_memory.MAX_P2PD_RSS = limit
+            p2p_daemon.MAX_P2PD_RSS = limit
             await until(lambda: one.plane.daemon.pid not in (None, before) and one.plane._dht is not None)
         finally:
-            p2pd_memory.MAX_P2PD_RSS, p2pd_memory.P2PD_MEMORY_CHECK_S = limit, pause
+            p2p_daemon.MAX_P2PD_RSS, p2p_daemon.P2PD_MEMORY_CHECK_S = limit, pause
         assert one.plane.daemon.port_number == port and one.plane.daemon.restarts >= 1
         assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.daemon.restarts
         two.plane.connections.dials.give(one.plane.addresses[0])

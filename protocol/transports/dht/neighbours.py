@@ -38,15 +38,15 @@ class Neighbours(RoutingTable):  # type: ignore[misc]
             del self[next(iter(bucket.replacement_nodes))]
         return stale
 
-    def meet(self, peer: PeerID, claimed: bytes) -> bool:
+    def meet(self, peer: PeerID, claimed: bytes) -> None:
         """Enter a peer into the table, if the node id that it claims follows from its key. A peer that only asks claims
-        none. Returns whether the claim is right."""
+        none."""
         if not claimed:
-            return False
+            return
         node_id = node_id_of(peer)
         if claimed != node_id.to_bytes():
             self._refusals.note(str(peer), "node_id")
-            return False
+            return
         self._avoided.pop(peer, None)
         if peer != self._me:
             stale = self.add_or_update_node(node_id, peer)
@@ -54,7 +54,6 @@ class Neighbours(RoutingTable):  # type: ignore[misc]
                 ping = asyncio.create_task(self._ping(stale[1]))
                 self._pings.add(ping)
                 ping.add_done_callback(self._pings.discard)
-        return True
 
     def avoid(self, peer: PeerID) -> None:
         """Do not ask a peer for `AVOIDED_S`."""
@@ -68,5 +67,4 @@ class Neighbours(RoutingTable):  # type: ignore[misc]
             del self._avoided[next(iter(self._avoided))]
 
     def is_avoided(self, peer: PeerID) -> bool:
-        """Whether a peer is not to be asked now."""
         return self._avoided.get(peer, 0.0) > time.monotonic()

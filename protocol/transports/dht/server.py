@@ -104,16 +104,12 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     # ---------------------------------------------------------------- what others ask
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
-        """Answer a ping."""
-        self._take_call(context.remote_id, told=1)
-        self.neighbours.meet(context.remote_id, request.peer.node_id)
+        self._admit(request, context, told=1)
         return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """A peer wants cards kept: single ones, or buckets."""
-        peer = str(context.remote_id)
-        self._take_call(context.remote_id, told=1)
-        self.neighbours.meet(context.remote_id, request.peer.node_id)
+        peer = self._admit(request, context, told=1)
         kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
         for key, name, value, expiration in self._read(peer, messages.read_store, request):
             if name:
@@ -123,7 +119,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             else:
                 self._refusals.note(peer, "key")
                 raise RemoteProtocolError("key", "not a bucket of this swarm's members")
-            self._take_call(context.remote_id, told=len(records[:left]))
+            self._take_call(context.remote_id, 0, len(records[:left]))
             checked = await self._checked(self._validator.stored, peer, key, records[:left])
             left -= len(records[:left])
             kept_now = [self.storage.store(key, *record, time.time(), record[0] == peer) for record in checked]
@@ -132,9 +128,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """Answer with the cards under some keys, and the peers nearest to these."""
-        asker, peer = context.remote_id, str(context.remote_id)
-        self._take_call(asker, finds=1)
-        self.neighbours.meet(asker, request.peer.node_id)
+        peer, own_id = self._admit(request, context, finds=1), node_id_of(context.remote_id)
         keys = self._read(peer, messages.read_keys, request.keys)
         held = [self._held(key) for key in keys]
         sizes = [sum(len(value) + 80 for _, value, _ in records) for records in held]
@@ -148,14 +142,19 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
                 self._refusals.note(peer, "rate")
-            for node_id, near in self.neighbours.get_nearest_neighbors(
-                DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
-            ):
+            nearest = self.neighbours.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST, exclude=own_id)
+            for node_id, near in nearest:
                 result.nearest_node_ids.append(node_id.to_bytes())
                 result.nearest_peer_ids.append(near.to_bytes())
         return answer
 
-    def _take_call(self, peer: PeerID, finds: int = 0, told: int = 0) -> None:
+    def _admit(self, request: Any, context: P2PContext, finds: int = 0, told: int = 0) -> str:
+        """The id of a peer that calls and may do so now. Raises RemoteProtocolError `rate`."""
+        self._take_call(context.remote_id, finds, told)
+        self.neighbours.meet(context.remote_id, request.peer.node_id)
+        return str(context.remote_id)
+
+    def _take_call(self, peer: PeerID, finds: int, told: int) -> None:
         """Count finds, or pings, stores and cards, of a peer. Raises RemoteProtocolError `rate` for more than a minute
         allows."""
         name, now = str(peer), time.time()
@@ -203,7 +202,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """Whether a peer answers and keeps a part of the DHT."""
         request = dht_pb2.PingRequest(peer=self._info)
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_ping(request, timeout=DHT_CALL_S))
-        return answer is not None and self.neighbours.meet(peer, answer.peer.node_id)
+        return answer is not None and answer.peer.node_id == node_id_of(peer).to_bytes()
 
     async def give_own(self, peer: PeerID) -> None:
         """Give a peer this node's card, if there is one that lives."""
@@ -259,7 +258,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=DHT_CALL_S))
         if answer is None:
             return None
-        self.neighbours.meet(peer, answer.peer.node_id)
         if len(answer.results) != len(keys):
             self._refusals.note(str(peer), "schema")
             self.neighbours.avoid(peer)
@@ -294,18 +292,17 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             peer=self._info,
         )
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_store(request, timeout=DHT_CALL_S))
-        if answer is None:
-            return False
-        self.neighbours.meet(peer, answer.peer.node_id)
-        return any(answer.store_ok)
+        return answer is not None and any(answer.store_ok)
 
-    async def _call(self, peer: PeerID, call: Awaitable[T]) -> T | None:
-        """The answer of a peer; None if there is none, and then the peer is avoided for a while."""
+    async def _call(self, peer: PeerID, call: Awaitable[Any]) -> Any:
+        """The answer of a peer, which may become a neighbour; without one None, and the peer is avoided for a while."""
         try:
-            return await call
+            answer = await call
         except _FAILURES:
             self.neighbours.avoid(peer)
             return None
+        self.neighbours.meet(peer, answer.peer.node_id)
+        return answer
 
     # ---------------------------------------------------------------- what is believed
 

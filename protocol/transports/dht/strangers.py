@@ -33,10 +33,6 @@ class Strangers:
         """Peer -> (when it is worth a lookup again, the wait after that one), the one looked for last at the end."""
         self._budget = Budgets(1, LOOKUPS)
 
-    def __len__(self) -> int:
-        """Number of peers that are remembered."""
-        return len(self._waits)
-
     def are_worth_a_lookup(self, strangers: Collection[str], members: int, now: float) -> bool:
         """Whether to look up all cards because these peers have none. If so, the lookup is remembered. `members` is the
         number of other peers known."""

@@ -44,7 +44,6 @@ class GossipGate:
 
     def __init__(self, limits: GossipSettings) -> None:
         self.limits = limits
-        self._spoken = limits.spoken or codec.SPOKEN
         messages, size = limits.messages_per_minute, limits.bytes_per_minute
         newcomers = min(SHARD_AUTHORS * limits.shards, MAX_NEWCOMERS)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -69,7 +68,7 @@ class GossipGate:
         if origin == forwarder and not self._said.take(forwarder, now, *cost):
             return "flood"
         try:
-            author, batch = codec.verify_batch(data, self.limits.swarm, self._spoken)
+            author, batch = codec.verify_batch(data, self.limits.swarm, self.limits.spoken)
         except RemoteProtocolError as error:
             return error.reason
         if topics.rollout_topic(self.limits.swarm, topics.shard_of(author, self.limits.shards)) != topic:

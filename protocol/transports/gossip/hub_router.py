@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import trio
-from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
@@ -81,8 +80,8 @@ class HubGossipSub(GossipSub):
     def _dialled(self, peers: Iterable[ID]) -> list[ID]:
         """The members of `peers` that this node dialled."""
         assert self.pubsub is not None
-        network = self.pubsub.host.get_network()
-        return [peer for peer in peers if any(_outbound(link) for link in network.get_connections(peer))]
+        network: Any = self.pubsub.host.get_network()
+        return [peer for peer in peers if Direction.OUTBOUND in (c.direction for c in network.get_connections(peer))]
 
     def _perform_opportunistic_grafting(self, topic: str, peers_to_graft: Any) -> int:
         """Disabled: it would add two peers a heartbeat until all are in."""
@@ -130,7 +129,3 @@ class HubGossipSub(GossipSub):
         now = int(time.time())
         for topic, peers in list(self.back_off.items()):
             self.back_off[topic] = {peer: until for peer, until in peers.items() if until > now}
-
-
-def _outbound(connection: Any) -> bool:
-    return isinstance(connection, SwarmConn) and connection.direction == Direction.OUTBOUND

@@ -64,9 +64,9 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S  # batches from further in the future are refused
     upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections send together; 0 = no limit
     download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections receive together; 0 = no limit
-    spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = tuple(sorted(SPOKEN))
     """Protocol versions that the node understands. The process may have been restarted from files that were upgraded
-    meanwhile. Empty = the versions of its own code."""
+    meanwhile."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -157,7 +157,6 @@ def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: Ne
         max_age_s=limits.max_age_s,
         upload_bytes_s=bytes_s(network.max_upload_mbit),
         download_bytes_s=bytes_s(network.max_download_mbit),
-        spoken=tuple(sorted(SPOKEN)),
     )
     try:
         return msgspec.convert(msgspec.to_builtins(settings), GossipSettings)

@@ -230,7 +230,6 @@ class SafePubsub(Pubsub):
     # ------------------------------------------------------------ who may stay
 
     def is_banned(self, peer: ID) -> bool:
-        """Whether `peer` misbehaved not long ago."""
         return self.banned.get(peer, 0.0) > trio.current_time()
 
     async def ban(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
@@ -287,7 +286,6 @@ class SafePubsub(Pubsub):
         return max(streams, default=0) > MAX_STREAMS or self._unread(peer) > MAX_BUFFERED
 
     def _unread(self, peer: ID) -> int:
-        """Bytes that arrived from `peer` and that nothing here has read."""
         return sum(connection.unread() for connection in self._connections(peer))
 
     async def _bound_buffers(self) -> bool:
@@ -307,11 +305,9 @@ class SafePubsub(Pubsub):
             self._stuck.pop(peer, None)
             return False
         sign = waiting[0] if waiting else None
-        before, since = self._stuck.setdefault(peer, (sign, trio.current_time()))
-        if before is not sign:
-            self._stuck[peer] = (sign, trio.current_time())
-            return False
-        return trio.current_time() - since > STUCK_S
+        if peer not in self._stuck or self._stuck[peer][0] is not sign:
+            self._stuck[peer] = sign, trio.current_time()
+        return trio.current_time() - self._stuck[peer][1] > STUCK_S
 
 
 def _cut(items: Any, most: int) -> None:

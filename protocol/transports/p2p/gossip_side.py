@@ -33,13 +33,11 @@ class GossipSide:
         self.handler_faults = 0
 
     def subscribe(self, topic: str, handler: Handler) -> None:
-        """Have `handler` told of messages on `topic`."""
         if topic not in self._handlers:
             self.client.subscribe(topic)
         self._handlers.setdefault(topic, []).append(handler)
 
     def publish(self, topic: str, data: bytes) -> bool:
-        """Queue a message; False if the queue is full."""
         taken = self.client.publish(topic, data)
         self.refused += not taken
         return taken

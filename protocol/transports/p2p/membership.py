@@ -193,9 +193,7 @@ class Membership:
         ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, *addresses, *heard_at)
         if ways == self._told and time.monotonic() < self._renew_at:
             return
-        card = replace(card, addresses=addresses[:MAX_ADDRESSES])
-        if gossip.gossip_id:
-            card = replace(card, gossip=heard_at, gossip_id=gossip.gossip_id)
+        card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
         taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)

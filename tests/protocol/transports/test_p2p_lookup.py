@@ -130,10 +130,10 @@ def test_large_swarms_look_less_often() -> None:
     assert strangers.are_worth_a_lookup({"a", "b"}, 5, 108.0) and not strangers.are_worth_a_lookup((), 5, 500.0)
     large = [strangers.are_worth_a_lookup({f"c{t}"}, 6 * MEMBERS, 500.0 + t) for t in range(600)]
     assert large[0] and 20 <= large.count(True) <= 22
-    assert len(strangers) <= 24
+    assert len(strangers._waits) <= 24
     for i in range(2 * MAX_REMEMBERED):
         strangers.are_worth_a_lookup({f"d{i}", f"e{i}"}, 5, 2000.0 + 10 * i)
-    assert len(strangers) == MAX_REMEMBERED
+    assert len(strangers._waits) == MAX_REMEMBERED
 
 
 class Relays:

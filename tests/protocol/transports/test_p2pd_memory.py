@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from protocol.transports.p2p import p2pd_memory
-from protocol.transports.p2p.p2pd_memory import (
+from protocol.transports.p2p import daemon
+from protocol.transports.p2p.daemon import (
     FEW,
     MAX_P2PD_RSS,
     MOST_CONNECTIONS,
@@ -27,8 +27,8 @@ def test_each_connection_may_take_memory(connections: int, more: int) -> None:
 
 
 def test_a_process_grown_too_large_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2pd_memory, "P2PD_MEMORY_CHECK_S", 0.01)
-    monkeypatch.setattr(p2pd_memory, "rss", lambda pid: MAX_P2PD_RSS + 10 * RSS_PER_CONNECTION)
+    monkeypatch.setattr(daemon, "P2PD_MEMORY_CHECK_S", 0.01)
+    monkeypatch.setattr(daemon, "rss", lambda pid: MAX_P2PD_RSS + 10 * RSS_PER_CONNECTION)
 
     async def play() -> tuple[str, int]:
         left = 30
