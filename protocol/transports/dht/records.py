@@ -56,7 +56,6 @@ class CardValidator:
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether cards may lie under `key`."""
         return key in self._buckets
 
     def check(

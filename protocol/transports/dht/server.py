@@ -83,7 +83,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._p2p = p2p
         self._validator = validator
         self._refusals = refusals
-        self._client = client
         self._named = named
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
         self._mine: tuple[bytes, CardRecord] | None = None  # this node's own card, and its key
@@ -91,11 +90,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._calls = Budgets(ASKERS, MAX_FINDS, MAX_PINGS_AND_STORES, MAX_REFUSED)
         self._ending: dict[PeerID, asyncio.Future[Any]] = {}  # peers that are being hung up on
         self._rng = random.Random()
-
-    async def serve(self) -> None:
-        """Answer peers from now on, unless this is a client."""
-        if not self._client:
-            await self.add_p2p_handlers(self._p2p)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:

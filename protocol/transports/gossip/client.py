@@ -19,22 +19,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from protocol.transports.gossip.pipe import (
-    PIPE_READ_BYTES,
-    Ask,
-    Command,
-    Dial,
-    Drop,
-    Event,
-    Frames,
-    GossipReady,
-    GossipSettings,
-    Message,
-    Publish,
-    Status,
-    Subscribe,
-    frame,
-)
+from protocol.transports.gossip import pipe
 from protocol.transports.ports import Port
 
 SIDECAR = "protocol.transports.gossip.sidecar"
@@ -47,7 +32,7 @@ PROBE_S = 10.0  # a sidecar that answers none of two probes in a row is killed: 
 MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGE_BYTES = 64, 16 * 2**20  # messages waiting for the sidecar
 MAX_COMMANDS = 1024  # other commands waiting for it
 LOG_LINES, LOG_CHARS = 40, 400  # lines of the process's stderr that are kept, and characters of each
-NO_STATUS = Status(0, [], {}, 0, 0, 0, 0, 0, {})  # the status of a process that was never asked
+NO_STATUS = pipe.Status(0, [], {}, 0, 0, 0, 0, 0, {})  # the status of a process that was never asked
 
 
 class GossipClient:
@@ -55,7 +40,7 @@ class GossipClient:
 
     def __init__(
         self,
-        settings: GossipSettings,
+        settings: pipe.GossipSettings,
         on_message: Callable[[str, bytes], None],
         report: Callable[[str], None],
         on_start: Callable[[], None],
@@ -73,13 +58,13 @@ class GossipClient:
         self.restarts = 0
         self.pid: int | None = None  # None while it is away
         self._topics: dict[str, None] = {}
-        self._messages: deque[Publish] = deque()
+        self._messages: deque[pipe.Publish] = deque()
         self._queued = 0  # bytes
         self._lock = threading.Lock()  # of the two above
-        self._commands: deque[Command] = deque(maxlen=MAX_COMMANDS)
+        self._commands: deque[pipe.Command] = deque(maxlen=MAX_COMMANDS)
         self._wake = asyncio.Event()
         self._up = asyncio.Event()
-        self._asked: dict[int, asyncio.Future[Status]] = {}
+        self._asked: dict[int, asyncio.Future[pipe.Status]] = {}
         self._asks = 0
         self._before = self._last = NO_STATUS
         self._log: deque[str] = deque(maxlen=LOG_LINES)
@@ -98,7 +83,7 @@ class GossipClient:
         with self._lock:
             if len(self._messages) >= MAX_QUEUED_MESSAGES or self._queued + len(data) > MAX_QUEUED_MESSAGE_BYTES:
                 return False
-            self._messages.append(Publish(topic, data))
+            self._messages.append(pipe.Publish(topic, data))
             self._queued += len(data)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -107,22 +92,22 @@ class GossipClient:
     def subscribe(self, topic: str) -> None:
         """Have messages on `topic` delivered, also after restarts."""
         self._topics[topic] = None
-        self._send(Subscribe(topic))
+        self._send(pipe.Subscribe(topic))
 
     def dial(self, address: str) -> None:
         """Connect to the gossip process at a multiaddress that ends in its id. `stat` shows whether that worked."""
-        self._send(Dial(address))
+        self._send(pipe.Dial(address))
 
     def drop(self, ids: list[str]) -> None:
         """Hang up on these gossip ids."""
-        self._send(Drop(ids))
+        self._send(pipe.Drop(ids))
 
-    async def stat(self) -> Status:
+    async def stat(self) -> pipe.Status:
         """Ask the process for its status. Raises PeerUnreachable if it does not answer within `GOSSIP_STATUS_S`."""
         self._asks += 1
         number, answer = self._asks, asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._send(Ask(number))
+        self._send(pipe.Ask(number))
         try:
             return self._total(await asyncio.wait_for(answer, GOSSIP_STATUS_S))
         except TimeoutError as error:
@@ -163,17 +148,16 @@ class GossipClient:
             self.settings = msgspec.structs.replace(self.settings, port=self._port.take())
         root = str(Path(__file__).parents[3])
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             SIDECAR,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the node, which then closes our stdin
             env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-            limit=PIPE_READ_BYTES,
+            limit=pipe.PIPE_READ_BYTES,
         )
         self.pid = process.pid
         self._log.clear()
@@ -204,10 +188,10 @@ class GossipClient:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        frames: Frames[Event] = Frames(Event)
-        while data := await process.stdout.read(PIPE_READ_BYTES):
+        frames: pipe.Frames[pipe.Event] = pipe.Frames(pipe.Event)
+        while data := await process.stdout.read(pipe.PIPE_READ_BYTES):
             for event in frames.feed(data):
-                if isinstance(event, GossipReady) and self._is_elsewhere(event.port):
+                if isinstance(event, pipe.GossipReady) and self._is_elsewhere(event.port):
                     return
                 try:
                     self._handle(event)
@@ -221,16 +205,16 @@ class GossipClient:
         self._log.append(f"port {self._port.number} was taken meanwhile")
         return True
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: pipe.Event) -> None:
         match event:
-            case Message(topic, data):
+            case pipe.Message(topic, data):
                 self.on_message(topic, data)
-            case Status(number):
+            case pipe.Status(number):
                 self._last = self._total(event)
                 answer = self._asked.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
-            case GossipReady(gossip_id, addresses, port):
+            case pipe.GossipReady(gossip_id, addresses, port):
                 self.gossip_id, self.addresses = gossip_id, addresses
                 if port:
                     self.settings = msgspec.structs.replace(self.settings, port=port)  # where peers know to find us
@@ -238,22 +222,20 @@ class GossipClient:
                 self.on_start()
 
     async def _write(self, process: asyncio.subprocess.Process) -> None:
-        pipe = process.stdin
-        assert pipe is not None
-        pipe.write(frame(self.settings))
-        self._commands = deque(
-            [*map(Subscribe, self._topics), *(command for command in self._commands if not isinstance(command, Ask))],
-            maxlen=MAX_COMMANDS,
-        )
+        stdin = process.stdin
+        assert stdin is not None
+        stdin.write(pipe.frame(self.settings))
+        left = [command for command in self._commands if not isinstance(command, pipe.Ask)]
+        self._commands = deque([*map(pipe.Subscribe, self._topics), *left], maxlen=MAX_COMMANDS)
         while True:
             while (command := self._next()) is not None:
-                pipe.write(frame(command))
-                await pipe.drain()
+                stdin.write(pipe.frame(command))
+                await stdin.drain()
             self._wake.clear()
             if not self._commands and not self._messages:
                 await self._wake.wait()
 
-    def _next(self) -> Command | None:
+    def _next(self) -> pipe.Command | None:
         if self._commands:
             return self._commands.popleft()
         with self._lock:
@@ -288,11 +270,11 @@ class GossipClient:
             rest = rest[-LOG_CHARS:]
             self._log.extend(line[-LOG_CHARS:].decode(errors="replace") for line in lines if line.strip())
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: pipe.Command) -> None:
         self._commands.append(command)
         self._wake.set()
 
-    def _total(self, now: Status) -> Status:
+    def _total(self, now: pipe.Status) -> pipe.Status:
         """`now`, with totals over all lives of the process."""
         before, counts = self._before, ("bytes_in", "bytes_out", "messages_in", "messages_out", "dropped")
         totals = {name: getattr(before, name) + getattr(now, name) for name in counts}
@@ -304,7 +286,7 @@ async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None
     """Discard what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
     assert process.stdout is not None
     await asyncio.wait([reading])
-    while await process.stdout.read(PIPE_READ_BYTES):
+    while await process.stdout.read(pipe.PIPE_READ_BYTES):
         pass
 
 

@@ -165,7 +165,6 @@ def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: Ne
 
 
 def frame(record: Any) -> bytes:
-    """The frame that carries `record`."""
     body = _encoder.encode(record)
     return len(body).to_bytes(FRAME_HEAD_BYTES, "big") + body
 

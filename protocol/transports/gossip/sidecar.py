@@ -29,25 +29,9 @@ from multiaddr import Multiaddr
 from protocol import topics
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES
+from protocol.transports.gossip import pipe
 from protocol.transports.gossip.gate import GossipGate
 from protocol.transports.gossip.hub_router import HubGossipSub
-from protocol.transports.gossip.pipe import (
-    MAX_STATUS_SOURCES,
-    PIPE_READ_BYTES,
-    Ask,
-    Command,
-    Dial,
-    Drop,
-    Event,
-    Frames,
-    GossipReady,
-    GossipSettings,
-    Message,
-    Publish,
-    Status,
-    Subscribe,
-    frame,
-)
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
 from protocol.transports.gossip.safe_pubsub import SafePubsub
 from protocol.transports.pacing import Bandwidth
@@ -70,7 +54,7 @@ log = logging.getLogger("gossip")
 class Sidecar:
     """One process's gossip; `run` returns when the parent closes the pipe."""
 
-    def __init__(self, settings: GossipSettings) -> None:
+    def __init__(self, settings: pipe.GossipSettings) -> None:
         self.settings = settings
         limits = Bandwidth(settings.upload_bytes_s), Bandwidth(settings.download_bytes_s)
         self.tcp = CountedTCP(settings.max_connections, *limits)
@@ -87,11 +71,11 @@ class Sidecar:
         self.outbox: deque[bytes] = deque()
         self.outbox_bytes = 0
         self.outbox_filled = trio.Event()
-        self.to_publish, self.publishing = trio.open_memory_channel[Publish](MAX_PUBLISH)
+        self.to_publish, self.publishing = trio.open_memory_channel[pipe.Publish](MAX_PUBLISH)
         self.dials = 0
         self.messages_in = self.messages_out = self.dropped = 0
 
-    async def run(self, commands: AsyncIterator[Command], stdout: trio.lowlevel.FdStream) -> None:
+    async def run(self, commands: AsyncIterator[pipe.Command], stdout: trio.lowlevel.FdStream) -> None:
         port = 0 if self.settings.dial_only else free_port(self.settings.listen, self.settings.port)
         listen = [] if self.settings.dial_only else [Multiaddr(listen_address(self.settings.listen, port))]
         async with (
@@ -101,7 +85,7 @@ class Sidecar:
             trio.open_nursery() as nursery,
         ):
             await self.pubsub.wait_until_ready()
-            self._emit(GossipReady(str(self.host.get_id()), self._addresses(port), port))
+            self._emit(pipe.GossipReady(str(self.host.get_id()), self._addresses(port), port))
             nursery.start_soon(self.pubsub.watch)
             nursery.start_soon(self._publish_paced)
             nursery.start_soon(self._drain, stdout)
@@ -112,22 +96,22 @@ class Sidecar:
 
     # ------------------------------------------------------------ from the parent
 
-    async def _do(self, command: Command, nursery: trio.Nursery) -> None:
+    async def _do(self, command: pipe.Command, nursery: trio.Nursery) -> None:
         match command:
-            case Subscribe(topic):
+            case pipe.Subscribe(topic):
                 if topic in self.pubsub.known:
                     await self.pubsub.subscribe(topic)
-            case Publish():
+            case pipe.Publish():
                 await self.to_publish.send(command)
-            case Dial(address):
+            case pipe.Dial(address):
                 if self.dials < MAX_SIDECAR_DIALS:
                     self.dials += 1
                     nursery.start_soon(self._dial, address)
-            case Drop(ids):
+            case pipe.Drop(ids):
                 for peer in self.host.get_connected_peers():
                     if str(peer) in ids:
                         await self.pubsub.hang_up(peer)
-            case Ask(number):
+            case pipe.Ask(number):
                 self._emit(self._status(number))
 
     async def _publish_paced(self) -> None:
@@ -158,11 +142,11 @@ class Sidecar:
 
     def _deliver(self, topic: str, data: bytes) -> None:
         self.messages_in += 1
-        self._emit(Message(topic, data))
+        self._emit(pipe.Message(topic, data))
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: pipe.Event) -> None:
         """Never waits: a parent that is busy must not stop us from passing on messages of others."""
-        data = frame(event)
+        data = pipe.frame(event)
         self.outbox.append(data)
         self.outbox_bytes += len(data)
         while len(self.outbox) > MAX_OUT or self.outbox_bytes > MAX_OUT_BYTES:
@@ -179,8 +163,8 @@ class Sidecar:
                 self.outbox_bytes -= len(data)
                 await stdout.send_all(data)
 
-    def _status(self, number: int) -> Status:
-        return Status(
+    def _status(self, number: int) -> pipe.Status:
+        return pipe.Status(
             number=number,
             peers=[str(peer) for peer in self.pubsub.peers],
             mesh={topic: len(peers) for topic, peers in self.router.mesh.items()},
@@ -191,7 +175,7 @@ class Sidecar:
             dropped=self.dropped,
             rejected=dict(self.pubsub.rejected),
             ways=remote_addresses(self.host, self.pubsub.peers),
-            sources=dict(list(self.tcp.refusals.by_source().items())[-MAX_STATUS_SOURCES:]),
+            sources=dict(list(self.tcp.refusals.by_source().items())[-pipe.MAX_STATUS_SOURCES :]),
         )
 
     def _addresses(self, port: int) -> list[str]:
@@ -247,10 +231,10 @@ def _own_ips(listen: str) -> list[str]:
             return [loopback]
 
 
-async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[Command]:
+async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[pipe.Command]:
     """Commands until stdin ends. Raises RemoteProtocolError for anything else."""
-    frames: Frames[Command] = Frames(Command)
-    while data := await stdin.receive_some(PIPE_READ_BYTES):
+    frames: pipe.Frames[pipe.Command] = pipe.Frames(pipe.Command)
+    while data := await stdin.receive_some(pipe.PIPE_READ_BYTES):
         for command in frames.feed(data):
             yield command
 
@@ -259,7 +243,7 @@ async def run_sidecar(stdin_fd: int, stdout_fd: int) -> None:
     """Read the settings, then gossip until stdin ends."""
     commands = commands_from(trio.lowlevel.FdStream(stdin_fd))
     async for first in commands:
-        if not isinstance(first, GossipSettings):
+        if not isinstance(first, pipe.GossipSettings):
             raise LocalProtocolError("the first command must be the settings")
         await Sidecar(first).run(commands, trio.lowlevel.FdStream(stdout_fd))
 
@@ -267,10 +251,10 @@ async def run_sidecar(stdin_fd: int, stdout_fd: int) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it calls every closed connection an error
-    pipe = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not end up between frames
     try:
-        trio.run(run_sidecar, os.dup(0), pipe)
+        trio.run(run_sidecar, os.dup(0), stdout)
     except* (LocalProtocolError, RemoteProtocolError, MemoryError) as group:
         sys.exit(str(group.exceptions[0]))
     except* (BrokenPipeError, trio.BrokenResourceError):  # the parent is gone

@@ -205,7 +205,6 @@ class Daemon:
 
     @property
     def pid(self) -> int | None:
-        """Process id of p2pd."""
         return None if self.p2pd is None or self.p2pd._child is None else int(self.p2pd._child.pid)
 
     def running(self) -> P2P:

@@ -104,7 +104,8 @@ class HivemindPlane:
             self._settings.dial_only,
             self._whereabouts.named,
         )
-        await asyncio.wait_for(dht.serve(), P2PD_CALL_S)
+        if not self._settings.dial_only:
+            await asyncio.wait_for(dht.add_p2p_handlers(p2pd), P2PD_CALL_S)
         handlers = self.streams.handlers()
         if not self._settings.serve_relay:  # without its relay service, p2pd still relays 128 KiB a connection
             handlers[RELAY_PROTOCOL] = _hang_up
