@@ -33,7 +33,9 @@ from protocol.introductions import Introductions
 from protocol.limits import MAX_CARD_BYTES
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
+from protocol.transports.dht.neighbours import Neighbours
 from protocol.transports.dht.records import CardStorage, CardValidator
+from protocol.transports.refusals import Refusals
 from tests.support.planes import EVERYWHERE, HANG_S, SWARM, TTL_S, Node
 
 KEYS = [DHTID.generate(membership_key(SWARM, bucket)) for bucket in EVERYWHERE]
@@ -462,10 +464,8 @@ async def made_up_node_ids_are_ignored() -> None:
 
 
 async def the_table_is_bounded() -> None:
-    from protocol.transports.dht.neighbours import BoundedTable
-
-    me = Identity.generate().peer_id
-    table = BoundedTable(DHTID.generate(me), 20, 5)
+    me = PeerID.from_base58(Identity.generate().peer_id)
+    table: Any = Neighbours(me, Refusals(Counter()), lambda peer: asyncio.sleep(0, True))
     for i in range(5000):
         table.add_or_update_node(DHTID.generate(f"peer {i}"), PeerID(b"%d" % i))
     held = sum(len(bucket.nodes_to_peer_id) + len(bucket.replacement_nodes) for bucket in table.buckets)
