@@ -240,10 +240,9 @@ def _vetted_weights(plan: Plan) -> list[Path]:
 def refusing(what: str, path: str) -> Iterator[None]:
     """Turn every error of the libraries into a UserError of one line: the files are a stranger's.
 
-    The hub library's own log of failed tries is not shown meanwhile.
+    The hub library's own log of failed tries is not shown from then on, unless HF_HUB_VERBOSITY asks for more.
     """
-    usual = hub_logging.get_verbosity()
-    if usual == hub_logging.WARNING:  # who asked for more gets it
+    if hub_logging.get_verbosity() == hub_logging.WARNING:
         hub_logging.set_verbosity_error()
     try:
         yield
@@ -262,8 +261,6 @@ def refusing(what: str, path: str) -> Iterator[None]:
             f"{nowhere}cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); "
             f"{ONLY_THE_SWARMS}"
         ) from exc
-    finally:
-        hub_logging.set_verbosity(usual)
 
 
 def _is_out_of_reach(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,31 +117,37 @@ def _numbers(value: object) -> Iterator[float]:
         yield from _numbers(each)
 
 
-@contextmanager
-def bounded_modules(source: str) -> Iterator[None]:
-    """Within it, no model may be made of more modules and values than any has, whatever its config says."""
+class _Made(threading.local):
+    """Modules, parameters and buffers that this thread made within `bounded_modules`."""
+
+    source: str | None = None  # name of the model; `None` outside
     made = values = buffered = 0
 
-    def count(numel: int, is_buffer: bool) -> None:
-        nonlocal made, values, buffered
-        made += 1
-        values, buffered = values + numel * (not is_buffer), buffered + numel * is_buffer
-        if made > MAX_TENSORS or values > MAX_VALUES or buffered > MAX_BUFFER_VALUES:
-            raise UserError(f"{source}: its config asks for a model larger than any that is known")
+    def count(self, tensor: Tensor | None, is_buffer: bool) -> None:
+        if self.source is None:
+            return
+        numel = 0 if tensor is None else tensor.numel()
+        self.made += 1
+        self.values, self.buffered = self.values + numel * (not is_buffer), self.buffered + numel * is_buffer
+        if self.made > MAX_TENSORS or self.values > MAX_VALUES or self.buffered > MAX_BUFFER_VALUES:
+            raise UserError(f"{self.source}: its config asks for a model larger than any that is known")
 
-    def of(tensor: Tensor | None) -> int:
-        return 0 if tensor is None else tensor.numel()
 
-    hooks = [
-        register_module_parameter_registration_hook(lambda module, name, tensor: count(of(tensor), False)),
-        register_module_buffer_registration_hook(lambda module, name, tensor: count(of(tensor), True)),
-        register_module_module_registration_hook(lambda module, name, made: count(0, False)),
-    ]
+_made = _Made()
+# Once for the process: torch walks its hooks while any thread makes a module, and must not see them change meanwhile.
+register_module_parameter_registration_hook(lambda module, name, tensor: _made.count(tensor, False))
+register_module_buffer_registration_hook(lambda module, name, tensor: _made.count(tensor, True))
+register_module_module_registration_hook(lambda module, name, made: _made.count(None, False))
+
+
+@contextmanager
+def bounded_modules(source: str) -> Iterator[None]:
+    """Within it, this thread makes no model of more modules and values than any has, whatever its config says."""
+    _made.source, _made.made, _made.values, _made.buffered = source, 0, 0, 0
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _made.source = None
 
 
 # --------------------------------------------------------------------- weights

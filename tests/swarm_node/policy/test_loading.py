@@ -154,7 +154,7 @@ def test_an_unreachable_hub_is_one_sentence(name, caplog):
     assert f"{name}: the hub cannot be reached" in str(refused.value)
     assert "; give a directory with the model (--model ./DIR)" in str(refused.value)
     assert str(refused.value).startswith("there is no directory nosuch; ") is (name == "nosuch")
-    assert not caplog.records and hub_logging.get_verbosity() == hub_logging.WARNING
+    assert not caplog.records and hub_logging.get_verbosity() == hub_logging.ERROR
 
 
 def test_a_model_with_a_tensor_missing_is_refused(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,15 @@ def test_the_hub_is_never_asked_for_kernels(named: str, model: Path, monkeypatch
         load(model)
     skeleton(LlamaConfig(**SIZES, attn_implementation=named))
     assert not asked
+
+
+def test_several_threads_make_models_at_once() -> None:
+    """Nodes in one process do. torch's hooks belong to the process."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as threads:
+            made = list(threads.map(lambda _: skeleton(LlamaConfig(**SIZES | {"num_hidden_layers": 4})), range(60)))
+    finally:
+        sys.setswitchinterval(usual)
+    assert len({sum(p.numel() for p in model.parameters()) for model in made}) == 1
