@@ -88,15 +88,15 @@ class Node:
         rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
         self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights, optimizer)
-        if member is not None and config.sharing.gate:
-            member.guard(self._logprobs)
         self.averager: Averager | None = None
-        if member is not None and config.averaging.method != "none":
-            own = averaged or self.trainer.optimizer
-            assert isinstance(own, Optimizer), "the stage that is averaged must be given"
-            self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
-            own.updating = self.averager.changing
         if member is not None:
+            if config.sharing.gate:
+                member.guard(self._logprobs)
+            if config.averaging.method != "none":
+                own = averaged or self.trainer.optimizer
+                assert isinstance(own, Optimizer), "the stage that is averaged must be given"
+                self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
+                own.updating = self.averager.changing
             member.announce()
         self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0

@@ -133,15 +133,13 @@ class Health:
         own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
-        families: dict[str, dict[str, float]] = {}
-        described: dict[str, str] = {}
+        families: dict[str, tuple[str, dict[str, float]]] = {}  # name -> (a key that describes it, labels -> number)
         for key, value in {**self._numbers, **own}.items():
             family, labels = labelled(key)
-            name = metric_name(family)
-            families.setdefault(name, {})[_labels(labels)] = value
-            described[name] = key
+            _, samples = families.setdefault(metric_name(family), (key, {}))
+            samples[_labels(labels)] = value
         who = _family(metric_name("info"), "info", {_labels(self._info): 1.0}) if self._info else ""
-        return who + "".join(_family(name, described[name], families[name]) for name in sorted(families))
+        return who + "".join(_family(name, *families[name]) for name in sorted(families))
 
 
 def metric_name(name: str) -> str:
@@ -222,12 +220,10 @@ class _Server(ThreadingHTTPServer):
             self._open[request] = time.monotonic()
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._changing:
-                self._open.pop(request, None)
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def _hang_up(self, leaving: int = MAX_REQUESTS, before: float = -math.inf) -> None:
         """Close the oldest connections until at most `leaving` are open, and all that began `before`. Their threads see

@@ -38,8 +38,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
-        self._path = path
-        self._report = report
+        self.path = path
+        self.report = report
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._failing = False  # whether the last write failed
         self._lock = Lock()
@@ -59,7 +59,7 @@ class JsonLines:
             newly_failing = error is not None and not self._failing
             self._failing = error is not None
         if error and newly_failing:
-            self._report(os_error_text(error, self._path))
+            self.report(os_error_text(error, self.path))
 
     @property
     def size(self) -> int:
@@ -70,11 +70,11 @@ class JsonLines:
     def cut_after(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Cut the file after the last record that is `wanted`. Raises UserError if a later line is not a record."""
         size = 0
-        for start, line in _backwards(self._path):
-            if wanted(parsed(line, self._path)):
+        for start, line in _backwards(self.path):
+            if wanted(parsed(line, self.path)):
                 size = start + len(line)
                 break
-        with os_errors_explained(self._path):
+        with os_errors_explained(self.path):
             os.ftruncate(self._descriptor, size)
 
     def replace(self, lines: Iterable[bytes]) -> None:
@@ -84,13 +84,13 @@ class JsonLines:
             if self._descriptor < 0 or self._waiting:
                 return
             try:
-                old, self._descriptor = self._descriptor, _replaced(self._path, lines)
+                old, self._descriptor = self._descriptor, _replaced(self.path, lines)
             except OSError as error:
-                problem = os_error_text(error, self._path)
+                problem = os_error_text(error, self.path)
             else:
                 os.close(old)
                 return
-        self._report(problem)
+        self.report(problem)
 
     def close(self) -> None:
         """Close the file. Raises UserError if lines are left for which the disk had no room."""
@@ -101,7 +101,7 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1  # threads that end late still append: the number may be another file's by then
         if error:
-            raise UserError(os_error_text(error, self._path)) from error
+            raise UserError(os_error_text(error, self.path)) from error
 
     def _write_waiting(self) -> OSError | None:
         while self._waiting:
@@ -116,7 +116,7 @@ class JsonLines:
         size = os.fstat(self._descriptor).st_size
         if os.write(self._descriptor, line) < len(line):  # the disk filled up within it: leave no half
             os.ftruncate(self._descriptor, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def each_record(path: Path) -> Iterator[dict[str, Any]]:

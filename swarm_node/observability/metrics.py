@@ -29,9 +29,7 @@ class MetricsWriter:
     def __init__(
         self, path: Path, report: Callable[[str], None], sinks: Sequence[Sink] = (), keep_all: bool = False
     ) -> None:
-        self._path = path
         self._file = JsonLines(path, report)
-        self._report = report
         self._sinks = list(sinks)
         self._thins = not keep_all
         self._until_thinning = 0  # rounds until lines are merged again
@@ -54,13 +52,13 @@ class MetricsWriter:
                 self._thin()
             except UserError as error:  # somebody else has damaged the file: no reason to end the run
                 self._thins = False
-                self._report(f"{error}; until then, old rounds are not thinned")
+                self._file.report(f"{error}; until then, old rounds are not thinned")
 
     def _thin(self) -> None:
-        rounds = line_rounds(self._path)
+        rounds = line_rounds(self._file.path)
         groups = plan_lines(rounds)
         if len(groups) < len(rounds):
-            self._file.replace(thinned(self._path, groups))
+            self._file.replace(thinned(self._file.path, groups))
         single = sum(n == 1 for n in rounds)
         self._until_thinning = max(WHOLE + EACH - single, EACH if len(groups) < len(rounds) else 1)
 
@@ -75,27 +73,20 @@ class MetricsWriter:
                 do(sink)
             except Exception as error:  # a dashboard's hiccup must not cost a run: any failure, on purpose
                 self._sinks.remove(sink)
-                self._report(f"{sink.name} failed and is left out from now on: {error}")
+                self._file.report(f"{sink.name} failed and is left out from now on: {error}")
 
 
-class EventLog:
+class EventLog(JsonLines):
     """Events as sentences with their time, kept over resumptions; when the file is full, the newest ones."""
 
-    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
-        self._path = path
-        self._report = report
-        self._bounded = True
-        self._file = JsonLines(path, report)
+    bounded = True  # False once the file could not be read
 
-    def write(self, kind: str, text: str, **details: Any) -> None:
+    def write(self, kind: str, text: str) -> None:
         """Append an event; `kind` is a word to filter by, such as `resume` or `stop`."""
-        self._file.append({"time": time.time(), "kind": kind, "text": text, **details})
-        if self._bounded and self._file.size > EVENTS_BYTES:
+        self.append({"time": time.time(), "kind": kind, "text": text})
+        if self.bounded and self.size > EVENTS_BYTES:
             try:
-                self._file.replace(last_lines(self._path, EVENTS_BYTES // 2))
+                self.replace(last_lines(self.path, EVENTS_BYTES // 2))
             except UserError as error:  # somebody has removed it: no reason to end the run
-                self._bounded = False
-                self._report(str(error))
-
-    def close(self) -> None:
-        self._file.close()
+                self.bounded = False
+                self.report(str(error))

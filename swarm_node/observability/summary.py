@@ -1,9 +1,5 @@
 """The summary of a run, as numbers and in words; for a resumed run, over all its starts.
 
-    running figures (tally) --figures--> Figures --> the document of `--json`
-                                            |
-                                            +--summary--> lines for people
-
 Whether held-out pass@1 changed by more than noise is judged by the 95 % percentile interval of a paired bootstrap over
 questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions rather than answers. The same
 questions are asked before and after, so easy and hard ones cancel. The change is more than noise if the interval

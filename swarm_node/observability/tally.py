@@ -1,7 +1,5 @@
 """Running figures of a run, for its summary; a few kilobytes that a checkpoint keeps.
 
-    record of each round --add--> Tally --state--> state.json of a checkpoint --restored--> Tally
-
 Totals of the swarm begin at 0 in each start. Where one falls, a start began, and the total so far is kept, as
 `increase` of Prometheus does.
 """

@@ -154,16 +154,14 @@ def _holder(port: int) -> str:
 
 def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health) -> None:
     """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
-    told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
+    link, there, line_at, status_at, looks = "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
     once = Once(say)
     memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
-        if addresses:
-            link = join_link(manifest.swarm_id, addresses, others)
-        if link != told:
-            told = link
+        if addresses and (newest := join_link(manifest.swarm_id, addresses, others)) != link:
+            link = newest
             _print(link, sys.stdout)
         with suppress(OSError):  # too many open files: it is looked at again
             if exceeded := memory.exceeded():

@@ -100,22 +100,21 @@ def _enter(
     config: NodeConfig, run: RunDir, console: Console, swarm: Swarm, stop: Stopper, stack: ExitStack
 ) -> tuple[CrewNode, Mirror | None]:
     """Join the swarm and the crew, and restore checkpoints from their copies. Raises StopRequested and UserError."""
-    asked = config
     try:
         run.path.chmod(0o700)
     except OSError as error:
         say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
-    config = entered.with_model(config)
-    mirror = open_mirror(config, run, entered, stop, crew=True)
-    crew = CrewNode(CrewParts(config, entered, run, say, stack, asked), stack)
+    fitting = entered.with_model(config)
+    mirror = open_mirror(fitting, run, entered, stop, crew=True)
+    crew = CrewNode(CrewParts(fitting, entered, run, say, stack, config), stack)
     crew.parts.run_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")
     )
-    say_reach(config, None)
+    say_reach(fitting, None)
     return crew, mirror
 
 

@@ -1,8 +1,4 @@
-"""The end of a run: the held-out table, the summary, the next commands, the plot.
-
-running figures, held-out figures --> words on the console, a JSON document with `--json`
-metrics.jsonl                     --> plots/reward.png
-"""
+"""The end of a run: the held-out table, the summary, the next commands, the JSON document, the plot."""
 
 from __future__ import annotations
 

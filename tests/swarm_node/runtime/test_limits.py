@@ -452,7 +452,7 @@ def test_the_limit_is_a_container_s_share(tmp_path: Path, monkeypatch: pytest.Mo
 
 NICE = """
 import os, sys
-from swarm_node.config import ResourcesConfig
+from swarm_node.config.machine import ResourcesConfig
 from swarm_node.runtime.limits import be_nice
 os.nice(3)
 for wanted in (0, 7, 5):
