@@ -120,31 +120,22 @@ def stopper(
             yield stop
             return
         cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
-        ended, heard = threading.Event(), threading.Event()
-
-        def noticed(left_s: float) -> None:
-            heard.set()
-            stop.notice(left_s)
-
-        def advised() -> None:
-            stop.advised = True
-
-        work = partial(watch_cloud, name, cloud, ended, noticed, advised, say, advice=advice)
+        ended = threading.Event()
+        work = partial(watch_cloud, name, cloud, ended, stop, say, advice=advice)
         watch = threading.Thread(target=work, name="preemption", daemon=True)
         watch.start()
         try:
             yield stop
         finally:
             ended.set()
-            watch.join(SENTENCE_S if heard.is_set() else CLOUD_WATCH_END_S)
+            watch.join(SENTENCE_S if stop.noticed else CLOUD_WATCH_END_S)
 
 
 def watch_cloud(
     name: str,
     cloud: Cloud,
     ended: threading.Event,
-    noticed: Callable[[float], None],
-    advised: Callable[[], None],
+    stop: Stopper,
     say: Say,
     look_s: float = NOTICE_CHECK_S,
     advice: str = "",
@@ -169,12 +160,11 @@ def watch_cloud(
                 return
             since = None
             if notice is not None and notice.left_s < math.inf:
-                noticed(notice.left_s)
+                stop.notice(notice.left_s)
                 say(f"{notice.text}: leaving")
                 return
             if notice is not None and not told_advice:
-                told_advice = True
-                advised()
+                told_advice = stop.advised = True
                 aside(say, f"{notice.text}: {advice}" if advice else notice.text)
         ended.wait(look_s)
 

@@ -45,6 +45,7 @@ class Stopper:
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
         self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
+        self.noticed = False  # whether a notice has come
         self._ends = math.inf
         self._signalled = False  # whether a first signal has come, for the main thread
         self._signal_seen = False  # the same, for the watchdog
@@ -111,7 +112,7 @@ class Stopper:
 
     def notice(self, left_s: float) -> None:
         """Tell that this machine goes away in `left_s` seconds. From any thread, also after the context was left."""
-        self._notice_s = max(1.0, left_s - NOTICE_RESERVE_S)
+        self.noticed, self._notice_s = True, max(1.0, left_s - NOTICE_RESERVE_S)
         self._woken.set()
         interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
 

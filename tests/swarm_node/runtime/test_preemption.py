@@ -130,7 +130,8 @@ def test_a_malformed_answer_is_said_once_and_retried(
         server.answers = {NAME: (200, b"me"), EVENTS: (200, b"{}"), "/elsewhere": (200, b"TRUE"), path: answer}
         ended = threading.Event()
         noticed: list[float] = []
-        work = (cloud, CLOUDS[cloud](service(server.endpoint)), ended, noticed.append, lambda: None, said.append, 0.01)
+        stop: Any = SimpleNamespace(notice=noticed.append)
+        work = (cloud, CLOUDS[cloud](service(server.endpoint)), ended, stop, said.append, 0.01)
         thread = threading.Thread(target=watch_cloud, args=work)
         thread.start()
         until(lambda: sum(path in asked for asked in server.asked) >= 4, HANGS_S)
@@ -159,13 +160,14 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_advice_counts_once_and_a_notice_ends_asking() -> None:
     said: list[str] = []
-    advised, noticed = threading.Event(), []
+    noticed: list[float] = []
+    stop: Any = SimpleNamespace(notice=noticed.append, advised=False)
     with metadata_service("aws") as server:
         server.answers = {REBALANCE: (200, b'{"noticeTime": "2017-09-18T08:19:00Z"}')}
-        work = (server.cloud, CLOUDS["aws"](service(server.endpoint)), threading.Event(), noticed.append)
-        thread = threading.Thread(target=watch_cloud, args=(*work, advised.set, said.append, 0.01))
+        work = (server.cloud, CLOUDS["aws"](service(server.endpoint)), threading.Event(), stop, said.append, 0.01)
+        thread = threading.Thread(target=watch_cloud, args=work)
         thread.start()
-        assert advised.wait(HANGS_S)
+        until(lambda: stop.advised, HANGS_S)
         asked = len(server.asked)
         until(lambda: len(server.asked) >= asked + 6, HANGS_S)
         server.answers[ACTION] = 200, b'{"action": "terminate", "time": "no time"}'
@@ -252,12 +254,12 @@ def test_what_fits_a_notice_is_said() -> None:
 
 @pytest.mark.parametrize(("advice", "first"), [("saving", "aws says so: saving"), ("", "aws says so")])
 def test_advice_is_said_with_its_consequence(advice: str, first: str) -> None:
-    said, heard = list[str](), list[object]()
+    said, heard = list[str](), list[tuple[float, bool]]()
     told = [Notice("aws says so", math.inf), None, Notice("aws says so", math.inf), Notice("it ends", 10.0)]
     cloud: Any = SimpleNamespace(look=iter(told).__next__)
-    work = ("aws", cloud, threading.Event(), heard.append, lambda: heard.append("advised"), said.append, 0.0)
-    watch_cloud(*work, advice=advice)
-    assert said == [first, "it ends: leaving"] and heard == ["advised", 10.0]
+    stop: Any = SimpleNamespace(notice=lambda left_s: heard.append((left_s, stop.advised)), advised=False)
+    watch_cloud("aws", cloud, threading.Event(), stop, said.append, 0.0, advice)
+    assert said == [first, "it ends: leaving"] and heard == [(10.0, True)]
 
 
 def test_a_stopped_terminal_holds_up_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +276,8 @@ def test_a_stopped_terminal_holds_up_no_notice(monkeypatch: pytest.MonkeyPatch) 
         said.append(sentence)
 
     cloud: Any = SimpleNamespace(look=look().__next__)
-    work = ("aws", cloud, threading.Event(), lambda left_s: noticed.set(), lambda: None, say, 0.0)
+    stop: Any = SimpleNamespace(notice=lambda left_s: noticed.set())
+    work = ("aws", cloud, threading.Event(), stop, say, 0.0)
     thread = threading.Thread(target=watch_cloud, args=work)
     thread.start()
     assert noticed.wait(HANGS_S) and said == []
