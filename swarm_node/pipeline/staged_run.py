@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,7 +30,7 @@ from swarm_node.pipeline.compute.partition import trained_shapes
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
-from swarm_node.storage.checkpoints import read_checkpoint
+from swarm_node.storage.checkpoints import Checkpoint, read_checkpoint
 from swarm_node.storage.rundir import RunDir
 
 Say = Callable[[str], None]
@@ -76,20 +75,17 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
                 "while the others run"
             )
         chosen = _choose(kept, count)
-        states: list[dict[str, Any]] = []
-        stages = []
+        read: list[Checkpoint] = []
         for one in chosen:
             try:
-                checkpoint = read_checkpoint(one.path, lambda state: None if "span" in state else "it is of no stage")
+                read.append(read_checkpoint(one.path, lambda state: None if "span" in state else "it is of no stage"))
             except CheckpointError as error:
                 say(f"{one.path} refused: {error}")
                 kept.remove(one)
                 break
-            states.append(checkpoint.state)
-            stages.append(checkpoint.tensors["policy"])
         else:
             break
-    _check(config, plan, chosen, states, stages)
+    stages = _weights(config, plan, chosen, read)
     updates = [one.updates for one in chosen]
     if len(set(updates)) > 1:
         listed = ", ".join(f"stage {one.stage} after update {one.updates}" for one in chosen)
@@ -107,35 +103,30 @@ def _choose(kept: Sequence[StageFile], count: int) -> list[StageFile]:
     return [stage[max(common or stage)] for stage in by_stage]
 
 
-def _check(
-    config: NodeConfig,
-    plan: Plan,
-    chosen: Sequence[StageFile],
-    states: Sequence[dict[str, Any]],
-    stages: list[dict[str, Tensor]],
-) -> None:
-    """Raise UserError unless `stages` together are all trained tensors of the model. Keeps each tensor in one stage."""
-    if len({state.get("architecture") for state in states}) > 1:
+def _weights(
+    config: NodeConfig, plan: Plan, chosen: Sequence[StageFile], read: Sequence[Checkpoint]
+) -> list[dict[str, Tensor]]:
+    """`Staged.stages`. UserError unless these checkpoints together are all trained tensors of the model."""
+    if len({checkpoint.state.get("architecture") for checkpoint in read}) > 1:
         raise UserError("these stages are not of one policy: their runs had other models or LoRA settings")
-    first = 0
-    for one, state in zip(chosen, states, strict=True):
-        match = _SPAN.fullmatch(str(state["span"]))
-        found = tuple(map(int, match.groups())) if match else ()
-        layers = plan.config.num_hidden_layers
-        if not match or found[:3] != (one.stage, len(chosen), first) or found[4] != layers:
-            raise UserError(f"{one.path} is {state['span']}, which does not fit the other stages of {plan.base}")
-        first = found[3] + 1
-    expected = trained_shapes(config.policy, plan)
+    first, layers, expected = 0, plan.config.num_hidden_layers, trained_shapes(config.policy, plan)
     seen: set[str] = set()
-    for stage in stages:
-        for name in [name for name in stage if name in seen]:
-            del stage[name]
-        seen |= stage.keys()
-    if first != plan.config.num_hidden_layers or seen != expected.keys():
+    stages = []
+    for one, checkpoint in zip(chosen, read, strict=True):
+        span = checkpoint.state["span"]
+        match = _SPAN.fullmatch(str(span))
+        found = tuple(map(int, match.groups())) if match else ()
+        if not match or found[:3] != (one.stage, len(chosen), first) or found[4] != layers:
+            raise UserError(f"{one.path} is {span}, which does not fit the other stages of {plan.base}")
+        first = found[3] + 1
+        stages.append({name: tensor for name, tensor in checkpoint.tensors["policy"].items() if name not in seen})
+        seen |= stages[-1].keys()
+    if first != layers or seen != expected.keys():
         raise UserError(f"these stages together are not all of {config.policy.model}")
     for name, tensor in ((name, tensor) for stage in stages for name, tensor in stage.items()):
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {list(tensor.shape)} in these stages, but not in {config.policy.model}")
+    return stages
 
 
 def save_staged(staged: Staged, out: Path) -> None:

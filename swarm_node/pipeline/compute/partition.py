@@ -58,12 +58,9 @@ class Span:
 
 
 def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> Spans:
-    """The layers of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
+    """The layers of each stage. `capacities`: bytes that each stage's machine can hold; `UNKNOWN` or inf = not known.
 
-    capacities  bytes that each stage's machine can hold; `UNKNOWN` or inf if it is not known
-
-    Raises UserError if there are more stages than layers, ValueError if the layers do not fit the machines.
-    """
+    Raises UserError if there are more stages than layers, ValueError if the layers do not fit the machines."""
     layers, count = len(layer_bytes), len(capacities)
     if not 1 <= count <= layers:
         raise UserError(f"this model has {layers} layers: it can be divided into 1 to {layers} stages, not {count}")

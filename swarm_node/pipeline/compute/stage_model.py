@@ -363,7 +363,6 @@ def _saved_config(adapter: str) -> LoraConfig:
 
 
 def _fill_adapter(stage: Stage, adapter: str) -> None:
-    """Fill the stage's part of the adapter from the saved one."""
     tensors = _adapter_tensors(adapter)
     for name, parameter in stage.named().items():
         parameter.data.copy_(tensors.read([name.replace(".default", "")], parameter.shape))

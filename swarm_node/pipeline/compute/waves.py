@@ -5,6 +5,9 @@ each wave: Prefill -> ... -> Tokens, Step -> ... -> Tokens, ...
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,11 +28,13 @@ class Waves:
         sample. `count`: most waves."""
         count = min(count, len(prompts))
         cuts = [len(prompts) * i // count for i in range(count + 1)]
-        pairs = list(zip(cuts, cuts[1:], strict=False))
         self._n = n
         self._sampling = sampling
         self._eos = eos
-        self._waves = [_Wave(prompts[a:b], n, sampling.max_new_tokens, uniform[a * n : b * n]) for a, b in pairs]
+        self._waves: list[_Wave] = []
+        for first, end in pairwise(cuts):
+            rows = Rows(end - first, n, sampling.max_new_tokens, torch.device("cpu"))
+            self._waves.append(_Wave(prompts[first:end], rows, uniform[first * n : end * n]))
         self._open = set(range(count))
 
     @property
@@ -65,13 +70,12 @@ class Waves:
         return [sample for wave in self._waves for sample in wave.rows.samples()]
 
 
+@dataclass
 class _Wave:
-    def __init__(self, prompts: list[list[int]], n: int, limit: int, uniform: Tensor) -> None:
-        self.prompts = prompts
-        self.rows = Rows(len(prompts), n, limit, torch.device("cpu"))
-        self.uniform = uniform
-        self.step = 0
-        self._limit = limit
+    prompts: list[list[int]]
+    rows: Rows
+    uniform: Tensor  # numbers to draw with, [samples, tokens]
+    step: int = 0
 
     def take(self, token: Tensor, logprob: Tensor, eos: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors of the next step; `None` if this was the last one."""
@@ -84,6 +88,6 @@ class _Wave:
             if kept is not None:
                 token = picked(token, width, *kept)
         self.step += 1
-        if self.step == self._limit:
+        if self.step == self.uniform.shape[1]:
             return None
         return token, self.uniform[self.rows.origin.flatten(), self.step], *(kept or ())

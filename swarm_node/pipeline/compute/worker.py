@@ -330,7 +330,6 @@ class Worker:
         return [self._status()]
 
     def _share(self, head: heads.Share) -> list[StageMessage]:
-        """Send rows of the tied matrix to the stage at the other end."""
         tied = self._its_tied()
         rows = tied.give(head.block)
         if head.block == 0:
