@@ -122,7 +122,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """Answer with the cards under some keys, and the peers nearest to these."""
-        peer, own_id = self._admit(request, context, finds=1), node_id_of(context.remote_id)
+        peer, asker_id = self._admit(request, context, finds=1), node_id_of(context.remote_id)
         keys = self._read(peer, messages.read_keys, request.keys)
         held = [self._held(key) for key in keys]
         sizes = [sum(len(value) + 80 for _, value, _ in records) for records in held]
@@ -136,7 +136,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
                 self._refusals.note(peer, "rate")
-            nearest = self.neighbours.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST, exclude=own_id)
+            nearest = self.neighbours.get_nearest_neighbors(DHTID.from_bytes(key), MAX_NEAREST, exclude=asker_id)
             for node_id, near in nearest:
                 result.nearest_node_ids.append(node_id.to_bytes())
                 result.nearest_peer_ids.append(near.to_bytes())

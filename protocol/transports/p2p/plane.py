@@ -41,7 +41,7 @@ CHANNEL_GOODBYE_S = 0.2  # time that p2pd gets to pass on the last messages of c
 
 
 class HivemindPlane:
-    """One peer's p2pd, DHT node and streams. All coroutines belong to the loop in which `start` was called."""
+    """One peer's p2pd, DHT node and streams. All coroutines belong to the loop in which `daemon` was started."""
 
     def __init__(
         self,
