@@ -25,7 +25,6 @@ from typing import Any
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
-from protocol.transports.pacing import put_off
 from protocol.transports.streams.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
 from protocol.transports.streams.places import Room, Running, Shares
 from protocol.transports.streams.stream import (
@@ -35,6 +34,7 @@ from protocol.transports.streams.stream import (
     UNAVAILABLE,
     Stream,
     Traffic,
+    put_off,
     refused,
 )
 
@@ -307,14 +307,13 @@ class Channels:
                     method = await stream.read_method(deadline)
             if self._taken.fits(stream):
                 with self._taken.place(stream):
-                    status, why = self._open(channel, method, stream)
-                    stream.write(status)
-                    if status == ANSWER:
+                    refusal = self._open(channel, method, stream)
+                    if refusal is None:
+                        stream.write(ANSWER)
                         return await channel.live(stream)
             else:
-                status, why = stream.busy()
-                stream.write(status)
-            await stream.write_frame(why)
+                refusal = stream.busy()
+            await stream.answer(*refusal)
             return CLOSED
 
         try:
@@ -323,8 +322,8 @@ class Channels:
         finally:
             stream.close()
 
-    def _open(self, channel: StreamChannel, method: str, stream: Stream) -> tuple[bytes, bytes]:
-        """Status, and why it is refused if it is."""
+    def _open(self, channel: StreamChannel, method: str, stream: Stream) -> tuple[bytes, bytes] | None:
+        """Status and reason if it is refused."""
         opened = self.openings.get(method)
         if opened is None:
             return stream.unknown(method)
@@ -336,7 +335,7 @@ class Channels:
             self.traffic.rejected["handler"] += 1
             self._report(f"taking a channel of {method!r} failed: {error!r}")
             return UNAVAILABLE, b"failed"
-        return ANSWER, b""
+        return None
 
 
 def parts_of(head: bytes, body: Iterable[bytes | memoryview]) -> list[memoryview]:

@@ -110,9 +110,7 @@ class Exchanges:
             with self._tasks.enter():
                 failed = await self._serve(stream)
                 if failed is not None:
-                    status, why = failed
-                    stream.write(status)
-                    await stream.write_frame(why)
+                    await stream.answer(*failed)
         except (ProtocolError, EOFError, OSError, asyncio.CancelledError):  # by `cancel`: this was all there was to do
             stream.abort()
         finally:

@@ -80,43 +80,32 @@ class Answers:
     async def serve(self, stream: Stream) -> None:
         """Answer the one request on this stream, and close it."""
         try:
-            request = await self._read(stream)
+            try:
+                async with asyncio.timeout(REQUEST_READ_S) as deadline:
+                    with self._unread.enter(stream, deadline):
+                        method = await stream.read_method(deadline)
+                        payload = await stream.read_frame(MAX_REQUEST_BYTES, deadline)
+            except RemoteProtocolError as error:
+                if error.reason == "crowded":
+                    raise
+                await stream.answer(*stream.refuse(error))
+                return
             async with asyncio.timeout(None) as deadline:
                 with ExitStack() as places:
-                    status, answer = await self._answer(stream, *request, deadline, places)
-                    stream.write(status)
-                    await stream.write_frame(answer)
-        except RemoteProtocolError as error:
+                    await stream.answer(*await self._answer(stream, method, payload, deadline, places))
+        except RemoteProtocolError as error:  # crowded
             stream.note(error.reason)
-            if error.reason == "crowded":
-                stream.abort()
+            stream.abort()
         except (TimeoutError, EOFError, OSError):
             self._traffic.rejected["torn"] += 1
             stream.abort()
         finally:
             stream.close()
 
-    async def _read(self, stream: Stream) -> tuple[str, bytes | RemoteProtocolError]:
-        """(method, payload, or why it cannot be read). Raises RemoteProtocolError: crowded."""
-        async with asyncio.timeout(REQUEST_READ_S) as deadline:
-            with self._unread.enter(stream, deadline):
-                method = await stream.read_method(deadline)
-                try:
-                    return method, await stream.read_frame(MAX_REQUEST_BYTES, deadline)
-                except RemoteProtocolError as error:
-                    return method, error
-
     async def _answer(
-        self,
-        stream: Stream,
-        method: str,
-        payload: bytes | RemoteProtocolError,
-        deadline: asyncio.Timeout,
-        places: ExitStack,
+        self, stream: Stream, method: str, payload: bytes, deadline: asyncio.Timeout, places: ExitStack
     ) -> tuple[bytes, bytes]:
         """(status, answer). The places that it takes are left with `places`."""
-        if isinstance(payload, RemoteProtocolError):
-            return stream.refuse(payload)
         server, large = self.servers.get(method), method in LARGE_METHODS
         if server is None:
             return stream.unknown(method)

@@ -1,4 +1,4 @@
-"""The parts of all conversations on streams: names of methods, frames and refusals.
+"""One stream between two peers, within this node's limits, and what all conversations on streams are made of.
 
     method   length (1 byte) | method
     frame    length (8 bytes, big-endian) | sha256 (32 bytes) | payload, in pieces of at most MAX_CHUNK_BYTES
@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
-from protocol.transports.pacing import Bandwidth, PacedStream, bytes_s, put_off
+from protocol.transports.pacing import Bandwidth, bytes_s
 from protocol.transports.refusals import Refusals
 from protocol.transports.settings import NetworkSettings
 
+PACED_BYTES = 2**14
+LATENCY_S = 0.05  # nobody waits for a limit for less: it adds up until it is more
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 """Slowest rate at which a frame may be taken, after a grace of ten seconds: 64 MiB at 4 Mbit/s take two minutes."""
 REQUEST_READ_S = 10.0  # longest time in which a request may arrive. Waits for this node's own limit do not count.
@@ -50,8 +52,12 @@ class Traffic:
         return cls(Bandwidth(bytes_s(settings.max_upload_mbit)), Bandwidth(bytes_s(settings.max_download_mbit)))
 
 
-class Stream(PacedStream):
-    """A stream to or from `peer`, whose neighbourhood (`hosts`) is `address`, if that is known."""
+class Stream:
+    """A stream to or from `peer`, whose neighbourhood (`hosts`) is `address`, if that is known.
+
+    It reads and sends no faster than the limits of `traffic`, which all streams share. To the sender, the network is
+    slow. Waits for the limits extend the `deadline` of a call: they are not the other end's fault.
+    """
 
     def __init__(
         self,
@@ -61,8 +67,64 @@ class Stream(PacedStream):
         peer: str,
         address: str = "",
     ) -> None:
-        super().__init__(reader, writer, traffic.upload, traffic.download)
+        self.reader, self.writer = reader, writer
         self.traffic, self.peer, self.address = traffic, peer, address
+        self._unpaid_s = LATENCY_S
+        """Seconds for the bytes read since the last wait. Small messages, such as beats, do not wait for other
+        streams."""
+        self._queue: deque[memoryview] = deque()  # what is to be sent by `drain`
+        self._owed_s = 0.0  # seconds for bytes that have left and were not waited for yet
+
+    async def read(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        data = await self.reader.read(min(n, PACED_BYTES) if self.traffic.download.bytes_s else n)
+        await self._pay(len(data), deadline)
+        return data
+
+    async def read_exactly(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
+        data = await self.reader.readexactly(n)
+        await self._pay(len(data), deadline)
+        return data
+
+    async def _pay(self, size: int, deadline: asyncio.Timeout | None) -> None:
+        limit = self.traffic.download
+        if limit.bytes_s:
+            wait = limit.take(size)
+            self._unpaid_s += size / limit.bytes_s
+            if self._unpaid_s > LATENCY_S:
+                self._unpaid_s = 0.0
+                await _wait(wait, deadline)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Short data leaves at once, and the next `drain` waits for it. Under a limit, the rest leaves in `drain`."""
+        view = memoryview(data)
+        if self.traffic.upload.bytes_s and (self._queue or len(view) > PACED_BYTES):
+            self._queue += (view[start : start + PACED_BYTES] for start in range(0, len(view), PACED_BYTES))
+        else:
+            self._leave(view)
+
+    async def drain(self, deadline: asyncio.Timeout | None = None) -> None:
+        while True:
+            await self.writer.drain()
+            wait, self._owed_s = self._owed_s, 0.0
+            if wait > LATENCY_S:
+                await _wait(wait, deadline)
+            if not self._queue:
+                return
+            self._leave(self._queue.popleft())
+
+    def _leave(self, piece: memoryview) -> None:
+        self._owed_s = self.traffic.upload.take(len(piece))
+        self.writer.write(piece)
+
+    def close(self) -> None:
+        if self._queue:  # given up in the middle of it
+            self._queue.clear()
+            self.abort()
+        self.writer.close()
+
+    def abort(self) -> None:
+        """End the stream; what the other end has not taken by now need not be kept."""
+        self.writer.transport.abort()
 
     def note(self, reason: str) -> None:
         """Count something that the peer did wrong, or was refused."""
@@ -89,6 +151,10 @@ class Stream(PacedStream):
     async def read_method(self, deadline: asyncio.Timeout) -> str:
         length = (await self.read_exactly(1, deadline))[0]
         return (await self.read_exactly(length, deadline)).decode(errors="replace")
+
+    async def answer(self, status: bytes, payload: bytes) -> None:
+        self.write(status)
+        await self.write_frame(payload)
 
     async def write_frame(self, payload: bytes) -> None:
         """Send a frame. Raises TimeoutError if the peer is too slow."""
@@ -121,6 +187,17 @@ class Stream(PacedStream):
         if hashed.digest() != digest:
             raise RemoteProtocolError("hash", f"{size} bytes do not match their hash")
         return bytes(payload)
+
+
+async def _wait(seconds: float, deadline: asyncio.Timeout | None) -> None:
+    if deadline is not None:
+        put_off(deadline, seconds)
+    await asyncio.sleep(seconds)
+
+
+def put_off(deadline: asyncio.Timeout, seconds: float) -> None:
+    if (when := deadline.when()) is not None:
+        deadline.reschedule(when + seconds)
 
 
 def check_method(method: str) -> None:

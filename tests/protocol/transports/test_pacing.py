@@ -15,17 +15,11 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Outgoing
-from protocol.transports.pacing import (
-    BANDWIDTH_BURST_S,
-    LATENCY_S,
-    PACED_BYTES,
-    Bandwidth,
-    bytes_s,
-)
+from protocol.transports.pacing import BANDWIDTH_BURST_S, Bandwidth, bytes_s
 from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import PIECE_S, Exchanges
 from protocol.transports.streams.requests import ANSWER_READY_S, Answers
-from protocol.transports.streams.stream import GRACE_S, REQUEST_READ_S, Stream, Traffic
+from protocol.transports.streams.stream import GRACE_S, LATENCY_S, PACED_BYTES, REQUEST_READ_S, Stream, Traffic
 
 
 class Clock:
@@ -57,7 +51,7 @@ class Slept:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
         self.clock = Clock()
-        monkeypatch.setattr("protocol.transports.pacing.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("protocol.transports.streams.stream.asyncio.sleep", self.sleep)
 
     async def sleep(self, seconds: float, really=asyncio.sleep) -> None:
         self.seconds += seconds
