@@ -111,17 +111,13 @@ class MemoryChannel:
 
     def _leave(self, left: int) -> None:
         """Send the first message turn by turn, then the next one."""
-        if self._why:
-            return
-        size, seconds = self._owner.uplink.send_turn(left, self._network.clock.now())
-        self._network.clock.call_in(seconds, self._left, left - size)
+        if not self._why:
+            size, seconds = self._owner.uplink.send_turn(left, self._network.clock.now())
+            self._network.clock.call_in(seconds, self._left, left - size)
 
     def _left(self, left: int) -> None:
-        if self._why:
-            return
-        if left:
-            self._leave(left)
-            return
+        if left or self._why:
+            return self._leave(left)
         assert self._far is not None
         head, parts, size = self._queue.popleft()
         self._queued -= size
@@ -132,8 +128,7 @@ class MemoryChannel:
     def _arrive(self, head: bytes, body: bytearray) -> None:
         if self._severed:
             self._network.faults["cut"] += 1
-            return
-        if self._why:
+        if self._severed or self._why:
             return
         assert self.listener is not None
         self._owner.bytes_in += len(head) + len(body)

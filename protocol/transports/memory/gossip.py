@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.transports.memory.links import copies_arriving, delay_between
-
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
     from protocol.transports.memory.transport import Component, MemoryTransport
@@ -75,13 +73,18 @@ class MemoryGossip:
 
     def send(self, sender: MemoryTransport, receiver: MemoryTransport, message: GossipMessage) -> None:
         """Send one message over both links, which may lose or duplicate it."""
-        clock, rng, ours, theirs = self._network.clock, self._network.rng, sender.link, receiver.link
-        left_at = sender.uplink.send(len(message.data), clock.now())
-        copies = copies_arriving(ours, theirs, rng)
-        if copies != 1:
-            self._network.faults["duplicated" if copies else "lost"] += 1
+        network, ours, theirs = self._network, sender.link, receiver.link
+        left_at, copies = sender.uplink.send(len(message.data), network.clock.now()), 1
+        if (ours.loss or theirs.loss) and network.rng.random() >= (1 - ours.loss) * (1 - theirs.loss):
+            network.faults["lost"] += 1
+            return
+        if ours.duplicate or theirs.duplicate:
+            if network.rng.random() >= (1 - ours.duplicate) * (1 - theirs.duplicate):
+                network.faults["duplicated"] += 1
+                copies = 2
         for _ in range(copies):
-            clock.call_at(left_at + delay_between(ours, theirs, rng), receiver.receive, sender, message)
+            arrival = left_at + network.delay(sender, receiver)
+            network.clock.call_at(arrival, receiver.receive, sender, message)
 
     def _mesh(self, component: Component, name: str, topic: _Topic) -> Mesh:
         """The mesh of one topic in one component. Each node links to degree / 2 nodes that can be dialled, so that the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,20 +80,3 @@ class Uplink:
         bandwidth = self.model.bandwidth_bytes_s
         size = min(left, max(1, int(bandwidth * UPLINK_TURN_S))) if bandwidth < math.inf else left
         return size, self.send(size, now) - now
-
-
-def delay_between(ours: LinkModel, theirs: LinkModel, rng: random.Random) -> float:
-    """Seconds from the end of one link to the end of the other, with jitter drawn from `rng`."""
-    delay = ours.latency_s + theirs.latency_s
-    if ours.jitter_s or theirs.jitter_s:
-        delay += rng.uniform(0.0, ours.jitter_s) + rng.uniform(0.0, theirs.jitter_s)
-    return delay
-
-
-def copies_arriving(ours: LinkModel, theirs: LinkModel, rng: random.Random) -> int:
-    """How many copies of one message arrive: 0 if it is lost, 2 if it is duplicated, else 1."""
-    if (ours.loss or theirs.loss) and rng.random() >= (1 - ours.loss) * (1 - theirs.loss):
-        return 0
-    if (ours.duplicate or theirs.duplicate) and rng.random() >= (1 - ours.duplicate) * (1 - theirs.duplicate):
-        return 2
-    return 1

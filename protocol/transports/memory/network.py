@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
 from protocol.transports.memory.gossip import MemoryGossip
-from protocol.transports.memory.links import LinkModel, VirtualClock, delay_between
+from protocol.transports.memory.links import LinkModel, VirtualClock
 from protocol.transports.memory.transport import SPREAD_S, Component, MemoryTransport
 
 DEFAULT_LINK = LinkModel()
@@ -70,7 +70,11 @@ class MemoryNetwork:
 
     def delay(self, sender: MemoryTransport, receiver: MemoryTransport) -> float:
         """Seconds that a message takes from the sender's uplink to the receiver."""
-        return delay_between(sender.link, receiver.link, self.rng)
+        ours, theirs = sender.link, receiver.link
+        delay = ours.latency_s + theirs.latency_s
+        if ours.jitter_s or theirs.jitter_s:
+            delay += self.rng.uniform(0.0, ours.jitter_s) + self.rng.uniform(0.0, theirs.jitter_s)
+        return delay
 
     # ----------------------------------------------------------------- faults
 

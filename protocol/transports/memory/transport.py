@@ -116,8 +116,8 @@ class MemoryTransport:
         peers connected to it."""
         if len(payload) > MAX_REQUEST_BYTES:
             raise LocalProtocolError(f"a request {method!r} of {len(payload)} bytes cannot be sent")
-        other = self._network.node(peer)
-        if other is None or other is self or not self._can_ask(other):
+        other = self._reach(peer)
+        if other is None:
             raise PeerUnreachable(f"{peer} cannot be reached")
         server = other._servers.get(method)
         if server is None:
@@ -145,12 +145,12 @@ class MemoryTransport:
         exception in a callback ends the simulation. A peer that has gone or is cut off is noticed after a latency or
         `TURN_S`; callbacks of a killed node are called too."""
         check_call(method, ours)
-        other = self._network.node(peer)
-        if other is None or other is self or not self._can_ask(other):
+        other = self._reach(peer)
+        if other is None:
             future: Future[None] = Future()
             future.set_exception(PeerUnreachable(f"{peer} cannot be reached"))
             return future
-        return MemoryExchange(self._network, self, other, method, ours, answered, timeout).future
+        return MemoryExchange(self._network, self, other, method, ours, answered).begin(timeout)
 
     def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
         self.openings[method] = opened
@@ -159,12 +159,11 @@ class MemoryTransport:
         """Reaches the same peers as `request`. Listeners are called as the clock is driven, also those of a killed or
         closed node; an unexpected exception in a listener ends the simulation."""
         check_method(method)
-        other = self._network.node(peer)
-        reachable = other is not None and other is not self and self._can_ask(other)
+        other = self._reach(peer)
         channel = MemoryChannel(self._network, self, other, peer)
         channel.listener = opened(channel)
         self.channels[channel] = None
-        if other is not None and reachable:
+        if other is not None:
             self._network.clock.call_at(channel.next_arrival(), channel.ask, method)
         else:
             channel.stop(f"{peer} cannot be reached")
@@ -223,11 +222,13 @@ class MemoryTransport:
         """Whether both nodes are alive and no partition is between them."""
         return self.alive and other.alive and self.side == other.side
 
-    def _can_ask(self, other: MemoryTransport) -> bool:
-        if not self.alive or self.side != other.side:
-            return False
-        knows = self.component is other.component or bool(self.table.addresses_of(other.peer_id))
-        return other in self.edges or (knows and not other.dial_only)
+    def _reach(self, peer: str) -> MemoryTransport | None:
+        """The node of a peer, if it can be asked."""
+        other = self._network.node(peer)
+        if other is None or other is self or not self.can_reach(other):
+            return None
+        knows = self.component is other.component or bool(self.table.addresses_of(peer))
+        return other if other in self.edges or (knows and not other.dial_only) else None
 
     def receive(self, sender: MemoryTransport, message: GossipMessage) -> None:
         """A message has arrived from `sender`. Raises whatever a handler raises except RemoteProtocolError."""
@@ -254,14 +255,14 @@ class MemoryTransport:
         """Renew the own card, look up cards of others and dial."""
         if not self.alive:
             return
-        network, now = self._network, self._network.clock.now()
+        now = self._network.clock.now()
         if self._card is not None and now - self._renewed >= CARD_RENEWAL_S:
             self._renew()
         self._look_up(now)
         self.table.set_connected((other.peer_id for other in self.edges), now)
         for peer in self.table.to_dial(now):
-            network.dial(self, peer)
-        network.clock.call_at(now + LOOKUP_S * network.rng.uniform(0.9, 1.1), self.tick)
+            self._network.dial(self, peer)
+        self._network.clock.call_at(now + LOOKUP_S * self._network.rng.uniform(0.9, 1.1), self.tick)
 
     def _look_up(self, now: float) -> None:
         cards = self.component.cards
