@@ -136,13 +136,9 @@ def check_version(version: int | None, spoken: Collection[int], newer: str = "ve
     if version is None:
         raise RemoteProtocolError("version", "no protocol version")
     if version not in spoken:
-        raise RemoteProtocolError(newer if version > max(spoken) else "version", unspoken(version, spoken))
-
-
-def unspoken(version: int, spoken: Collection[int] = SPOKEN) -> str:
-    """A sentence for people at either end: why a record of `version` is refused."""
-    how = "new" if version > max(spoken) else "old"
-    return f"protocol {version} is too {how} for a node that speaks {' and '.join(map(str, sorted(spoken)))}"
+        how = "new" if version > max(spoken) else "old"
+        detail = f"protocol {version} is too {how} for a node that speaks {' and '.join(map(str, sorted(spoken)))}"
+        raise RemoteProtocolError(newer if how == "new" else "version", detail)
 
 
 def common_version(members: Iterable[PeerCard], spoken: Collection[int] = SPOKEN, newer_heard: bool = False) -> int:

@@ -29,20 +29,17 @@ def translated_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
     return ip.ipv4_mapped
 
 
-def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that `ip` carries, if it is translated, compatible or 6to4."""
-    if ip in COMPATIBLE and int(ip) > 1:
-        return ipaddress.IPv4Address(int(ip))
-    return translated_ipv4(ip) or ip.sixtofour
-
-
 def host_address(text: str) -> IpAddress | None:
     """The IP address in `text`, without a zone, and as IPv4 where IPv6 carries it; None if `text` is no IP address."""
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    return ip if isinstance(ip, ipaddress.IPv4Address) else embedded_ipv4(ip) or ip
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip
+    if ip in COMPATIBLE and int(ip) > 1:
+        return ipaddress.IPv4Address(int(ip))
+    return translated_ipv4(ip) or ip.sixtofour or ip
 
 
 @lru_cache(maxsize=8192)
@@ -65,7 +62,6 @@ def neighbourhood_of_stream(multiaddr: str) -> str:
 UNICAST = ipaddress.IPv6Network("2000::/3")
 """All IPv6 addresses that were ever given to hosts of the internet. Outside it lie, among others, ::/96 (carries IPv4),
 ::ffff:0:0:0/96 and 64:ff9b:1::/48 (translators of one network), fec0::/10 (one site)."""
-
 
 NOT_PUBLIC = tuple(
     ipaddress.ip_network(block)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -105,7 +105,11 @@ def decode_listing(data: bytes, digest: str | None = None) -> ModelListing:
     listing: ModelListing = decode_as(_decoder, data)
     if encode_listing(listing) != data:  # a member that encodes it again would name another digest
         raise RemoteProtocolError("schema", "not in the canonical form")
-    _check([file.name for file in listing.files])
+    names = [file.name for file in listing.files]
+    if names != names_of(names):
+        raise RemoteProtocolError("schema", "files that no model has, or not in order")
+    if "config.json" not in names or not any(map(is_weights, names)):
+        raise RemoteProtocolError("schema", "no config.json, or no weights")
     for file in listing.files:
         if len(file.pieces) != len(file.lengths()):
             raise RemoteProtocolError("schema", f"{file.name}: {len(file.pieces)} pieces of {file.size} bytes")
@@ -114,10 +118,3 @@ def decode_listing(data: bytes, digest: str | None = None) -> ModelListing:
     if listing.size > MAX_MODEL_BYTES:
         raise RemoteProtocolError("size", f"files of {listing.size} bytes, allowed are {MAX_MODEL_BYTES}")
     return listing
-
-
-def _check(names: Sequence[str]) -> None:
-    if list(names) != names_of(names):
-        raise RemoteProtocolError("schema", "files that no model has, or not in order")
-    if "config.json" not in names or not any(map(is_weights, names)):
-        raise RemoteProtocolError("schema", "no config.json, or no weights")

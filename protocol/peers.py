@@ -30,6 +30,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.codec import decode_as
 from protocol.dials import Dials
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
@@ -96,10 +97,6 @@ class _Known:
     worked: bool = False  # was connected once
     tries: _Tries = field(default_factory=_Tries)
 
-    @property
-    def longest_wait(self) -> float:
-        return BOOTSTRAP_WAIT_S if self.given else OTHER_WAIT_S
-
 
 class PeerTable:
     """Everything one node knows of other peers."""
@@ -149,14 +146,13 @@ class PeerTable:
         entry = card, min(card.created, now) + self._ttl_s
         if peer == self._me or not _is_live(entry, now):
             return
-        if held is not None and _is_live(held, now) and card.created <= held[0].created:
-            return
         if held is None:
             self._make_room(peer)
+        elif _is_live(held, now) and card.created <= held[0].created:
+            return
         self._cards[peer] = entry
         self._heard = now
-        told = _addresses(peer, card)
-        if told:
+        if told := _addresses(peer, card):
             known = self._known.setdefault(peer, _Known())
             known.told, known.seen = told, now
 
@@ -235,28 +231,19 @@ class PeerTable:
         others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
         chosen = first + others[:MAX_DHT_DIALS]
         for peer in chosen:
-            due[peer].tries.note(now, due[peer].longest_wait, self._rng)
+            due[peer].tries.note(now, BOOTSTRAP_WAIT_S if due[peer].given else OTHER_WAIT_S, self._rng)
         return {peer: self.addresses_of(peer) for peer in chosen}
 
     # ----------------------------------------------------------------- gossip
 
-    def hubs(self, now: float) -> list[str]:
-        """Gossip ids of members that can be dialled, as far as is known: through them, those that only dial hear each
-        other. Bootstrap peers and relays first, then in an order of this node's own."""
-        return list(dict.fromkeys(card.gossip_id for card in self._listening(now) if self._is_reachable(card)))
-
     def gossip_to_keep(self, shards: Collection[int], most: int, now: float) -> list[str]:
-        """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, then members, dealt to `shards` in
-        turn; unreachable ones last. Peers that serve none of the shards are left out. The order is stable."""
-        return self._keep(self._listening(now), shards, most)
-
-    def _keep(self, listening: Iterable[PeerCard], shards: Collection[int], most: int) -> list[str]:
-        listening = [card for card in listening if not card.shards or set(shards) & set(card.shards)]
-        keep = dict.fromkeys([card.gossip_id for card in listening if self._is_reachable(card)][:HUBS])
-        for cards in (
-            [card for card in listening if self._is_reachable(card)],
-            [card for card in listening if not self._is_reachable(card)],
-        ):
+        """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, through which those that only dial
+        hear each other, then members, dealt to `shards` in turn; unreachable ones last. Peers that serve none of the
+        shards are left out. The order is stable."""
+        listening = [card for _, card in self._listening(now) if not card.shards or set(shards) & set(card.shards)]
+        reachable = [card for card in listening if self._is_reachable(card)]
+        keep = dict.fromkeys([card.gossip_id for card in reachable][:HUBS])
+        for cards in (reachable, [card for card in listening if not self._is_reachable(card)]):
             rows = [[card.gossip_id for card in cards if not card.shards or shard in card.shards] for shard in shards]
             for dealt in zip_longest(*rows):
                 keep |= dict.fromkeys(gossip_id for gossip_id in dealt if gossip_id is not None)
@@ -266,9 +253,8 @@ class PeerTable:
         self, shards: Collection[int], most: int, connected: Collection[str], now: float
     ) -> dict[str, list[str]]:
         """Gossip id -> addresses to dial now, of those to keep; `connected` are the gossip ids connected now."""
-        listed = self._listed(now)
         claims: dict[str, list[tuple[str, PeerCard]]] = {}
-        for peer, card in listed:
+        for peer, card in self._listening(now):
             claims.setdefault(card.gossip_id, []).append((peer, card))
         self._gossip = {
             gossip_id: _Tries() if gossip_id in connected else self._gossip.get(gossip_id, _Tries())
@@ -282,11 +268,10 @@ class PeerTable:
             and not any(self._may(way, now, peer) for peer, card in cards for way in _gossip_addresses(card))
         }
         chosen = {}
-        for gossip_id in self._keep([card for _, card in listed], shards, most):
+        for gossip_id in self.gossip_to_keep(shards, most, now):
             tries = self._gossip[gossip_id]
             if gossip_id not in connected and tries.due(now):
-                taken = self._take_gossip(claims[gossip_id], now)
-                if taken:
+                if taken := self._take_gossip(claims[gossip_id], now):
                     serves_all = any(_serves_all(card) for _, card in claims[gossip_id])
                     tries.note(now, BOOTSTRAP_WAIT_S if serves_all else OTHER_WAIT_S, self._rng)
                     chosen[gossip_id] = taken
@@ -314,15 +299,11 @@ class PeerTable:
             self._unclaimed = {gossip_id: min(self._unclaimed.get(gossip_id, now), now) for gossip_id in unclaimed}
         return [gossip_id for gossip_id, since in self._unclaimed.items() if now - since > GHOST_S + turn_s]
 
-    def _listening(self, now: float) -> list[PeerCard]:
-        """Cards of members with gossip addresses: this node's bootstrap peers first, then peers that serve all shards.
-        Within each group, the order is this node's own."""
-        return [card for _, card in self._listed(now)]
-
-    def _listed(self, now: float) -> list[tuple[str, PeerCard]]:
-        listed = [(peer, card) for peer, card in self.members(now).items() if _gossip_addresses(card)]
-        listed.sort(key=lambda item: self._rank(*item))
-        return listed
+    def _listening(self, now: float) -> list[tuple[str, PeerCard]]:
+        """Members with gossip addresses, and their cards: this node's bootstrap peers first, then peers that serve all
+        shards. Within each group, the order is this node's own."""
+        listening = [(peer, card) for peer, card in self.members(now).items() if _gossip_addresses(card)]
+        return sorted(listening, key=lambda item: self._rank(*item))
 
     def _rank(self, peer: str, card: PeerCard) -> tuple[bool, bool, bytes]:
         known = self._known.get(peer)
@@ -373,10 +354,7 @@ def parse_cache(data: bytes) -> list[CachedPeer]:
     """The peers in a cache file. Raises RemoteProtocolError: size or schema."""
     if len(data) > MAX_CACHE_BYTES:
         raise RemoteProtocolError("size", f"a cache of {len(data)} bytes, allowed are {MAX_CACHE_BYTES}")
-    try:
-        peers: list[CachedPeer] = _cache_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+    peers: list[CachedPeer] = decode_as(_cache_decoder, data)
     return peers
 
 

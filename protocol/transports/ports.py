@@ -13,7 +13,6 @@ error, and then share its connections. So parts of a node, and nodes of one mach
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import LocalProtocolError
-from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free
+from protocol.transports.settings import PORTS_TRIED, NetworkSettings, bound, free_port, is_free
 
 ANY_PORT_TRIES = 20  # ports that the system may offer before the search ends
 LISTENING = "0A"
@@ -57,11 +56,11 @@ class Port:
         if held is not None:
             held.close()
         if hoped and self.number != hoped:
-            again = self.number == self._last
-            if again and not self._named and held is None:
+            as_before = ", as last time" if self.number == self._last else ""
+            if as_before and not self._named and held is None:
                 self._report(f"listening on port {self.number}, as last time")
             else:
-                self._report(f"port {hoped} is taken: listening on {self.number}{', as last time' if again else ''}")
+                self._report(f"port {hoped} is taken: listening on {self.number}{as_before}")
         return self.number
 
     def is_shared(self) -> bool:
@@ -101,15 +100,7 @@ class Port:
 
 def _claim(number: int) -> socket.socket | None:
     """A socket that holds `number` until it is closed; None if another process holds it. Raises LocalProtocolError."""
-    claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        claim.bind(("127.0.0.1", number))
-    except OSError as error:
-        claim.close()
-        if error.errno != errno.EADDRINUSE:
-            raise LocalProtocolError(f"cannot claim port {number}: {error.strerror}") from error
-        return None
-    return claim
+    return bound("127.0.0.1", number, socket.SOCK_DGRAM)
 
 
 def choose_ports(
@@ -120,10 +111,9 @@ def choose_ports(
     if settings.dial_only:
         return None, None
     got = {} if file is None else read_ports(file)
-    keys = settings.port, settings.gossip_port or -1
-    named = ["port" in settings.named_ports, "gossip_port" in settings.named_ports]
-    dht = Port(settings.listen, settings.port, got.get(keys[0], 0), report, named[0])
-    gossip = Port(settings.listen, settings.gossip_port, got.get(keys[1], 0), report, named[1])
+    last = got.get(settings.port, 0), got.get(settings.gossip_port or -1, 0)
+    dht = Port(settings.listen, settings.port, last[0], report, "port" in settings.named_ports)
+    gossip = Port(settings.listen, settings.gossip_port, last[1], report, "gossip_port" in settings.named_ports)
     try:
         dht.take()
         gossip.take()
@@ -139,9 +129,7 @@ def lost_port(listen: str, wanted: int, file: Path) -> int:
     last = read_ports(file).get(wanted, 0)
     if not 1024 <= last < 65536:
         return 0
-    if not is_free(listen, last):
-        return last
-    claim = _claim(last)
+    claim = _claim(last) if is_free(listen, last) else None
     if claim is None:
         return last
     claim.close()
@@ -158,7 +146,6 @@ def read_ports(file: Path) -> dict[int, int]:
 
 def note_ports(wanted: NetworkSettings, port: int, gossip_port: int, file: Path) -> None:
     """Write down the ports of this run. Raises OSError."""
-    keys = wanted.port, wanted.gossip_port or -1  # both may be 0
     new = file.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(dict(zip(keys, (port, gossip_port), strict=True))))
+    new.write_bytes(msgspec.json.encode({wanted.port: port, wanted.gossip_port or -1: gossip_port}))  # both may be 0
     new.replace(file)

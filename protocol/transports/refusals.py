@@ -55,10 +55,6 @@ class Refusals:
         """Source -> its refusals; a copy, which any thread may ask for."""
         return dict(self._sources)
 
-    def by_peer(self) -> dict[str, dict[str, int]]:
-        """Source -> reason -> count."""
-        return {source: dict(refused.reasons) for source, refused in self.by_source().items()}
-
 
 def ip_of(addresses: Iterable[str]) -> str:
     """The IP address in the first multiaddress that has one and is not relayed; else empty."""

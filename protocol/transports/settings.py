@@ -49,28 +49,33 @@ def free_port(ip: str, port: int) -> int:
     Asked beforehand because two p2pd start on one port without complaint and then share its connections.
     """
     for candidate in range(port, min(port + PORTS_TRIED, 65536)):
-        if found := _bindable(ip, candidate):
-            return found
+        if found := bound(ip, candidate):
+            with found:
+                return int(found.getsockname()[1])
     raise LocalProtocolError(f"ports {port} to {candidate} of {ip} are all taken: name another one")
 
 
 def is_free(ip: str, port: int) -> bool:
     """Whether nobody listens on `port`. Raises LocalProtocolError if this process may not listen there."""
-    return _bindable(ip, port) != 0
+    found = bound(ip, port)
+    if found is not None:
+        found.close()
+    return found is not None
 
 
-def _bindable(ip: str, port: int) -> int:
-    """`port`, or one that is free for 0; 0 if it is taken. Raises LocalProtocolError."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are dying do not count
-        try:
-            probe.bind((ip, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise LocalProtocolError(f"cannot listen on {ip} port {port}: {error.strerror}") from error
-            return 0
-        return int(probe.getsockname()[1])
+def bound(ip: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket | None:
+    """A socket at `port`, or at any for 0; None if the port is taken. Raises LocalProtocolError if it is forbidden."""
+    made = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, kind)
+    if kind == socket.SOCK_STREAM:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are dying do not count
+    try:
+        made.bind((ip, port))
+    except OSError as error:
+        made.close()
+        if error.errno != errno.EADDRINUSE:
+            raise LocalProtocolError(f"cannot listen on {ip} port {port}: {error.strerror}") from error
+        return None
+    return made
 
 
 def listen_address(ip: str, port: int) -> str:

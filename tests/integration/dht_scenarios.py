@@ -292,8 +292,8 @@ async def hostile_stores_end_nothing() -> None:
                 with contextlib.suppress(P2PHandlerError):
                     await asyncio.wait_for(raw, 20.0)
         assert await one.names() == {"one"} and len(one.plane._storage) == 1
-        assert one.plane.refusals.by_peer().keys() == {peer.id}
-        assert one.plane.refusals.by_peer()[peer.id].keys() >= {"schema", "store", "peer", "size", "key"}
+        assert one.plane.refusals.by_source().keys() == {peer.id}
+        assert one.plane.refusals.by_source()[peer.id].reasons.keys() >= {"schema", "store", "peer", "size", "key"}
         assert not one.plane.daemon.p2pd._client.control._handler_tasks
 
 
@@ -330,7 +330,7 @@ async def hostile_answers_end_no_lookup() -> None:
             await peer.ping(PeerID.from_base58(one.id))  # whoever answers nonsense is passed over for a while
             assert await one.names() == {"one", "two"}, name
             assert peer.asked["find"] > before, name
-        refused = one.plane.refusals.by_peer()[peer.id]
+        refused = one.plane.refusals.by_source()[peer.id].reasons
         assert refused.keys() >= {"schema", "signature", "node_id"}, refused
         handlers = peer.p2p._client.control.unary_handlers
         honest = dict(handlers)
@@ -379,7 +379,7 @@ async def an_answer_is_never_larger_than_a_message() -> None:
             sizes.append((await _asks_for(peer, to, keys)).ByteSize())
         minutes = (time.monotonic() - began) / 60  # its share comes back meanwhile
         assert sum(sizes) < MAX_GIVEN_BYTES * (1 + minutes) + sizes[0]
-        refused = one.plane.refusals.by_peer()[peer.id].get("rate", 0)
+        refused = one.plane.refusals.by_source()[peer.id].reasons.get("rate", 0)
         assert (refused > 0) == any(size < 2**16 for size in sizes), (refused, sizes)
         assert memory_mib(os.getpid()) - before < 60  # both ends are in this process
         assert not one.plane.daemon.p2pd._client.control._handler_tasks
@@ -460,7 +460,7 @@ async def made_up_node_ids_are_ignored() -> None:
         for node in nodes:
             await until(lambda node=node: same(node.names(), {"one", "two", "three"}))
             assert len(node.plane._dht.neighbours.uid_to_peer_id) <= 3
-            assert node.plane.refusals.by_peer()[peer.id]["node_id"] >= len(made_up)
+            assert node.plane.refusals.by_source()[peer.id].reasons["node_id"] >= len(made_up)
 
 
 async def the_table_is_bounded() -> None:

@@ -283,14 +283,14 @@ def test_hubs_come_first_then_shards_in_turn() -> None:
 def test_own_bootstrap_peers_come_before_claimed_ones() -> None:
     peers = swarm(50, hubs=range(40))
     peers.learn([address("p49")], NOW, bootstrap=True)
-    assert peers.hubs(NOW)[0] == "gp49"
+    assert peers.gossip_to_keep([0], 64, NOW)[0] == "gp49"
 
 
 def test_listening_members_are_hubs() -> None:
     peers = table()
     peers.see("open", card("open", shards=[9]), NOW)
     peers.see("closed", card("closed", listens=False), NOW)
-    assert peers.hubs(NOW) == ["gopen"]
+    assert peers.gossip_to_keep([8, 9], 8, NOW) == ["gopen"]
     assert peers.gossip_to_dial([8, 9], 8, [], NOW) == {"gopen": [address("gopen", 2)]}
     assert peers.gossip_to_dial([8], 8, [], NOW) == {}  # forwards only what it listens to
 
@@ -298,15 +298,14 @@ def test_listening_members_are_hubs() -> None:
 def test_peers_that_never_answer_are_no_hubs() -> None:
     peers = swarm(40, hubs=(0,))
     others = [f"gp{i}" for i in range(1, 40)]
-    assert peers.hubs(NOW)[0] == "gp0"
+    assert peers.gossip_to_keep([0], 40, NOW)[0] == "gp0"
     tries = [t / 10 for t in range(200) if peers.gossip_to_dial([0], 40, others, NOW + t / 10)]
     assert len(tries) > UNREACHABLE_TRIES
     late = NOW + 20
-    assert "gp0" not in peers.hubs(late) and len(peers.hubs(late)) == 39
     assert "gp0" not in peers.gossip_to_keep([0], 39, late)
     assert peers.gossip_to_keep([0], 40, late)[-1] == "gp0"
     peers.gossip_to_dial([0], 4, ["gp0"], late)  # it called us
-    assert peers.hubs(late)[0] == "gp0"
+    assert peers.gossip_to_keep([0], 40, late)[0] == "gp0"
 
 
 def test_connected_ones_are_not_dialled() -> None:

@@ -230,7 +230,8 @@ def test_channels_are_refused_and_counted() -> None:
                 await w.ended()
                 assert side.ends == [why] and not channel.send(b"late")
             assert w.theirs.traffic.rejected == {"crew": 1, "method": 1, "handler": 1} and len(w.said) == 1
-            assert list(w.theirs.traffic.refusals.by_peer().values()) == [{"crew": 1, "method": 1}]
+            (refused,) = w.theirs.traffic.refusals.by_source().values()
+            assert refused.reasons == {"crew": 1, "method": 1}
 
     run(scenario())
 
@@ -254,7 +255,10 @@ def test_there_is_room_again_when_channels_end() -> None:
             await until(lambda: sides[MAX_CHANNELS_PER_PEER].ends == ["refused: busy"])
             assert not any(side.ends for side in sides[:MAX_CHANNELS_PER_PEER])
             assert w.theirs.traffic.rejected == {"busy": 2}
-            assert w.theirs.traffic.refusals.by_peer() == {"one more": {"busy": 1}, "the same": {"busy": 1}}
+            refused = w.theirs.traffic.refusals.by_source()
+            assert {peer: one.reasons for peer, one in refused.items()} == dict.fromkeys(
+                ("one more", "the same"), {"busy": 1}
+            )
 
     run(scenario())
 
@@ -473,7 +477,7 @@ def test_silence_ends_it_and_beats_keep_it() -> None:
             assert not w.them.ends
             await w.ended()
             assert w.them.ends == ["silent"] and w.theirs.traffic.rejected == {"silent": 1}
-            assert not w.theirs.traffic.refusals.by_peer()
+            assert not w.theirs.traffic.refusals.by_source()
 
     run(scenario())
 

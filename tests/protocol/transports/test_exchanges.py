@@ -155,7 +155,7 @@ def test_refusals_come_before_anything_of_the_body() -> None:
         assert "does not know the method 'unknown'" in str(unheard.outcomes[0]) and unheard.made == 0
         assert reason(unheard.outcomes[0]) == "PeerUnreachable"
         assert there.traffic.rejected == {"early": 1, "method": 1} and not there.callers.rejected
-        assert there.traffic.refusals.by_peer() == {"peer": {"early": 1, "method": 1}}
+        assert there.traffic.refusals.by_source()["peer"].reasons == {"early": 1, "method": 1}
 
     run(scenario())
 
@@ -172,7 +172,9 @@ def test_a_caller_may_refuse_the_answer() -> None:
         assert (reason(caller), reason(acceptor)) == ("size", "torn")
         assert us.made == 0 and not us.got and not them.got
         assert there.callers.rejected == {"size": 1} and there.traffic.rejected == {"torn": 1}
-        assert there.callers.refusals.by_peer() == {"peer": {"size": 1}} and not there.traffic.refusals.by_peer()
+        assert (
+            there.callers.refusals.by_source()["peer"].reasons == {"size": 1} and not there.traffic.refusals.by_source()
+        )
 
     run(scenario())
 

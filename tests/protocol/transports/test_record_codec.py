@@ -19,12 +19,12 @@ from protocol.codec import (
     CARD_TAG,
     SIGNED_HEAD_BYTES,
     SPOKEN,
+    check_version,
     common_version,
     in_version,
     sign_batch,
     sign_card,
     spoken_by,
-    unspoken,
     verify_batch,
     verify_card,
     version_for,
@@ -174,8 +174,11 @@ def test_all_write_what_all_understand() -> None:
 
 
 def test_unspoken_versions_are_explained_to_both_ends() -> None:
-    assert unspoken(7, spoken_by(6)) == "protocol 7 is too new for a node that speaks 5 and 6"
-    assert unspoken(4, spoken_by(6)) == "protocol 4 is too old for a node that speaks 5 and 6"
+    for version, how in ((7, "new"), (4, "old")):
+        with pytest.raises(
+            RemoteProtocolError, match=f"protocol {version} is too {how} for a node that speaks 5 and 6"
+        ):
+            check_version(version, spoken_by(6))
 
 
 # --------------------------------------------------------------------- what is refused
