@@ -178,19 +178,12 @@ def endpoint_of(address: str) -> Endpoint | None:
     parts = address.split("/")
     if len(parts) < 5 or parts[0] or parts[3] != "tcp" or parts.count("p2p-circuit") > 1:
         return None
-    host = _host(parts[1], parts[2])
-    if host is None or not re.fullmatch("[0-9]{1,5}", parts[4]) or int(parts[4]) > 65535:
+    kind, text, port = parts[1], parts[2], parts[4]
+    is_name = kind in ("dns", "dns4", "dns6")
+    ip = host_address(text) if is_name or kind in ("ip4", "ip6") else None
+    if (ip is None and not is_name) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         return None
-    return host, int(parts[4])
-
-
-def _host(kind: str, text: str) -> str | None:
-    if kind not in ("ip4", "ip6", "dns", "dns4", "dns6"):
-        return None
-    ip = host_address(text)
-    if ip is not None:
-        return str(ip)
-    return text.lower().rstrip(".") if kind.startswith("dns") else None
+    return text.lower().rstrip(".") if ip is None else str(ip), int(port)
 
 
 def _group(host: str) -> str:

@@ -6,6 +6,7 @@ A sentence that did not come up for LONGEST_S is forgotten, and so reported at o
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -20,9 +21,9 @@ _PASSING = re.compile(r"0x[0-9a-f]+|\d\d:\d\d:\d\d\S*")
 
 @dataclass
 class _Told:
-    next_at: float  # when the sentence may be reported again
-    pause: float
-    came: float  # when the sentence last came up
+    next_at: float = -math.inf  # when the sentence may be reported again
+    pause: float = FIRST_S
+    came: float = 0.0  # when the sentence last came up
 
 
 class Reports:
@@ -33,22 +34,16 @@ class Reports:
         self._clock = clock
         self._told: dict[str, _Told] = {}  # latest come up last
 
-    def __len__(self) -> int:
-        """Sentences remembered."""
-        return len(self._told)
-
     def __call__(self, sentence: str) -> None:
         now, key = self._clock(), _PASSING.sub("", sentence)
         told = self._told.pop(key, None)
         if told is None or now - told.came > LONGEST_S:
-            told = _Told(now + FIRST_S, FIRST_S, now)
-        elif now < told.next_at:
-            self._told[key] = _Told(told.next_at, told.pause, now)
-            return
-        else:
-            pause = min(2 * told.pause, LONGEST_S)
-            told = _Told(now + pause, pause, now)
+            told = _Told()
         self._told[key] = told
-        while len(self._told) > MAX_SENTENCES:
+        told.came = now
+        if now < told.next_at:
+            return
+        told.next_at, told.pause = now + told.pause, min(2 * told.pause, LONGEST_S)
+        if len(self._told) > MAX_SENTENCES:
             del self._told[next(iter(self._told))]
         self._report(sentence)

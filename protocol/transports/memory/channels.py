@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocol.errors import RemoteProtocolError
@@ -23,26 +24,24 @@ if TYPE_CHECKING:
     from protocol.transports.memory.transport import MemoryTransport
 
 
+@dataclass(eq=False)
 class MemoryChannel:
     """One end of a channel: the end of node `owner`."""
 
-    def __init__(
-        self, network: MemoryNetwork, owner: MemoryTransport, other: MemoryTransport | None, peer: str
-    ) -> None:
-        self.peer = peer
-        self._network = network
-        self._owner = owner
-        self.other = other or owner
-        self._far: MemoryChannel | None = None
-        self.listener: Listener | None = None
-        self.taken = False  # whether the peer opened the channel, and `owner` accepted it
-        self._open = False  # whether the channel is open, so that messages may leave
-        self._severed = False  # whether a fault has cut the connection: nothing arrives any more
-        self._why = ""  # why the channel is closed; empty while it is not
-        self._queue: deque[tuple[bytes, list[memoryview], int]] = deque()
-        """Head, body, and bytes of both. The first message is leaving if the channel is open."""
-        self._queued = 0
-        self._arrival = 0.0  # when the message sent last arrives. No later message overtakes it.
+    peer: str
+    other: MemoryTransport
+    owner: MemoryTransport
+    network: MemoryNetwork
+    listener: Listener | None = None
+    taken: bool = False  # whether the peer opened the channel, and `owner` accepted it
+    _far: MemoryChannel | None = None
+    _open: bool = False  # whether the channel is open, so that messages may leave
+    _severed: bool = False  # whether a fault has cut the connection: nothing arrives any more
+    _why: str = ""  # why the channel is closed; empty while it is not
+    _queue: deque[tuple[bytes, list[memoryview], int]] = field(default_factory=deque)
+    """Head, body, and bytes of both. The first message is leaving if the channel is open."""
+    _queued: int = 0
+    _arrival: float = 0.0  # when the message sent last arrives. No later message overtakes it.
 
     # ----------------------------------------------------------------- the port
 
@@ -52,7 +51,7 @@ class MemoryChannel:
         if self._why:
             return False
         if self._queued + size > MAX_QUEUED_BYTES:
-            self._owner.rejected[SLOW] += 1
+            self.owner.rejected[SLOW] += 1
             self.stop(SLOW)
             return False
         self._queue.append((head, parts, size))
@@ -68,11 +67,11 @@ class MemoryChannel:
 
     def ask(self, method: str) -> None:
         """Ask the peer, which accepts or refuses the channel."""
-        owner, other = self._owner, self.other
+        owner, other = self.owner, self.other
         if self._why:
             return
         if self._severed or not owner.can_reach(other):
-            self._network.faults["cut"] += 1
+            self.network.faults["cut"] += 1
             self.stop(f"{self.peer} cannot be reached")
             return
         taken = [channel.peer for channel in other.channels if channel.taken]
@@ -85,7 +84,7 @@ class MemoryChannel:
             other.rejected["method"] += 1
             refused = f"does not know the method {method!r}"
         else:
-            far = MemoryChannel(self._network, other, owner, owner.peer_id)
+            far = MemoryChannel(owner.peer_id, owner, other, self.network)
             try:
                 far.listener = opened(far)
             except RemoteProtocolError as error:
@@ -95,15 +94,15 @@ class MemoryChannel:
                 far.taken, far._far, self._far = True, self, far
                 other.channels[far] = None
                 far._begin()
-        back = self._network.clock.now() + self._network.delay(other, owner)
+        back = self.network.clock.now() + self.network.delay(other, owner)
         if refused:
-            self._network.clock.call_at(back, self.stop, f"refused: {refused}")
+            self.network.clock.call_at(back, self.stop, f"refused: {refused}")
         else:
-            self._network.clock.call_at(back, self._begin)
+            self.network.clock.call_at(back, self._begin)
 
     def _begin(self) -> None:
         if self._severed:
-            self._network.faults["cut"] += 1
+            self.network.faults["cut"] += 1
         elif not self._why:
             self._open = True
             if self._queue:
@@ -112,8 +111,8 @@ class MemoryChannel:
     def _leave(self, left: int) -> None:
         """Send the first message turn by turn, then the next one."""
         if not self._why:
-            size, seconds = self._owner.uplink.send_turn(left, self._network.clock.now())
-            self._network.clock.call_in(seconds, self._left, left - size)
+            size, seconds = self.owner.uplink.send_turn(left, self.network.clock.now())
+            self.network.clock.call_in(seconds, self._left, left - size)
 
     def _left(self, left: int) -> None:
         if left or self._why:
@@ -121,26 +120,26 @@ class MemoryChannel:
         assert self._far is not None
         head, parts, size = self._queue.popleft()
         self._queued -= size
-        self._network.clock.call_at(self.next_arrival(), self._far._arrive, head, bytearray().join(parts))
+        self.network.clock.call_at(self.next_arrival(), self._far._arrive, head, bytearray().join(parts))
         if self._queue:
             self._leave(self._queue[0][2])
 
     def _arrive(self, head: bytes, body: bytearray) -> None:
         if self._severed:
-            self._network.faults["cut"] += 1
+            self.network.faults["cut"] += 1
         if self._severed or self._why:
             return
         assert self.listener is not None
-        self._owner.bytes_in += len(head) + len(body)
+        self.owner.bytes_in += len(head) + len(body)
         try:
             self.listener.judge(head, len(body))
             self.listener.received(head, body)
         except RemoteProtocolError as error:  # anything else is a bug, and ends the simulation
-            self._owner.rejected[error.reason] += 1
+            self.owner.rejected[error.reason] += 1
             self.stop(str(error))
 
     def next_arrival(self) -> float:
-        arrival = self._network.clock.now() + self._network.delay(self._owner, self.other)
+        arrival = self.network.clock.now() + self.network.delay(self.owner, self.other)
         self._arrival = max(self._arrival, arrival)
         return self._arrival
 
@@ -149,11 +148,11 @@ class MemoryChannel:
         for end in (self, self._far):
             if end is not None and not end._severed:
                 end._severed = True
-                self._network.clock.call_in(SILENCE_S, end._fall_silent)
+                self.network.clock.call_in(SILENCE_S, end._fall_silent)
 
     def _fall_silent(self) -> None:
         if not self._why:
-            self._owner.rejected[SILENT] += 1
+            self.owner.rejected[SILENT] += 1
             self.stop(SILENT)
 
     def stop(self, why: str) -> None:
@@ -162,15 +161,15 @@ class MemoryChannel:
             return
         self._why = why
         self._queue.clear()
-        self._network.clock.call_at(self._network.clock.now(), self._tell)
+        self.network.clock.call_at(self.network.clock.now(), self._tell)
         if self._far is not None and not self._severed:
-            self._network.clock.call_at(self.next_arrival(), self._far._goodbye)
+            self.network.clock.call_at(self.next_arrival(), self._far._goodbye)
 
     def _goodbye(self) -> None:
         if not self._severed:
             self.stop(CLOSED)
 
     def _tell(self) -> None:
-        self._owner.channels.pop(self, None)
+        self.owner.channels.pop(self, None)
         if self.listener is not None:
             self.listener.closed(self._why)

@@ -44,7 +44,7 @@ class MemoryNetwork:
         self.gossip = MemoryGossip(self, degree)
         self.faults: Counter[str] = Counter()
         """Faults of messages: `lost`, `duplicated`, `cut` (the receiver was gone or cut off on arrival)."""
-        self._nodes: dict[str, MemoryTransport] = {}
+        self.nodes: dict[str, MemoryTransport] = {}  # peer id -> node, if it is running
 
     def join(
         self,
@@ -57,16 +57,12 @@ class MemoryNetwork:
         """Start a node. `who` is its identity, or its peer id alone; then its cards are not checked. A peer that was
         killed returns by joining again. Nobody can dial a node that is `dial_only`."""
         peer = who if isinstance(who, str) else who.peer_id
-        if peer in self._nodes:
+        if peer in self.nodes:
             raise LocalProtocolError(f"peer {peer} is already there")
         node = MemoryTransport(self, who, swarm, link, bootstrap, dial_only)
-        self._nodes[peer] = node
+        self.nodes[peer] = node
         self.clock.call_in(0.0, node.tick)
         return node
-
-    def node(self, peer: str) -> MemoryTransport | None:
-        """The node of a peer, if it is running."""
-        return self._nodes.get(peer)
 
     def delay(self, sender: MemoryTransport, receiver: MemoryTransport) -> float:
         """Seconds that a message takes from the sender's uplink to the receiver."""
@@ -80,34 +76,34 @@ class MemoryNetwork:
 
     def kill(self, peer: str) -> None:
         """End a node without a goodbye. Its card expires, and its channels close after a time of silence."""
-        for channel in list(self._nodes[peer].channels):
+        for channel in list(self.nodes[peer].channels):
             channel.cut()
-        self.remove(self._nodes[peer])
+        self.remove(self.nodes[peer])
 
     def partition(self, *groups: Collection[str]) -> None:
         """Cut all connections between these groups of peers, and between them and all other peers, also those that join
         later. A channel between two groups ends even if the cut is short."""
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.side = next((i for i, group in enumerate(groups, 1) if node.peer_id in group), 0)
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             for other in [other for other in node.edges if other.side != node.side]:
                 del node.edges[other]
             for channel in node.channels:
                 if channel.other.side != node.side:
                     channel.cut()
-        for component in dict.fromkeys(node.component for node in self._nodes.values()):
+        for component in dict.fromkeys(node.component for node in self.nodes.values()):
             self._split(component)
 
     def heal(self) -> None:
         """End the partition. Nodes that were cut off are found when somebody dials them."""
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.side = 0
 
     # ----------------------------------------------------------------- connections
 
     def dial(self, node: MemoryTransport, peer: str) -> None:
         """Connect `node` with a peer, if that can be dialled. Their components merge after `SPREAD_S`."""
-        other = self._nodes.get(peer)
+        other = self.nodes.get(peer)
         if other is None or other.dial_only or other is node or other.side != node.side:
             return
         node.edges[other] = other.edges[node] = None
@@ -116,7 +112,7 @@ class MemoryNetwork:
 
     def remove(self, node: MemoryTransport) -> None:
         """Take a node out of the network, with all its connections."""
-        del self._nodes[node.peer_id]
+        del self.nodes[node.peer_id]
         node.alive = False
         component = node.component
         for other in node.edges:
@@ -124,7 +120,7 @@ class MemoryNetwork:
         self.gossip.unsubscribe(node, node.handlers)
         node.edges = {}
         del component.nodes[node]
-        node.component = Component([node], {})
+        node.component = Component({node: None})
         self._split(component)
 
     def _merge(self, node: MemoryTransport, other: MemoryTransport) -> None:
@@ -158,6 +154,6 @@ class MemoryNetwork:
         if len(pieces) == 1:
             return
         for piece in pieces:
-            fresh = Component(piece, component.cards)
+            fresh = Component(dict.fromkeys(piece), dict(component.cards))
             for node in piece:
                 node.component = fresh

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,14 +36,14 @@ LOOKUP_CARDS = 32  # number of other peers' cards in a node's own table. `member
 MAX_BACKLOG_S = 10.0  # a gossip message that would wait longer than this for its sender's uplink is dropped
 
 
+@dataclass(eq=False)
 class Component:
     """Nodes that are connected, directly or through others, and the cards that they hold together."""
 
-    def __init__(self, nodes: Iterable[MemoryTransport], cards: Mapping[str, tuple[PeerCard, float]]) -> None:
-        self.nodes = dict.fromkeys(nodes)
-        self.cards = dict(cards)  # peer id -> card, and when it expires
-        self.meshes: dict[str, Mesh] = {}  # topic -> gossip mesh
-        self.changes = 0  # number of nodes that joined and left
+    nodes: dict[MemoryTransport, None]
+    cards: dict[str, tuple[PeerCard, float]] = field(default_factory=dict)  # peer id -> card, and when it expires
+    meshes: dict[str, Mesh] = field(default_factory=dict)  # topic -> gossip mesh
+    changes: int = 0  # number of nodes that joined and left
 
 
 class MemoryTransport:
@@ -74,7 +75,7 @@ class MemoryTransport:
         self.alive = True
         self.side = 0  # number of the part of a partitioned network that the node is in
         self.edges: dict[MemoryTransport, None] = {}
-        self.component = Component([self], {})
+        self.component = Component({self: None})
         self.handlers: dict[str, list[Handler]] = {}
         self._servers: dict[str, Server] = {}
         self.acceptors: dict[str, Acceptor] = {}
@@ -160,7 +161,7 @@ class MemoryTransport:
         closed node; an unexpected exception in a listener ends the simulation."""
         check_method(method)
         other = self._reach(peer)
-        channel = MemoryChannel(self._network, self, other, peer)
+        channel = MemoryChannel(peer, other or self, self, self._network)
         channel.listener = opened(channel)
         self.channels[channel] = None
         if other is not None:
@@ -224,7 +225,7 @@ class MemoryTransport:
 
     def _reach(self, peer: str) -> MemoryTransport | None:
         """The node of a peer, if it can be asked."""
-        other = self._network.node(peer)
+        other = self._network.nodes.get(peer)
         if other is None or other is self or not self.can_reach(other):
             return None
         knows = self.component is other.component or bool(self.table.addresses_of(peer))

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
+from protocol.limits import MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
 from protocol.transports.streams.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
 from protocol.transports.streams.places import Room, Running, Shares
@@ -34,9 +34,9 @@ from protocol.transports.streams.stream import (
     UNAVAILABLE,
     Stream,
     Traffic,
-    put_off,
     refused,
 )
+from protocol.transports.transfer import chunks
 
 BEAT_S = 0.5
 SILENT_BEATS = 8
@@ -80,7 +80,6 @@ class StreamChannel:
         self._queue: deque[tuple[memoryview, ...]] = deque()  # frames that have not begun to leave
         self._queued = 0  # bytes of those that have not left
         self._wake = asyncio.Event()
-        self._quiet = 0  # beats since anything was heard
         self._between = True  # whether no message is on its way out
 
     # ---------------------------------------------------------------- any thread
@@ -125,33 +124,26 @@ class StreamChannel:
         assert self._task is not None
         if self._why:  # closed before it began
             self._task.cancel()
-        counted = ""  # reason that is counted without blaming the peer
         try:
             why = await life
         except asyncio.CancelledError:
             why = CLOSED
-            counted = SLOW if self._why == SLOW else ""
         except RemoteProtocolError as error:
             why = str(error)
-            if error.reason == SILENT:
-                counted = SILENT
-            else:
-                self.refuse(error.reason)
+            if error.reason != SILENT:
+                self._traffic.refusals.note(self.peer, error.reason, address=self.address)
         except ProtocolError as error:
             why = str(error)
         except TimeoutError:
-            why = counted = SLOW
+            why = SLOW
         except (EOFError, OSError):
             why = GONE
         finally:
             self._task = None
-        if counted:
-            self._traffic.rejected[counted] += 1
-        self.end(self._why or why)
-
-    def refuse(self, reason: str) -> None:
-        """Count something that the peer did wrong."""
-        self._traffic.refusals.note(self.peer, reason, address=self.address)
+        why = self._why or why
+        if why in (SILENT, SLOW):  # counted without blaming the peer
+            self._traffic.rejected[why] += 1
+        self.end(why)
 
     def end(self, why: str) -> None:
         """Tell the listener that the channel has ended, once."""
@@ -183,8 +175,8 @@ class StreamChannel:
                 done, _ = await asyncio.wait(halves, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if done:
                     return next(half for half in halves if half in done).result()
-                self._quiet += 1
-                if self._quiet >= SILENT_BEATS:
+                stream.quiet += 1
+                if stream.quiet >= SILENT_BEATS:
                     raise RemoteProtocolError(SILENT)
                 if self._between:
                     stream.write(_BEAT)
@@ -199,7 +191,6 @@ class StreamChannel:
 
     async def _receive(self, stream: Stream) -> str:
         while (kind := await stream.read(1)) and not self._why:
-            self._quiet = 0
             if kind == _MESSAGE:
                 await self._take_message(stream)
             elif kind == _GOODBYE:
@@ -220,18 +211,15 @@ class StreamChannel:
     async def _take(self, stream: Stream, size: int) -> bytearray:
         """The next `size` bytes. Raises TimeoutError if they come too slowly, EOFError if the stream ends. Waits for
         this node's own limit do not count."""
-        taken, got = bytearray(size), 0
-        async with asyncio.timeout(PIECE_S) as deadline:
-            while got < size:
-                piece = await stream.read(size - got, deadline)
-                if not piece:
-                    self._traffic.rejected["torn"] += 1
-                    raise EOFError
-                self._quiet = 0
-                taken[got : got + len(piece)] = piece
-                put_off(deadline, PIECE_S * ((got + len(piece)) // MAX_CHUNK_BYTES - got // MAX_CHUNK_BYTES))
-                got += len(piece)
+        taken = bytearray(size)
+        try:
+            for piece in chunks(memoryview(taken)):
+                async with asyncio.timeout(PIECE_S) as deadline:
+                    await stream.fill(piece, deadline)
                 self._traffic.bytes_in += len(piece)
+        except EOFError:
+            self._traffic.rejected["torn"] += 1
+            raise
         return taken
 
     async def _transmit(self, stream: Stream) -> str:
@@ -249,8 +237,7 @@ class StreamChannel:
         """Send a frame; returns its bytes. Raises TimeoutError if the peer is too slow. Waits for this node's own limit
         do not count."""
         for part in frame:
-            for start in range(0, len(part), MAX_CHUNK_BYTES):
-                piece = part[start : start + MAX_CHUNK_BYTES]
+            for piece in chunks(part):
                 stream.write(piece)
                 async with asyncio.timeout(PIECE_S) as deadline:
                     await stream.drain(deadline)

@@ -239,14 +239,8 @@ class Exchanges:
     async def _read(self, stream: Stream, left: int, buffer: bytearray) -> memoryview:
         """The next piece of a body of which `left` bytes are missing, in `buffer`."""
         piece = memoryview(buffer)[:left]
-        missing = piece
         async with _within(self.piece_s) as deadline:
-            while missing:
-                part = await stream.read(len(missing), deadline)
-                if not part:
-                    raise RemoteProtocolError("torn", f"{left - len(piece) + len(missing)} bytes are missing")
-                missing[: len(part)] = part
-                missing = missing[len(part) :]
+            await stream.fill(piece, deadline)
         stream.traffic.bytes_in += len(piece)
         return piece
 

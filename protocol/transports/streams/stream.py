@@ -72,11 +72,13 @@ class Stream:
         self._unpaid_s = LATENCY_S
         """Seconds for the bytes read since the last wait. Small messages, such as beats, do not wait for other
         streams."""
+        self.quiet = 0  # beats of its channel since anything was read
         self._queue: deque[memoryview] = deque()  # what is to be sent by `drain`
         self._owed_s = 0.0  # seconds for bytes that have left and were not waited for yet
 
     async def read(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
         data = await self.reader.read(min(n, PACED_BYTES) if self.traffic.download.bytes_s else n)
+        self.quiet = 0
         await self._pay(len(data), deadline)
         return data
 
@@ -84,6 +86,15 @@ class Stream:
         data = await self.reader.readexactly(n)
         await self._pay(len(data), deadline)
         return data
+
+    async def fill(self, missing: memoryview, deadline: asyncio.Timeout) -> None:
+        """Read as much as goes into `missing`. Raises EOFError if the stream ends before that."""
+        while missing:
+            part = await self.read(len(missing), deadline)
+            if not part:
+                raise EOFError(f"{len(missing)} bytes are missing")
+            missing[: len(part)] = part
+            missing = missing[len(part) :]
 
     async def _pay(self, size: int, deadline: asyncio.Timeout | None) -> None:
         limit = self.traffic.download

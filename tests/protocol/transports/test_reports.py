@@ -58,4 +58,8 @@ def test_it_remembers_so_many() -> None:
     told = Told()
     for i in range(3 * MAX_SENTENCES):
         told.reports(f"fault {i}")
-    assert len(told.reports) == MAX_SENTENCES and len(told.sentences) == 3 * MAX_SENTENCES
+    assert len(told.sentences) == 3 * MAX_SENTENCES
+    told.reports(f"fault {2 * MAX_SENTENCES}")  # the first of those that it remembers
+    assert len(told.sentences) == 3 * MAX_SENTENCES
+    told.reports(f"fault {2 * MAX_SENTENCES - 1}")
+    assert len(told.sentences) == 3 * MAX_SENTENCES + 1
