@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import LocalProtocolError
-from protocol.transports.settings import PORTS_TRIED, NetworkSettings, bound, free_port, is_free
+from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free, socket_at
 
 ANY_PORT_TRIES = 20  # ports that the system may offer before the search ends
 LISTENING = "0A"
@@ -100,7 +100,7 @@ class Port:
 
 def _claim(number: int) -> socket.socket | None:
     """A socket that holds `number` until it is closed; None if another process holds it. Raises LocalProtocolError."""
-    return bound("127.0.0.1", number, socket.SOCK_DGRAM)
+    return socket_at("127.0.0.1", number, socket.SOCK_DGRAM)
 
 
 def choose_ports(

@@ -49,7 +49,7 @@ def free_port(ip: str, port: int) -> int:
     Asked beforehand because two p2pd start on one port without complaint and then share its connections.
     """
     for candidate in range(port, min(port + PORTS_TRIED, 65536)):
-        if found := bound(ip, candidate):
+        if found := socket_at(ip, candidate):
             with found:
                 return int(found.getsockname()[1])
     raise LocalProtocolError(f"ports {port} to {candidate} of {ip} are all taken: name another one")
@@ -57,13 +57,13 @@ def free_port(ip: str, port: int) -> int:
 
 def is_free(ip: str, port: int) -> bool:
     """Whether nobody listens on `port`. Raises LocalProtocolError if this process may not listen there."""
-    found = bound(ip, port)
+    found = socket_at(ip, port)
     if found is not None:
         found.close()
     return found is not None
 
 
-def bound(ip: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket | None:
+def socket_at(ip: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket | None:
     """A socket at `port`, or at any for 0; None if the port is taken. Raises LocalProtocolError if it is forbidden."""
     made = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, kind)
     if kind == socket.SOCK_STREAM:
