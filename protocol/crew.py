@@ -176,7 +176,6 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"a
         return tuple(assignment.layers for assignment in self.assignments)
 
     def held_by(self, peer: str) -> tuple[int, ...]:
-        """Stages of a peer."""
         return tuple(stage for stage, assignment in enumerate(self.assignments) if assignment.peer == peer)
 
 
@@ -268,18 +267,14 @@ def _mark(lead: str, term: int, number: int) -> int:
 
 
 def _check_record(record: Record) -> None:
+    """Raises RemoteProtocolError: `run`, and `plan` unless the first stage begins at layer 0, each other stage begins
+    where the one before ends, and none is empty."""
     if isinstance(record, (Plan, Hello)):
-        check_spans(record.spans)
+        ends = (0, *(end for _, end in record.spans))
+        if any(first != before or end <= first for before, (first, end) in zip(ends, record.spans, strict=False)):
+            raise RemoteProtocolError("plan", f"layers {record.spans}")
     if isinstance(record, (Plan, Hello, Report)):
         check_lineage(record.run)
-
-
-def check_spans(spans: tuple[Layers, ...]) -> None:
-    """Raises RemoteProtocolError `plan` unless the first stage begins at layer 0, each other stage begins where the one
-    before ends, and none is empty."""
-    ends = (0, *(end for _, end in spans))
-    if any(first != before or end <= first for before, (first, end) in zip(ends, spans, strict=False)):
-        raise RemoteProtocolError("plan", f"layers {spans}")
 
 
 _codec: RecordCodec[Record] = RecordCodec(Record, MAX_CONTROL_BYTES, opening="hello", check=_check_record)

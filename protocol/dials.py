@@ -128,7 +128,6 @@ class Dials:
         return pair in self._given or pair in self._proven or host in self._given
 
     def _is_minute_used_up(self, now: float) -> bool:
-        """Whether the last minute's tries are used up."""
         first = next(islice(reversed(self._tried.values()), MINUTE_TRIES - 1, None), None)
         return first is not None and first > now - MINUTE_S
 

@@ -1,14 +1,7 @@
 """The peers that a node knows: which it dials next, which connections it keeps. Pure: `now` (Unix s) and `rng` come in.
 
-    table = PeerTable(me, rng, dials); table.learn(addresses, now, bootstrap=True); table.read_cache(file, now)
-
-    every few seconds, after a lookup:
-        table.see(peer, card, now)                       each card found
-        table.set_connected(peers, now)                  peers connected on the DHT
-        table.to_dial(now)                               -> {peer: addresses}: dial all of a peer's at once
-        table.ghosts(gossip connections, now)            -> gossip ids to hang up on
-        table.gossip_to_dial(shards, most, gossip connections, now)    -> {gossip id: addresses}
-        table.write_cache()                              -> file, now and then
+Every few seconds, after a lookup, a node tells its table of the cards found (`see`) and of who is connected, and asks it
+whom to dial (`to_dial`, `gossip_to_dial`) and which gossip connections to hang up on (`ghosts`).
 
 Handing out an address counts as a try, and a connection resets the count. The wait between tries doubles, up to
 `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever. Others are
@@ -60,8 +53,6 @@ MAX_CACHE_BYTES = 1024 * 1024  # a cache file: `MAX_KNOWN_PEERS` peers with all 
 
 
 class CachedPeer(msgspec.Struct, frozen=True):
-    """One peer in a cache file."""
-
     addresses: Annotated[list[Address], Meta(min_length=1, max_length=2 * MAX_ADDRESSES)]
     seen: Time  # Unix time of the last sign of the peer
 
@@ -365,7 +356,6 @@ def peer_of(address: str) -> str:
 
 
 def is_relayed(address: str) -> bool:
-    """Whether a multiaddress leads through a relay."""
     return "/p2p-circuit" in address
 
 

@@ -17,7 +17,6 @@ GOLDEN = (sqrt(5) + 1) / 2
 
 
 def rollout_topic(swarm: str, shard: int) -> str:
-    """Gossip topic of one shard."""
     return f"swarm-node/{swarm[:16]}/rollouts/{shard}"
 
 
@@ -32,7 +31,6 @@ def shard_of(peer: str, shards: int) -> int:
 
 
 def bucket_of(peer: str) -> int:
-    """The membership bucket of `peer`."""
     return _number(peer) * MEMBERSHIP_BUCKETS >> 64
 
 

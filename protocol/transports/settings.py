@@ -79,7 +79,6 @@ def socket_at(ip: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) 
 
 
 def listen_address(ip: str, port: int) -> str:
-    """Multiaddress to listen on."""
     return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"
 
 

@@ -66,7 +66,6 @@ class MemoryChannel:
     # ----------------------------------------------------------------- from event to event
 
     def ask(self, method: str) -> None:
-        """Ask the peer, which accepts or refuses the channel."""
         owner, other = self.owner, self.other
         if self._why:
             return

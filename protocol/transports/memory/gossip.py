@@ -47,13 +47,11 @@ class MemoryGossip:
         self._topics: dict[str, _Topic] = {}
 
     def subscribe(self, node: MemoryTransport, name: str) -> None:
-        """Have messages on topic `name` delivered to `node`."""
         topic = self._topics.setdefault(name, _Topic())
         topic.subscribers[node] = None
         topic.changes += 1
 
     def unsubscribe(self, node: MemoryTransport, names: Iterable[str]) -> None:
-        """Deliver no more messages on these topics to `node`."""
         for name in names:
             self._topics[name].subscribers.pop(node)
             self._topics[name].changes += 1

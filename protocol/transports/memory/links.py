@@ -30,7 +30,6 @@ class VirtualClock:
         heapq.heappush(self._events, (max(t, self._now), self._asked, fn, args))
 
     def call_in(self, seconds: float, fn: Callable[..., None], *args: Any) -> None:
-        """Call `fn(*args)` after `seconds`."""
         self.call_at(self._now + seconds, fn, *args)
 
     def step(self, until: float = math.inf) -> bool:

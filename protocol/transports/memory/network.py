@@ -111,7 +111,6 @@ class MemoryNetwork:
             self.clock.call_in(SPREAD_S, self._merge, node, other)
 
     def remove(self, node: MemoryTransport) -> None:
-        """Take a node out of the network, with all its connections."""
         del self.nodes[node.peer_id]
         node.alive = False
         component = node.component

@@ -90,7 +90,6 @@ class MemoryTransport:
 
     @property
     def bytes_out(self) -> int:
-        """Bytes sent so far."""
         return self.uplink.bytes_out
 
     def subscribe(self, topic: str, handler: Handler) -> None:
@@ -253,7 +252,6 @@ class MemoryTransport:
                 self.rejected[error.reason] += 1
 
     def tick(self) -> None:
-        """Renew the own card, look up cards of others and dial."""
         if not self.alive:
             return
         now = self._network.clock.now()
