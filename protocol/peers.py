@@ -1,7 +1,7 @@
 """The peers that a node knows: which it dials next, which connections it keeps. Pure: `now` (Unix s) and `rng` come in.
 
-Every few seconds, after a lookup, a node tells its table of the cards found (`see`) and of who is connected, and asks it
-whom to dial (`to_dial`, `gossip_to_dial`) and which gossip connections to hang up on (`ghosts`).
+Every few seconds, after a lookup, a node tells its table of the cards found (`see`) and of the peers connected, and
+asks it whom to dial (`to_dial`, `gossip_to_dial`) and which gossip connections to hang up on (`ghosts`).
 
 Handing out an address counts as a try, and a connection resets the count. The wait between tries doubles, up to
 `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever. Others are

@@ -79,10 +79,10 @@ class Shares:
 
     def fits(self, stream: Stream) -> bool:
         """Whether there is a place for another stream."""
-        modest = not stream.address or sum(one.address == stream.address for one in self._held) < self._quarter
-        return sum(one.peer == stream.peer for one in self._held) < self.of_peer and len(self._held) < self.most - (
-            0 if modest else self._quarter
-        )
+        of_peer = sum(one.peer == stream.peer for one in self._held)
+        of_address = sum(one.address == stream.address for one in self._held) if stream.address else 0
+        places = self.most if of_address < self._quarter else self.most - self._quarter
+        return of_peer < self.of_peer and len(self._held) < places
 
     @contextmanager
     def place(self, stream: Stream) -> Iterator[None]:
