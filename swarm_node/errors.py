@@ -1,14 +1,5 @@
 """Errors that this package raises on purpose.
 
-    SwarmNodeError
-    ├── UserError          bad input or environment; the command line prints one line and exits with code 2
-    ├── NobodyReached      no peer answered in the time that the user gave; one line, exit code 1
-    ├── CheckpointError    a checkpoint is torn or of another run; resuming falls back to an older one
-    ├── Interrupted        part of the work is lost, for example with a stage; it is repaired and done again
-    └── Unworkable         the work failed however often it was begun anew; other work goes on
-
-    StopRequested          a signal came; a BaseException, so that no handler of `Exception` swallows it
-
 A fault of another *peer* is `protocol.errors.RemoteProtocolError` and never ends a run.
 """
 
@@ -16,19 +7,19 @@ from __future__ import annotations
 
 
 class SwarmNodeError(Exception):
-    """Base of the errors that this package raises on purpose."""
+    """Base of these errors."""
 
 
 class UserError(SwarmNodeError):
-    """A problem that only the user can solve; the message says what to do next."""
+    """A problem that only the user can solve. The message, one line with exit code 2, says what to do next."""
 
 
 class NobodyReached(SwarmNodeError):
-    """No peer answered in the time that the user gave; the same command may work later."""
+    """No peer answered in the time that the user gave: one line, exit code 1. The same command may work later."""
 
 
 class CheckpointError(SwarmNodeError):
-    """A checkpoint that cannot be used; the message says why."""
+    """A checkpoint that is torn or of another run; the message says why. Resuming falls back to an older one."""
 
 
 class Interrupted(SwarmNodeError):
@@ -40,4 +31,7 @@ class Unworkable(SwarmNodeError):
 
 
 class StopRequested(BaseException):
-    """The first signal to stop came. Raised in the main thread, at any point where the run allows it."""
+    """The first signal to stop came. Raised in the main thread, at any point where the run allows it.
+
+    No handler of `Exception` swallows it.
+    """

@@ -20,7 +20,7 @@ from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name
-from swarm_node.config.own import HOW_LONG, own_layer, say_kept
+from swarm_node.config.own import HOW_LONG, own_layer, read_toml, say_kept
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
@@ -131,7 +131,7 @@ def read_layers(
     others: Collection[str],
 ) -> Layers:
     """What each source of `load_config` sets. Raises UserError."""
-    layers = [] if file is None else [(str(file), _read_toml(file))]
+    layers = [] if file is None else [(str(file), read_toml(file, "the configuration"))]
     variables = all_variables()
     for name in sorted(name for name in env if name.startswith(VARIABLE_PREFIX)):
         if name in variables:
@@ -144,15 +144,6 @@ def read_layers(
     given = {name: value for name, value in flags.items() if value is not None}
     layers += [("--" + name.replace("_", "-"), nest(keys.get(name, name), value)) for name, value in given.items()]
     return layers + [("--set", _parse_set(text, "--set")) for text in sets]
-
-
-def _read_toml(file: Path) -> Table:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the configuration {file}: {error.strerror}") from None
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise UserError(f"{file} is not valid TOML: {error}") from None
 
 
 def _split_sets(text: str) -> list[str]:

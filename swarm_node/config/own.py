@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -50,19 +49,44 @@ def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
     return f"{' '.join([GIVEN, *given])}\n{dump_toml(config)}"
 
 
+def read_toml(file: Path, what: str) -> Table:
+    """The table in a file, which is `what` in messages. Raises UserError."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {what} {file}: {error.strerror}") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise UserError(f"{file} is not valid TOML: {error}") from None
+
+
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out.
 
     Raises UserError if the file cannot be read, or another value in it is wrong.
     """
-    return NodeConfig.model_validate(_known(file, _read(file), say))
+    table = read_toml(file, "the run's settings")
+    try:
+        config = NodeConfig.model_validate(table, extra="ignore")
+    except ValidationError as error:
+        raise UserError(explain(error, str(file))) from None
+    if unknown := ", ".join(_unknown(table)):
+        say(f"{file} has settings that this version does not know; left out: {unknown}")
+    return config
+
+
+def _unknown(table: Table) -> list[str]:
+    """The keys in a table of a configuration that this version does not know."""
+    try:
+        NodeConfig.model_validate(table)
+    except ValidationError as error:
+        return [".".join(map(str, each["loc"])) for each in error.errors() if each["type"] == "extra_forbidden"]
+    return []
 
 
 def own_layer(file: Path, say: Callable[[str], None]) -> Table:
     """The part of a run's config.toml that a later start takes. Raises UserError as `read_own` does."""
-    text = _read(file)
-    table = _known(file, text, say)
-    first = text.partition("\n")[0]
+    table = read_own(file, say).model_dump(mode="json", exclude_unset=True)
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
     given = set(first.removeprefix(GIVEN).split()) if first.startswith(GIVEN) else None
     usual = flat(NodeConfig().model_dump(mode="json"))
     kept = {
@@ -96,40 +120,3 @@ def shown(key: str, value: object) -> str:
         return "(hidden)"
     text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
     return shorten(text, MAX_VALUE_CHARS, placeholder=" …")
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the run's settings {file}: {error}") from None
-
-
-def _known(file: Path, text: str, say: Callable[[str], None]) -> Table:
-    """The table in `text`, without keys that this version does not know."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{file} is not valid TOML: {error}") from None
-    while True:
-        try:
-            NodeConfig.model_validate(table)
-            return table
-        except ValidationError as error:
-            unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-            if not any([_take_out(table, location) for location in unknown]):  # all of them, so that it is said once
-                raise UserError(explain(error, str(file))) from None
-            names = ", ".join(".".join(map(str, location)) for location in unknown)
-            say(f"{file} has settings that this version does not know; left out: {names}")
-
-
-def _take_out(table: Table, location: Collection[int | str]) -> bool:
-    """Remove the key at `location`, which is in no list. False if there is none."""
-    *sections, name = location
-    place: Any = table
-    for section in sections:
-        place = place.get(section) if isinstance(place, dict) else None
-    if not isinstance(place, dict) or name not in place:
-        return False
-    del place[name]
-    return True

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,8 +30,8 @@ FILE = re.compile(
     rf"([^/]+)/({CHECKPOINTS}|stages/[0-9]{{1,5}})/(round-[0-9]{{8,}}(?:-[0-9]+)?)/"
     r"([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
 )
+# URL scheme -> the extra of this package that installs its driver
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-"""URL scheme -> the extra of this package that installs its driver."""
 
 T = TypeVar("T")
 
@@ -106,8 +105,11 @@ class Bucket:
 
     def get(self, copy: Copy, file: str, target: Path) -> None:
         """Fetch one file. Raises TimeoutError once nothing more of it comes, or what the driver raises."""
-        get = partial(self.fs.get_file, f"{self.root}/{copy.place}/{file}", str(target))
-        answered_in_time(get, partial(_size, target), f"nothing more of {copy.place}/{file}")
+        answered_in_time(
+            lambda: self.fs.get_file(f"{self.root}/{copy.place}/{file}", str(target)),
+            lambda: target.stat().st_size if target.exists() else 0,
+            f"nothing more of {copy.place}/{file}",
+        )
 
     def put(self, checkpoint: Path, place: str) -> None:
         """Copy the files of a checkpoint to `place`, unless they are there. Raises what the driver raises."""
@@ -189,10 +191,3 @@ def answered_in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0
     if not done.done():
         raise TimeoutError(f"{late} within {ANSWER_S:.0f} s")
     return done.result()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -36,8 +36,7 @@ class RunSettings:
         self._text = dump_own(config, asked)
         self._without = {"tasks"} if config.swarm and "tasks" not in asked.model_fields_set else set()
         self._say = say
-        self._before: NodeConfig | None = None
-        self._pending = False
+        self._before: NodeConfig | None = None  # settings in config.toml, as long as they are not replaced
         self._once = Once(say)
         self.of_weights = self._for_checkpoints(config)  # settings behind the present weights, for their checkpoint
 
@@ -51,7 +50,6 @@ class RunSettings:
         if not trained or not self._run.exists:
             self._run.write("config.toml", self._text)
             return
-        self._pending = True
         self._before = read_own(self._run.config)
         if not checkpoint:
             self.of_weights = self._for_checkpoints(self._before)
@@ -65,7 +63,7 @@ class RunSettings:
     def trained(self) -> None:
         """Record that this start trained a round. A full disk is mentioned once, and tried again after each round."""
         self.of_weights = self._for_checkpoints(self._config)
-        if not self._pending:
+        if self._before is None:
             return
         try:
             earlier = self._run.config.read_text(encoding="utf-8")
@@ -76,7 +74,7 @@ class RunSettings:
         except (OSError, UserError) as error:
             self._once("disk", f"{self._run.config} has the settings of earlier rounds: {error}")
             return
-        self._pending = False
+        self._before = None
 
     def _for_checkpoints(self, config: NodeConfig) -> dict[str, Any]:
         """Settings for checkpoints; without the tasks if the swarm, not the user, chose them."""

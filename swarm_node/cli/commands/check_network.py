@@ -28,33 +28,26 @@ from swarm_node.observability.refusals import RefusalRow
 ASKED = 5  # most members asked to connect back
 WITNESSES = 2  # answers about connecting back that suffice
 ATTACK = 10  # refusals of one source that suggest an attack: a faulty peer causes one or two
-LATELY_S = 3600.0
-"""Older refusals are not reported. The counts are of the whole run, and the address may belong to another by then."""
+LATELY_S = 3600.0  # older refusals are not reported: counts are of the whole run, and an address may change hands
 MAP_PORTS = "--set network.nat_port_map=true"
 SET_CLOCK = "sudo sntp -sS time.apple.com" if sys.platform == "darwin" else "sudo timedatectl set-ntp true"
-
-# --------------------------------------------------------------------- from this machine alone
 
 
 def ports(network: NetworkConfig, running: bool = False, start: StartCommand = UNKNOWN_START) -> Check:
     """Whether the ports are free, or used by the run itself."""
-    wanted = [network.port, network.gossip_port]
     if network.dial_only:
         return Check("ports", "ok", "none needed: this node only dials")
     if running:
         return Check("ports", "ok", "the run is using its ports")
     try:
-        free = _free_ports(network)
+        port, gossip_port = _free_ports(network)
     except LocalProtocolError as error:
         return Check("ports", "fail", str(error), start.having("--listen 0.0.0.0 --port 0 --gossip-port 0"))
-    if all(port in (0, got) for port, got in zip(wanted, free, strict=True)):
-        return Check("ports", "ok", f"{wanted[0]} and {wanted[1]} on {network.listen} are free")
-    return Check(
-        "ports",
-        "warn",
-        f"{wanted[0]} and {wanted[1]} are not both free; a node would use {free[0]} and {free[1]}",
-        start.having(f"--port {free[0]} --gossip-port {free[1]}"),
-    )
+    wanted = f"{network.port} and {network.gossip_port}"
+    if network.port in (0, port) and network.gossip_port in (0, gossip_port):
+        return Check("ports", "ok", f"{wanted} on {network.listen} are free")
+    detail = f"{wanted} are not both free; a node would use {port} and {gossip_port}"
+    return Check("ports", "warn", detail, start.having(f"--port {port} --gossip-port {gossip_port}"))
 
 
 def _free_ports(network: NetworkConfig) -> list[int]:
@@ -124,9 +117,6 @@ def refusals(refused: Sequence[RefusalRow], written: float) -> Check:
     return Check(name, "warn", detail, f"sudo ufw insert 1 deny from {known}" if known else "")
 
 
-# --------------------------------------------------------------------- with the help of members
-
-
 def seen_from_others(
     dial_back: Callable[[str, Sequence[int]], list[bool]],
     members: Mapping[str, PeerCard],
@@ -135,10 +125,8 @@ def seen_from_others(
     guess: Check,
     start: StartCommand = UNKNOWN_START,
 ) -> Check:
-    """Whether members connect to this machine's ports when asked to; `guess` if none can tell.
-
-    The run listens on the ports if it is `running`. Otherwise they are opened here until the members have answered.
-    """
+    """Whether members connect to this machine's ports when asked to; `guess` if none can tell. Unless a run is
+    `running`, which listens on them, they are opened here until the members have answered."""
     if network.dial_only:
         return guess
     tried: dict[str, list[bool]] = {}
@@ -173,9 +161,7 @@ def seen_from_others(
 
 
 def begin(
-    answering: Mapping[str, bool],
-    members: Mapping[str, PeerCard] | None = None,
-    start: StartCommand = UNKNOWN_START,
+    answering: Mapping[str, bool], members: Mapping[str, PeerCard] | None = None, start: StartCommand = UNKNOWN_START
 ) -> Check:
     """Whether an address to begin with answers, and belongs to one of `members`, if these are known."""
     name, dead = "bootstrap", [address for address, answers in answering.items() if not answers]
@@ -212,10 +198,9 @@ def people(
     if made:
         detail = f"none by this machine's clock: by it, the cards of {len(made)} are too old or from the future"
         return Check(name, "warn", detail, SET_CLOCK)
+    said = "something answers, but not as a peer" if answers else "nobody answers"
     if connected:
         said = "peers answer, but none is a member of this swarm"
-    else:
-        said = "something answers, but not as a peer" if answers else "nobody answers"
     return Check(name, "warn", said, start.reaching({}))
 
 

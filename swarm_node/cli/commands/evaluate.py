@@ -24,8 +24,6 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.option_limits import check_options
 
-NONE_FITS = "no held-out question fits rollouts.max_prompt_tokens and the model"
-
 
 def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document.
@@ -50,7 +48,7 @@ def main(target: str, tasks: list[str] | None, samples: int | None, questions: i
     asked = questions or config.eval.questions or EvalConfig().questions
     table = evaluate(policy, task_set, rollouts, asked, samples).table
     if not table:
-        raise UserError(NONE_FITS)
+        raise UserError("no held-out question fits rollouts.max_prompt_tokens and the model")
     if json_output:
         json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
         sys.stdout.write("\n")

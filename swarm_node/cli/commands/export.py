@@ -19,10 +19,9 @@ from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_exp
 
 
 def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
-    """The policy of the newest valid checkpoint of a run, and the settings of its training.
+    """The policy of the newest valid checkpoint of a run, which may be active, and the settings of its training.
 
-    Without `samples` the policy cannot generate. Only reads, so the run may be active. Raises UserError if there is no
-    run or no checkpoint yet.
+    Without `samples` the policy cannot generate. Raises UserError if there is no run or no checkpoint yet.
     """
     run = RunDir(path)
     run.check_exists()
@@ -46,10 +45,7 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
 
 
 def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
-    """The newest valid checkpoint of a run, and `config` with the settings of the checkpoint's training.
-
-    Raises UserError if there is no checkpoint.
-    """
+    """The newest valid checkpoint of a run, and `config` with the settings of its training. Raises UserError."""
 
     def foreign(state: dict[str, Any]) -> str | None:
         model = state.get("model")
@@ -72,7 +68,7 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
     assert manifest is not None  # a file is a manifest, unlike a link
     digests = [task.sha256 for task in manifest.tasks if task.sha256]
     files = {digest: path for digest in digests for path in run.files.glob(f"{digest[:16]}/*.jsonl")}
-    return [*task_tables(manifest, files)]
+    return list(task_tables(manifest, files))
 
 
 def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:

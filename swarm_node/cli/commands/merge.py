@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -54,6 +54,15 @@ class Cohort:
     weights: dict[str, State]  # source -> trained weights; the tensors may be mapped files
     rounds: dict[str, int] = field(default_factory=dict)  # run -> rounds of training
     versions: dict[str, int] = field(default_factory=dict)  # member -> optimiser updates, as it claims
+
+
+class Source(NamedTuple):
+    """Weights of one run, and digests of what they were trained from."""
+
+    name: str
+    base: str
+    start: str
+    weights: State
 
 
 class Tried(msgspec.Struct):
@@ -181,7 +190,7 @@ def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choi
         with _explained():
             return task_arithmetic(sources, base, scale, factors)
 
-    if exam is not None and for_choice:
+    if exam and for_choice:
         for scale in scales(len(sources)):
             result.tried.append(Tried(scale, exam.sit(combined(scale), for_choice)["all"].pass_1))
             say(f"scale {scale:.3g}: pass@1 {result.tried[-1].pass_1:.3f}")
@@ -230,59 +239,47 @@ class Exam:
         return table
 
 
-# --------------------------------------------------------------------- runs
-
-
 def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     """The newest valid checkpoints of runs. A run may be active: files that it deletes stay readable while mapped.
 
     Raises UserError if a run has none, or if weights differ in base model or shapes.
     """
-    names = [str(run.path) for run in runs]
-    checkpoints, configs = [], []
+    sources: list[Source] = []
+    configs, tasks, rounds = list[NodeConfig](), list[str | TaskConfig](), dict[str, int]()
     for run in runs:
         checkpoint, config = newest_of(run, read_own(run.config, say), say)
         say(f"weights of {run.path} after round {checkpoint.round}")
-        checkpoints.append(checkpoint)
+        model = checkpoint.state["model"]
+        sources.append(Source(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
         configs.append(config)
-    starts = [(checkpoint.state["model"]["base"], checkpoint.state["model"]["start"]) for checkpoint in checkpoints]
-    weights = [checkpoint.tensors["policy"] for checkpoint in checkpoints]
-    for i in range(1, len(runs)):
-        _check_cohort((names[0], *starts[0], weights[0]), (names[i], *starts[i], weights[i]))
-    policy = load_policy(configs[0].policy, configs[0].rollouts, say)
-    here = f"{configs[0].policy.model} as it is here"
-    _check_cohort(
-        (names[0], *starts[0], weights[0]), (here, policy.base_digest, policy.start_digest, policy.trainable_state())
-    )
-    if policy.is_lora and adapter_base(configs[0].policy.model) is None:
+        tasks += tasks_of(run, config)
+        rounds[str(run.path)] = checkpoint.round
+    for other in sources[1:]:
+        _check_cohort(sources[0], other)
+    first = configs[0].policy
+    policy = load_policy(first, configs[0].rollouts, say)
+    here = f"{first.model} as it is here"
+    _check_cohort(sources[0], Source(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
+    if policy.is_lora and adapter_base(first.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}
         if len(alphas) > 1:
             raise UserError(f"these runs cannot be merged: policy.lora_alpha differs ({sorted(alphas)})")
-    return Cohort(
-        policy,
-        configs[0],
-        [task for run, config in zip(runs, configs, strict=True) for task in tasks_of(run, config)],
-        dict(zip(names, weights, strict=True)),
-        rounds={name: checkpoint.round for name, checkpoint in zip(names, checkpoints, strict=True)},
-    )
+    return Cohort(policy, configs[0], tasks, {source.name: source.weights for source in sources}, rounds)
 
 
-def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, State]) -> None:
-    """Compare two (name, base digest, start digest, trained weights). Raises UserError with the difference."""
-    pair = f"{one[0]} and {other[0]} cannot be merged"
-    if one[1] != other[1]:
+def _check_cohort(one: Source, other: Source) -> None:
+    """Raises UserError with the difference if the weights of two sources cannot be merged."""
+    pair = f"{one.name} and {other.name} cannot be merged"
+    if one.base != other.base:
         raise UserError(f"{pair}: they began from different base models")
     try:
-        check_alike({one[0]: one[3], other[0]: other[3]})
+        check_alike({one.name: one.weights, other.name: other.weights})
     except ValueError as error:
         raise UserError(f"{pair}: they train different weights (other LoRA settings?): {error}") from error
-    if one[2] != other[2]:
+    if one.start != other.start:
         raise UserError(
             f"{pair}: their LoRA adapters did not start alike, and factors A, B of different starts have no common mean"
         )
-
-
-# --------------------------------------------------------------------- what comes out
 
 
 def _check_written(out: Path, cohort: Cohort) -> None:

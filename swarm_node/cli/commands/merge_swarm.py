@@ -8,6 +8,7 @@ model that the cohort started from. The cohort's id is derived from that model, 
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ QUIET_S = 60.0  # the search ends after this many seconds without a new member, 
 MANIFEST_S = 20.0  # longest wait for a member that sends the manifest, in seconds
 MAX_SOURCES = 64
 """Most members whose weights are fetched, chosen at random. Each needs its size on disk, and cards are easily faked."""
+Members = Mapping[str, PeerCard]  # peer id -> card
 ASTRAY = 10.0  # members are left out whose weights are this many times further from the start than the median member's
 
 
@@ -73,11 +75,6 @@ def main(
             tasks = [] if request.questions == 0 else _tasks(swarm, config, transport, folder, say)
             weights, versions = gather(transport, swarm.id, cohort, chosen, fragments, policy, folder, timeout_s, say)
         merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
-
-
-# --------------------------------------------------------------------- the cohort and its members
-
-Members = Mapping[str, PeerCard]  # peer id -> card
 
 
 def cohorts(members: Members) -> dict[str, dict[str, PeerCard]]:
@@ -137,8 +134,8 @@ def choose(
 
     Raises UserError if there is none.
     """
-    listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
     if wanted is not None and wanted not in found:
+        listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
         raise UserError(f"there is no cohort {wanted} in this swarm, but {listed}")
     known = cohorts_of(policy.trainable_state(), policy.start, swarm)
     fitting = [cohort for cohort in found if cohort in known and wanted in (None, cohort)]
@@ -148,13 +145,13 @@ def choose(
     cohort = fitting[0]
     fragments, method = known[cohort]
     say(f"cohort {cohort}, {len(found[cohort])} members, {method}")
-    if len(found) > 1:
-        others = ", ".join(
-            f"{other} ({len(members)} members, {'also' if other in known else 'not'} of this model)"
-            for other, members in found.items()
-            if other != cohort
-        )
-        say(f"there are others, which --cohort chooses: {others}")
+    others = [
+        f"{other} ({len(members)} members, {'also' if other in known else 'not'} of this model)"
+        for other, members in found.items()
+        if other != cohort
+    ]
+    if others:
+        say(f"there are others, which --cohort chooses: {', '.join(others)}")
     return cohort, fragments
 
 
@@ -179,8 +176,7 @@ def sources(members: Members, without: Sequence[str], say: Say) -> dict[str, Pee
     left = {peer: card for peer, card in members.items() if not any(_is(text, peer, card) for text in without)}
     if len(left) > MAX_SOURCES:
         say(f"{MAX_SOURCES} of {len(left)} members, chosen at random")
-        order = torch.randperm(len(left)).tolist()[:MAX_SOURCES]
-        left = dict(list(left.items())[i] for i in sorted(order))
+        left = {peer: left[peer] for peer in random.sample(list(left), MAX_SOURCES)}
     return left
 
 
@@ -191,9 +187,6 @@ def _is(text: str, peer: str, card: PeerCard) -> bool:
 def called(peer: str, card: PeerCard) -> str:
     """Name of a member in tables and sentences."""
     return f"{card.name} …{peer[-SHORT_ID:]}"
-
-
-# --------------------------------------------------------------------- their weights
 
 
 def gather(
@@ -254,11 +247,8 @@ def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
         return {}
     norms = task_norms(weights, start)
     middle = median(norms.values())
-    return {
-        name: f"{norm:.3g} from the start, where {middle:.3g} is usual"
-        for name, norm in norms.items()
-        if norm > ASTRAY * middle > 0
-    }
+    far = {name: norm for name, norm in norms.items() if norm > ASTRAY * middle > 0}
+    return {name: f"{norm:.3g} from the start, where {middle:.3g} is usual" for name, norm in far.items()}
 
 
 def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say) -> list[str | TaskConfig]:
@@ -271,4 +261,4 @@ def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path,
     tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, transport))
     if not tables:
         raise UserError(f"no question file of {manifest.name} was found: --questions 0 merges without measuring")
-    return [*tables]
+    return list(tables)

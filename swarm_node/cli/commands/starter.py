@@ -19,15 +19,13 @@ from swarm_node.tasks import load_tasks
 EXAMPLES_PER_TASK = 2500
 
 
-def make_starter(
-    out: Path, layers: int = 2, hidden: int = 128, steps: int = 500, seed: int = 0, progress: bool = True
-) -> Path:
+def make_starter(out: Path, layers: int, hidden: int, steps: int, seed: int = 0, progress: bool = True) -> Path:
     """Train a starter on the training questions of the small tasks, and save it in Hugging Face layout to `out`.
 
     Raises UserError if `out` is not empty or the sizes do not fit together.
     """
-    if hidden < HEAD_DIM or hidden % HEAD_DIM or layers < 1 or steps < 1:
-        raise UserError(f"--hidden must be a multiple of {HEAD_DIM}, --layers and --steps at least 1")
+    if hidden % HEAD_DIM:
+        raise UserError(f"--hidden must be a multiple of {HEAD_DIM}")
     check_new_directory(out)
     transformers_logging.disable_progress_bar()
     tasks = load_tasks(["small"], RewardsConfig())

@@ -4,26 +4,8 @@
 
 One row for each setting, seed, peer and round. Columns: `commit` (of this code, `+` = with changes; its version if
 there is no git), `config` (hash of a setting without its seed), the keys of [grid], `seed`, `peer`, `round`, `metrics`.
-All rows of a simulation are written at its end. A later call runs the simulations that are missing.
-
-    peers = 4
-    rounds = 100
-    seeds = [0, 1, 2]
-    metrics = ["reward", "swarm/groups_used"]
-
-    [config]                        # as in a configuration file
-    tasks = ["small"]
-    rollouts.max_new_tokens = 8
-
-    [link]                          # of every peer: fields of LinkModel
-    latency_s = 0.1
-
-    [speed]                         # of every peer: fields of Speed
-    generate_tok_s = 2000
-
-    [grid]                          # keys of [config]; or peers, rounds, link.…, speed.…
-    "sharing.own" = [8, 4]
-    "sharing.foreign" = [0, 4]
+All rows of a simulation are written at its end. A later call runs the simulations that are missing. docs/sharing.md
+shows a grid.
 """
 
 from __future__ import annotations
@@ -34,18 +16,18 @@ import io
 import json
 import os
 import subprocess
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 
 from protocol.transports.memory import LinkModel
 from swarm_node import __version__
 from swarm_node.config import NodeConfig, load_config
-from swarm_node.config.keys import merged, nest
+from swarm_node.config.keys import Table, merged, nest
+from swarm_node.config.own import read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
@@ -53,6 +35,7 @@ from swarm_node.storage.rundir import os_errors_explained
 
 METRICS = ["reward", "frac_reward_zero_std", "num_tokens", "swarm/groups_sent", "swarm/groups_received"]
 METRICS += ["swarm/groups_admitted", "swarm/groups_used", "swarm/staleness_mean"]
+S = TypeVar("S", bound=Section)
 
 
 class Scene(Section):
@@ -62,8 +45,8 @@ class Scene(Section):
 
     peers: PositiveInt = 4
     rounds: PositiveInt = 100
-    link: LinkModel = LinkModel()
-    speed: Speed = Speed()
+    link: LinkModel = LinkModel()  # of every peer
+    speed: Speed = Speed()  # of every peer
 
 
 class SweepGrid(Scene):
@@ -71,8 +54,8 @@ class SweepGrid(Scene):
 
     seeds: list[int] = Field([0], min_length=1)
     metrics: list[str] = METRICS
-    config: dict[str, Any] = {}
-    grid: dict[str, list[Any]] = {}
+    config: dict[str, Any] = {}  # as in a configuration file
+    grid: dict[str, list[Any]] = {}  # key of `config`, or of the scene -> values
 
 
 class Setting(NamedTuple):
@@ -114,14 +97,7 @@ def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
 
 def read_grid(path: Path) -> SweepGrid:
     """Read a grid from a TOML file. Raises UserError."""
-    try:
-        return SweepGrid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"cannot read the grid {path}: {error.strerror}") from None
-    except ValidationError as error:
-        raise UserError(_explain(error)) from None
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+    return _valid(SweepGrid, read_toml(path, "the grid"))
 
 
 def grid_settings(grid: SweepGrid) -> Iterator[Setting]:
@@ -134,11 +110,7 @@ def grid_settings(grid: SweepGrid) -> Iterator[Setting]:
                 table = merged(table, nest(key, value))
             else:
                 keys[key] = value
-        try:
-            scene = Scene.model_validate(table)
-        except ValidationError as error:
-            raise UserError(_explain(error)) from None
-        yield Setting(chosen, scene, load_config(flags=keys))
+        yield Setting(chosen, _valid(Scene, table), load_config(flags=keys))
 
 
 def simulate(setting: Setting, seed: int, metrics: Sequence[str]) -> list[list[Any]]:
@@ -168,12 +140,16 @@ def code_version() -> str:
     return commit.stdout.strip()[:12] + ("+" if changed.stdout else "")
 
 
-def _explain(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "unexpected_keyword_argument":
-        return f"unknown key {key} in the grid"
-    return f"{key} = {problem['input']!r} in the grid: {problem['msg']}"
+def _valid(kind: type[S], table: Table) -> S:
+    """The table as a section. Raises UserError."""
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "unexpected_keyword_argument":
+            raise UserError(f"unknown key {key} in the grid") from None
+        raise UserError(f"{key} = {problem['input']!r} in the grid: {problem['msg']}") from None
 
 
 def _keep_whole(out: Path, columns: Sequence[str], whole: Mapping[str, int]) -> set[tuple[str, str]]:
