@@ -18,8 +18,7 @@ class CheckpointsConfig(Section):
     every: PositiveInt = 10
     """Rounds between checkpoints."""
     every_minutes: PositiveFloat = 1.0
-    """Also save a checkpoint after a round that ends this many minutes after the last one. Has no effect on the stages
-    of a crew."""
+    """Also save a checkpoint after a round that ends this many minutes after the last one; not for a crew's stages."""
     keep: PositiveInt = 2
     """Number of checkpoints kept; one more for each stage of a crew."""
     to: str = Field("", pattern=URL_OR_NONE)
@@ -84,7 +83,6 @@ class ResourcesConfig(Section):
     quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
     """Pause between these times, local time, for example 22:00-07:00; empty = never."""
     pause_on: list[Literal["battery", "hot", "owner"]] = []
-    """Pause while the machine runs on battery, is hot, or is used by its owner. docs/resources.md says how each is
-    detected."""
+    """Pause while the machine runs on battery, is hot, or is used by its owner. docs/resources.md says more."""
     hot_c: float = Field(85.0, gt=0)
     """Temperature of the hottest sensor, in degrees Celsius, from which the machine counts as hot."""

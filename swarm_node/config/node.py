@@ -22,8 +22,7 @@ class NodeConfig(Section):
     """Everything a node can be told."""
 
     swarm: str | None = None
-    """Manifest file of the swarm, its https address, or a swarm:// link; unset = the swarm of the run. `local` ignores
-    it."""
+    """Manifest file of the swarm, its https address, or a swarm:// link; unset = that of the run. Not for `local`."""
     name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)
     """Name of this node, which others see. It also names the run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
@@ -38,8 +37,7 @@ class NodeConfig(Section):
     minutes: PositiveFloat | None = None
     """Stop after this many minutes of training, whatever `rounds` says. Waiting for a swarm's manifest counts."""
     tasks: list[str | TaskConfig] = ["small"]
-    """Tasks to train on: names (see `swarm-node tasks`) or question files (.jsonl). In a file also tables with
-    options."""
+    """Tasks to train on: names (see `swarm-node tasks`) or question files (.jsonl). In a file also tables."""
     price_per_hour: PositiveFloat | None = None
     """Price of this machine per hour, in any currency, for the metrics of cost. These are `cost/*`; unset = none."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []

@@ -22,8 +22,7 @@ class PipelineConfig(Section):
     stage: int | Literal["auto"] = "auto"
     """Stage that this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
     capacity_gb: float = Field(0.0, ge=0)
-    """Memory in GiB that this machine gives to stages; 0 = what is free at the start. Limits the stages that it takes
-    over from others."""
+    """Memory in GiB for stages, also for those taken over from others; 0 = what is free at the start."""
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """Number format of activations and their gradients on the network. The first leader of a crew decides for all
     about this key, `replica`, `swap` and some keys of `grpo` and `rollouts` (docs/stages.md)."""
@@ -57,8 +56,7 @@ class SharingConfig(Section):
     """Baseline of foreign advantages. `own` = this node's own success on that kind of task, if known; `group` = the
     mean of the foreign group, which its sender composed."""
     max_advantage: PositiveFloat = 2.0
-    """Limit of a foreign rollout's advantage. Without it, one right answer that a stranger puts among seven wrong ones
-    earns 2.5."""
+    """Limit of a foreign rollout's advantage. One right answer among a stranger's seven wrong ones would earn 2.5."""
     gate: bool = True
     """Leave out others' right answers with text that this policy would hardly write and that the reward does not need.
     Attackers spread such text with right answers (arXiv 2511.09780; docs/sharing.md)."""
@@ -109,8 +107,7 @@ class AveragingConfig(Section):
     beta: PositiveFloat = 1.0
     """NoLoCo: step along the pair's mean progress."""
     gamma: PositiveFloat = 1.0
-    """NoLoCo: strength of the pull together; stable for 0 < gamma < 2 (1 - alpha^2). If it equals beta, half as much is
-    sent."""
+    """NoLoCo: pull together; stable for 0 < gamma < 2 (1 - alpha^2). If it equals beta, half as much is sent."""
     outer_learning_rate: PositiveFloat = 0.7
     """DiLoCo: step of the outer optimiser (SGD with Nesterov momentum)."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)

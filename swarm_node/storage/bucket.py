@@ -69,7 +69,6 @@ class Bucket:
             raise UserError(f"--checkpoint-to {url} needs a package: pip install {package}") from error
         except ValueError as error:
             raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error
-        self.url = url
         self.place: str = place  # path of the URL on its file system
         self.root = f"{place.rstrip('/')}/{swarm[:16]}"
         self._local = isinstance(self.fs, LocalFileSystem)
@@ -170,10 +169,8 @@ class Bucket:
 
 
 def answered_in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
-    """Return what `work` returns, or raise what it raises.
-
-    Raises TimeoutError if `grown` returns the same number for ANSWER_S. `work` then goes on in a thread of its own.
-    """
+    """Return what `work` returns, or raise what it raises. Raises TimeoutError if `grown` returns the same number for
+    ANSWER_S. `work` then goes on in a thread of its own."""
     done: Future[T] = Future()
 
     def run() -> None:

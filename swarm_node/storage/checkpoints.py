@@ -39,8 +39,8 @@ from swarm_node.storage.rundir import existing_part, os_error_text
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
 MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
+# errors of the system that mean for good that a file of a checkpoint is missing
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-"""Errors of the system that mean for good that a file of a checkpoint is missing."""
 
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct tensors, alias -> name
@@ -167,7 +167,8 @@ class CheckpointStore:
             (temporary / "SHA256SUMS").write_text(sums)
             for file in [*files, temporary / "SHA256SUMS", temporary]:
                 _sync(file)
-            temporary.rename(self._new_path(round))
+            same = [order(path)[1] for path in self._list() if order(path)[0] == round]
+            temporary.rename(self._directory / (f"round-{round:08}" + (f"-{max(same) + 1}" if same else "")))
             _sync(self._directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
@@ -177,10 +178,6 @@ class CheckpointStore:
         if not self._directory.is_dir():
             return []
         return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=order)
-
-    def _new_path(self, round: int) -> Path:
-        same = [order(path)[1] for path in self._list() if order(path)[0] == round]
-        return self._directory / (f"round-{round:08}-{max(same) + 1}" if same else f"round-{round:08}")
 
     def _prune(self, round: int) -> None:
         """Remove old checkpoints, but neither refused ones, which are of another run, nor those of later rounds:
@@ -204,15 +201,12 @@ def check_room(folder: Path, size: int, there: int = 0) -> None:
 
 
 def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint:
-    """Check, then parse, one checkpoint directory; cheap checks first.
-
-    Raises CheckpointError if it is torn, ForeignCheckpoint if `accept` refuses its state, UserError if it may not
-    be read.
-    """
+    """Check, then parse, one checkpoint directory; cheap checks first. Raises CheckpointError if it is torn,
+    ForeignCheckpoint if `accept` refuses its state, UserError if it may not be read."""
     with _torn():
         sums = _sums(path)
         _check(path / "state.json", sums)
-        document = _load_state(path / "state.json")
+        document = _read_document(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
     if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
         raise CheckpointError("malformed (state.json is of another round or shape)")
@@ -237,11 +231,17 @@ def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
         if codes is not None and error.errno not in codes:
             raise
         raise CheckpointError(f"{Path(error.filename or '').name}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"malformed ({type(error).__name__}: {error})") from error
 
 
-def _load_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in a state.json, whose digest is not checked. Raises as `read_checkpoint`."""
+    with _torn():
+        return dict(_read_document(path)["state"])
+
+
+def _read_document(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_STATE_BYTES:
         raise CheckpointError("state.json is too large")
     document: dict[str, Any] = json.loads(path.read_bytes())
@@ -293,10 +293,8 @@ def _check(path: Path, sums: dict[str, str]) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Check the digests of a checkpoint directory without parsing its content.
-
-    Raises CheckpointError if it is torn, UserError if it may not be read, and OSError for an error that may pass.
-    """
+    """Check the digests of a checkpoint directory without parsing its content. Raises CheckpointError if it is torn,
+    UserError if it may not be read, and OSError for an error that may pass."""
     with _torn(NOT_THERE):
         sums = _sums(path)
         for name in {"state.json", *sums}:

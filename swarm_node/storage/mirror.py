@@ -16,7 +16,6 @@ it. No secret is copied: the identity stays on the machine. Copies are checked a
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import re
@@ -28,10 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarm_node.errors import CheckpointError, UserError
+from swarm_node.errors import CheckpointError, SwarmNodeError, UserError
 from swarm_node.say import Once, Say
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
-from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order
+from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order, read_state
 from swarm_node.storage.rundir import os_error_text
 
 NEW_CHECKPOINT_CHECK_S = 1.0  # time between two looks for a new checkpoint
@@ -103,8 +102,6 @@ class Mirror:
         self._over = False
         self._thread: threading.Thread | None = None
 
-    # ----------------------------------------------------------------- from the bucket
-
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
         """Fill the folders of the run directory that have no whole checkpoint: `checkpoints` and, for a member of a
         crew, all stages. Raises UserError if copies may exist and cannot be read."""
@@ -130,10 +127,8 @@ class Mirror:
             ) from error
 
     def _state_here(self, crew: bool) -> tuple[set[str], set[str]]:
-        """The folders with a whole checkpoint, and those with torn ones only; mentions one of the latter.
-
-        Raises OSError, and UserError for a checkpoint that may not be read.
-        """
+        """The folders with a whole checkpoint, and those with torn ones only; mentions one of the latter. Raises
+        OSError, and UserError for a checkpoint that may not be read."""
         whole, torn = set[str](), dict[str, str]()
         for folder in self.here.folders() if crew else [self._run / CHECKPOINTS]:
             where = self.here.where(folder)
@@ -190,11 +185,8 @@ class Mirror:
         return 1 if re.fullmatch(re.escape(self._name) + "(-[^-]{8})?", owner) else 2
 
     def _fetch(self, copies: Sequence[Copy], accept: Accept, again: bool) -> list[str]:
-        """Fetch the newest good copies of one owner's folder; their names, oldest first.
-
-        Raises UserError if they are this owner's and all good ones belong to another run: new copies would replace
-        them.
-        """
+        """Fetch the newest good copies of one owner's folder; their names, oldest first. Raises UserError if they are
+        this owner's and all good ones belong to another run: new copies would replace them."""
         owner, where = copies[0].owner, copies[0].folder
         folder, got, foreign = self._run / where, list[str](), ""
         for copy in sorted(copies, key=lambda copy: order(Path(copy.name)), reverse=True):
@@ -238,10 +230,8 @@ class Mirror:
         with self._said_if_slow(f"fetching {copy.place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
             for file in sorted(copy.files, key=lambda file: file != "state.json"):
                 self.bucket.get(copy, file, arriving / file)
-                if file == "state.json" and (reason := accept(_state(arriving / file))):
+                if file == "state.json" and (reason := accept(read_state(arriving / file))):
                     raise ForeignCheckpoint(reason)
-
-    # ----------------------------------------------------------------- to the bucket
 
     def start(self) -> None:
         """Copy each new checkpoint from now on."""
@@ -255,11 +245,8 @@ class Mirror:
         if thread is None:
             return
         self._last.set()
-        until = time.monotonic() + seconds
-        most = min(seconds, left_s())
-        waiting = (
-            f"waiting until the last checkpoint is at {self._url}, {most:.0f} s at most; a signal cuts that to seconds"
-        )
+        until, most = time.monotonic() + seconds, f"{min(seconds, left_s()):.0f} s at most"
+        waiting = f"waiting until the last checkpoint is at {self._url}, {most}; a signal cuts that to seconds"
         with self._said_if_slow(waiting):
             while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
                 thread.join(min(left, END_CHECK_S))
@@ -360,8 +347,8 @@ class Mirror:
 def _made(path: Path) -> float:
     """When a checkpoint's state says that it was made, in seconds since the Unix epoch; 0 if it does not say."""
     try:
-        made = _state(path / "state.json").get("time")
-    except (CheckpointError, OSError):
+        made = read_state(path / "state.json").get("time")
+    except SwarmNodeError:
         return 0.0
     return float(made) if isinstance(made, (int, float)) else 0.0
 
@@ -372,16 +359,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_bytes())["state"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"state.json is malformed ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError("state.json is malformed")
-    return state
 
 
 def _what(error: Exception) -> str:
