@@ -56,7 +56,7 @@ class Cohort:
     versions: dict[str, int] = field(default_factory=dict)  # member -> optimiser updates, as it claims
 
 
-class Source(NamedTuple):
+class RunWeights(NamedTuple):
     """Weights of one run, and digests of what they were trained from."""
 
     name: str
@@ -81,7 +81,7 @@ class Merged(msgspec.Struct):
     rounds: dict[str, int] = {}  # run -> rounds of training
     versions: dict[str, int] = {}  # member -> optimiser updates, as it claims
     norms: dict[str, float] = {}
-    """Source -> length of its task vector before clipping to the median length (task arithmetic)."""
+    """RunWeights -> length of its task vector before clipping to the median length (task arithmetic)."""
     tried: list[Tried] = []  # empty if the scale was given
     questions: int = 0
     samples: int = 0
@@ -244,13 +244,13 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
 
     Raises UserError if a run has none, or if weights differ in base model or shapes.
     """
-    sources: list[Source] = []
+    sources: list[RunWeights] = []
     configs, tasks, rounds = list[NodeConfig](), list[str | TaskConfig](), dict[str, int]()
     for run in runs:
         checkpoint, config = newest_of(run, read_own(run.config, say), say)
         say(f"weights of {run.path} after round {checkpoint.round}")
         model = checkpoint.state["model"]
-        sources.append(Source(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
+        sources.append(RunWeights(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
         configs.append(config)
         tasks += tasks_of(run, config)
         rounds[str(run.path)] = checkpoint.round
@@ -259,7 +259,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     first = configs[0].policy
     policy = load_policy(first, configs[0].rollouts, say)
     here = f"{first.model} as it is here"
-    _check_cohort(sources[0], Source(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
+    _check_cohort(sources[0], RunWeights(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
     if policy.is_lora and adapter_base(first.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}
         if len(alphas) > 1:
@@ -267,7 +267,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     return Cohort(policy, configs[0], tasks, {source.name: source.weights for source in sources}, rounds)
 
 
-def _check_cohort(one: Source, other: Source) -> None:
+def _check_cohort(one: RunWeights, other: RunWeights) -> None:
     """Raises UserError with the difference if the weights of two sources cannot be merged."""
     pair = f"{one.name} and {other.name} cannot be merged"
     if one.base != other.base:
