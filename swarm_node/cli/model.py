@@ -11,7 +11,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, Json, option, split_names
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import RunDir, os_errors_explained
+from swarm_node.storage.rundir import RunDir, check_new_directory
 
 HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
 NewModel = Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")]
@@ -123,9 +123,7 @@ def merge_models(
     if with_swarm and len(sources) > 1:
         raise UserError("a merge is of one swarm, or of run directories")
     runs = [] if with_swarm else runs_of(sources)
-    with os_errors_explained(out):
-        if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty; choose another directory")
+    check_new_directory(out, make=False)
     from swarm_node.cli.commands.merge import MergeRequest, main
 
     request = MergeRequest(out, method, scale, questions, json_output)

@@ -57,10 +57,8 @@ def _shown(value: object) -> str:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight".
-
-    pydantic adds alternatives of a union, named after a section or a type such as `str` and `list[str]`.
-    """
+    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight". pydantic adds alternatives of a union, named after a
+    section or a type such as `str` and `list[str]`."""
     alternatives = {"str", "list[str]", *(kind.__name__ for kind in Section.__subclasses__())}
     key = ""
     for part in location:

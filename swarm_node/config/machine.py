@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from swarm_node.config.network import checked_ip
-from swarm_node.config.section import HOST_NAME, HOST_OR_NONE, URL_OR_NONE, Section
+from swarm_node.config.section import HOST_NAME, HOST_OR_NONE, HOURS_OR_NONE, URL_OR_NONE, Section
 
 
 class CheckpointsConfig(Section):
@@ -59,9 +58,6 @@ class HealthConfig(Section):
 
 
 def _checked_hours(text: str) -> str:
-    moment = "([01][0-9]|2[0-3]):[0-5][0-9]"
-    if text and not re.fullmatch(f"{moment}-{moment}", text):
-        raise PydanticCustomError("hours", "must be FROM-TO, as 22:00-07:00")
     begin, _, end = text.partition("-")
     if text and begin == end:
         raise PydanticCustomError(
@@ -80,7 +76,7 @@ class ResourcesConfig(Section):
     """Most main memory in GiB, for all processes together; 0 = no limit. A node that would take more saves and ends."""
     nice: int = Field(0, ge=0, le=19)
     """Niceness of the processes; 19 = lowest priority."""
-    quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
+    quiet_hours: Annotated[str, Field(pattern=HOURS_OR_NONE), AfterValidator(_checked_hours)] = ""
     """Pause between these times, local time, for example 22:00-07:00; empty = never."""
     pause_on: list[Literal["battery", "hot", "owner"]] = []
     """Pause while the machine runs on battery, is hot, or is used by its owner. docs/resources.md says more."""

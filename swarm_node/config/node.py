@@ -26,8 +26,7 @@ class NodeConfig(Section):
     name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)
     """Name of this node, which others see. It also names the run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
-    """Directory of the run; starting there again resumes it. It holds configuration, identity, metrics, checkpoints and
-    plots; unset = runs/<name>."""
+    """Directory of the run; starting there again resumes it. It holds all that the run keeps; unset = runs/<name>."""
     seed: int | None = Field(None, ge=0)
     """Seed of all randomness. Unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
     pace_s: float = Field(0.0, ge=0)

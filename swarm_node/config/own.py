@@ -60,10 +60,8 @@ def read_toml(file: Path, what: str) -> Table:
 
 
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
-    """The configuration in a run's config.toml. A key that this version does not know is reported and left out.
-
-    Raises UserError if the file cannot be read, or another value in it is wrong.
-    """
+    """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
+    UserError if the file cannot be read, or another value in it is wrong."""
     table = read_toml(file, "the run's settings")
     try:
         config = NodeConfig.model_validate(table, extra="ignore")

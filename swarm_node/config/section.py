@@ -22,6 +22,7 @@ NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
 CODE = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
 URL_OR_NONE = r"^([a-z][a-z0-9+]*://\S+)?$"
 HOST_OR_NONE = r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"
+HOURS_OR_NONE = r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"
 HOST_NAME = r"^([A-Za-z0-9._-]+|\*)$"
 IN_WORDS = {  # pattern -> message about a text that does not match it
     NAME_PATTERN: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
@@ -29,6 +30,7 @@ IN_WORDS = {  # pattern -> message about a text that does not match it
     CODE: "must be package.module:function or file.py:function",
     URL_OR_NONE: "must be a URL such as s3://bucket/folder",
     HOST_OR_NONE: "must be HOST or HOST:PORT",
+    HOURS_OR_NONE: "must be FROM-TO, as 22:00-07:00",
     HOST_NAME: "must be a name without a port, or *",
 }
 Plugin = Annotated[str, Field(pattern=CODE)]  # code of the user: `package.module:function` or `file.py:function`

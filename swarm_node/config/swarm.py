@@ -78,8 +78,7 @@ class SharingConfig(Section):
     record: bool = False
     """Write which foreign groups were offered and chosen, with their probabilities, to offers.jsonl."""
     give_model: bool = True
-    """Give the model that the swarm's manifest names to members who lack it. Its files are public in the swarm already.
-    Other models are never given."""
+    """Give the model that the swarm's manifest names, which is public there, to members who lack it; never others."""
 
 
 class AveragingConfig(Section):

@@ -161,10 +161,8 @@ class Bucket:
             return True
         try:
             os.stat(self.place)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass  # reading or writing will say what is wrong
+        except OSError as error:  # of other errors, reading or writing will say what is wrong
+            return not isinstance(error, FileNotFoundError | NotADirectoryError)
         return True
 
 

@@ -74,11 +74,9 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
-        """Copy all tensors now and write them in the background, once an older write is over.
-
-        A write that fails is reported, leaves the older checkpoints alone and does not stop training; `close` raises if
-        the last one failed. `state` must be JSON-able (TypeError otherwise).
-        """
+        """Copy all tensors now and write them in the background, once an older write is over. A write that fails is
+        reported, leaves the older checkpoints alone and does not stop training; `close` raises if the last one failed.
+        `state` must be JSON-able (TypeError otherwise)."""
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
         text = json.dumps(document, sort_keys=True).encode()
@@ -206,7 +204,7 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
     with _torn():
         sums = _sums(path)
         _check(path / "state.json", sums)
-        document = _read_document(path / "state.json")
+        document = _load_state(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
     if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
         raise CheckpointError("malformed (state.json is of another round or shape)")
@@ -236,12 +234,12 @@ def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state in a state.json, whose digest is not checked. Raises as `read_checkpoint`."""
+    """The state in a state.json, whose digest and format are not checked. Raises CheckpointError and UserError."""
     with _torn():
-        return dict(_read_document(path)["state"])
+        return dict(json.loads(path.read_bytes())["state"])
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _load_state(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_STATE_BYTES:
         raise CheckpointError("state.json is too large")
     document: dict[str, Any] = json.loads(path.read_bytes())

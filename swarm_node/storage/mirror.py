@@ -148,11 +148,9 @@ class Mirror:
         return whole, set(torn)
 
     def _fill(self, accept: Accept, crew: bool, whole: set[str], needed: bool, again: bool) -> None:
-        """Fill the folders that are not `whole` from the best owner's copies.
-
-        A copy that vanishes while it is read raises FileNotFoundError or, if `again`, is left alone. A bucket that
-        cannot be listed is only mentioned, unless copies are `needed`.
-        """
+        """Fill the folders that are not `whole` from the best owner's copies. A copy that vanishes while it is read
+        raises FileNotFoundError or, if `again`, is left alone. A bucket that cannot be listed is only mentioned, unless
+        copies are `needed`."""
         try:
             with self._said_if_slow(f"looking for checkpoints at {self._url}"):
                 copies = self.bucket.copies()

@@ -41,10 +41,8 @@ class RunSettings:
         self.of_weights = self._for_checkpoints(config)  # settings behind the present weights, for their checkpoint
 
     def begin(self, trained: bool, checkpoint: Mapping[str, Any] | None = None) -> None:
-        """Write config.toml, unless rounds were `trained` under one that exists. Raises UserError.
-
-        `checkpoint` has the settings in the checkpoint from which this start resumed.
-        """
+        """Write config.toml, unless rounds were `trained` under one that exists. Raises UserError. `checkpoint` has the
+        settings in the checkpoint from which this start resumed."""
         if trained and checkpoint:
             self.of_weights = dict(checkpoint)
         if not trained or not self._run.exists:
@@ -98,9 +96,7 @@ class RunSettings:
 
 def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:
     """`config` with the settings in a checkpoint. The `tasks` of a member are those that its user chose; empty = all.
-
-    Raises UserError if the settings are of another version.
-    """
+    Raises UserError if the settings are of another version."""
     theirs = (
         {key: checkpoint[key] for key in CHECKPOINT_KEYS & checkpoint.keys()} if isinstance(checkpoint, dict) else {}
     )

@@ -125,10 +125,8 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """The run directory at `path`, locked for this process until `close` or the process ends.
-
-        Raises UserError if another process holds it, or if it cannot be written.
-        """
+        """The run directory at `path`, locked for this process until `close` or the process ends. Raises UserError if
+        another process holds it, or if it cannot be written."""
         run = cls(path)
         with os_errors_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
@@ -136,16 +134,15 @@ class RunDir:
             if not run.exists and others:
                 raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
             run._take_lock()
+            try:
+                for folder in (run.checkpoints, run.export, run.plots):
+                    _make(folder)
+            except OSError:
+                run.close()
+                raise
         for left in (run.waits, run.health):  # by a process that was killed
             with suppress(OSError):
                 left.unlink(missing_ok=True)
-        try:
-            with os_errors_explained(run.path):
-                for folder in (run.checkpoints, run.export, run.plots):
-                    _make(folder)
-        except UserError:
-            run.close()
-            raise
         return run
 
     def _take_lock(self) -> None:
@@ -264,11 +261,12 @@ def _replace(path: Path, text: str, safely: bool) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def check_new_directory(path: Path) -> None:
-    """Make the directory `path`, which must be new or empty, before the work that fills it. Raises UserError."""
+def check_new_directory(path: Path, make: bool = True) -> None:
+    """Raises UserError unless the directory `path` is new or empty. Makes it unless `make` is off."""
     with os_errors_explained(path):
-        _make(path)
-        if any(path.iterdir()):
+        if make:
+            _make(path)
+        if path.exists() and any(path.iterdir()):
             raise UserError(f"{path} is not empty; choose another directory")
 
 

@@ -101,11 +101,9 @@ def _kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
 
 
 def refusals(refused: Sequence[RefusalRow], written: float) -> Check:
-    """Whether a source keeps sending what honest nodes do not, as the run noted at Unix time `written`.
-
-    The run refuses such messages by itself. The remedy also blocks the source's address. A private address gets no
-    remedy: it may be the router or the container network that all peers come through.
-    """
+    """Whether a source keeps sending what honest nodes do not, as the run noted at Unix time `written`. The run refuses
+    such messages by itself. The remedy also blocks the source's address. A private address gets no remedy: it may be
+    the router or the container network that all peers come through."""
     name = "refusals"
     worst = [row for row in refused if row.hostile >= ATTACK and row.last > written - LATELY_S]
     if not worst:
@@ -188,10 +186,8 @@ def people(
     start: StartCommand = UNKNOWN_START,
     answers: bool = True,
 ) -> Check:
-    """Whether there are members.
-
-    `made` has the creation time of every card seen, valid or not. `connected`: peers answer. `answers`: anything does.
-    """
+    """Whether there are members. `made` has the creation time of every card seen, valid or not. `connected`: peers
+    answer. `answers`: anything does."""
     name = "members"
     if members:
         return Check(name, "ok", f"{len(members)} present")
@@ -205,11 +201,9 @@ def people(
 
 
 def clock(members: Mapping[str, PeerCard], now: float, made: Mapping[str, float] | None = None) -> Check:
-    """Compare this machine's clock with the creation times of other nodes' cards.
-
-    A card is up to one renewal old. Cards of `members` count. All cards in `made` count only if there are no members,
-    because anybody can sign cards of any time.
-    """
+    """Compare this machine's clock with the creation times of other nodes' cards. A card is up to one renewal old.
+    Cards of `members` count. All cards in `made` count only if there are no members, because anybody can sign cards of
+    any time."""
     dated = {peer: card.created for peer, card in members.items()} or dict(made or {})
     if not dated:
         return Check("clock", "warn", "no other node to compare with", SET_CLOCK)

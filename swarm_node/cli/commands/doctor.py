@@ -1,8 +1,6 @@
 """Checks of this machine and its connection, each with the command that fixes it: `swarm-node doctor`.
 
-this machine     Python, compiler, packages, torch and device, memory and disk for the chosen model, ports
-a swarm          joined as a visitor: bootstrap peers, members, clock and versions compared with theirs, and whether
-                 members can connect to this machine
+A swarm is joined as a visitor, to compare with its members and to have them connect to this machine.
 """
 
 from __future__ import annotations
@@ -44,10 +42,8 @@ class StatusFile(msgspec.Struct, frozen=True):
 
 
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
-    """Print each check as soon as it is made, or all of them as JSON. The exit code is 1 if one failed, else 0.
-
-    Raises UserError if `target` is neither a run nor a swarm.
-    """
+    """Print each check as soon as it is made, or all of them as JSON. The exit code is 1 if one failed, else 0. Raises
+    UserError if `target` is neither a run nor a swarm."""
     run = RunDir(target) if target and Path(target).is_dir() else None
     swarm = _swarm_of(run) if run else find_swarm(target or config.swarm) if target or config.swarm else None
     if run is not None and run.exists:

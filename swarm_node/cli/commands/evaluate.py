@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,10 +25,8 @@ from swarm_node.tasks.option_limits import check_options
 
 
 def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> None:
-    """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document.
-
-    A run and an exported model are measured with the tasks and the sampling settings of their training.
-    """
+    """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
+    an exported model are measured with the tasks and the sampling settings of their training."""
     say = Console(stderr=True, highlight=False).print
     run = RunDir(target)
     if run.exists:
@@ -50,8 +47,7 @@ def main(target: str, tasks: list[str] | None, samples: int | None, questions: i
     if not table:
         raise UserError("no held-out question fits rollouts.max_prompt_tokens and the model")
     if json_output:
-        json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
-        sys.stdout.write("\n")
+        print(json.dumps({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}))
         return
     shown = Table("task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}")
     for label, held in table.items():

@@ -20,9 +20,7 @@ from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_exp
 
 def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
     """The policy of the newest valid checkpoint of a run, which may be active, and the settings of its training.
-
-    Without `samples` the policy cannot generate. Raises UserError if there is no run or no checkpoint yet.
-    """
+    Without `samples` the policy cannot generate. Raises UserError if there is no run or no checkpoint yet."""
     run = RunDir(path)
     run.check_exists()
     config = read_own(run.config, report)
@@ -72,10 +70,8 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
 
 
 def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
-    """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained.
-
-    Several paths are run directories of one crew. Raises UserError.
-    """
+    """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained. Several paths
+    are run directories of one crew. Raises UserError."""
     runs = [RunDir(each) for each in ([path] if isinstance(path, Path) else path)]
     for run in runs:
         run.check_exists()

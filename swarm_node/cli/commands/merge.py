@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,8 +79,7 @@ class Merged(msgspec.Struct):
     scale: float
     rounds: dict[str, int] = {}  # run -> rounds of training
     versions: dict[str, int] = {}  # member -> optimiser updates, as it claims
-    norms: dict[str, float] = {}
-    """RunWeights -> length of its task vector before clipping to the median length (task arithmetic)."""
+    norms: dict[str, float] = {}  # source -> length of its task vector before clipping (task arithmetic)
     tried: list[Tried] = []  # empty if the scale was given
     questions: int = 0
     samples: int = 0
@@ -122,8 +120,7 @@ def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
     """Merge, and print the result."""
     result = merge(cohort, request, say)
     if request.json_output:
-        json.dump(msgspec.to_builtins(result), sys.stdout)
-        sys.stdout.write("\n")
+        print(json.dumps(msgspec.to_builtins(result)))
     else:
         print_result(result, Console())
     kind, out = "runs" if cohort.rounds else "members", request.out
@@ -138,11 +135,8 @@ def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
 
 
 def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
-    """Merge `cohort` into a new directory and measure the result on held-out questions.
-
-    Changes the weights of the cohort's policy. Raises UserError if weights are not finite, or if there is no question
-    to choose a scale by.
-    """
+    """Merge `cohort` into a new directory and measure the result on held-out questions. Changes the weights of the
+    cohort's policy. Raises UserError if weights are not finite, or if there is no question to choose a scale by."""
     policy, sources = cohort.policy, cohort.weights
     out, scale = request.out, 1 / len(sources) if request.scale is None else request.scale
     result = Merged(str(out), request.method, scale, cohort.rounds, cohort.versions)
@@ -241,9 +235,7 @@ class Exam:
 
 def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     """The newest valid checkpoints of runs. A run may be active: files that it deletes stay readable while mapped.
-
-    Raises UserError if a run has none, or if weights differ in base model or shapes.
-    """
+    Raises UserError if a run has none, or if weights differ in base model or shapes."""
     sources: list[RunWeights] = []
     configs, tasks, rounds = list[NodeConfig](), list[str | TaskConfig](), dict[str, int]()
     for run in runs:

@@ -56,10 +56,8 @@ def main(
     wanted: str | None = None,
     without: Sequence[str] = (),
 ) -> None:
-    """Merge members of a swarm. `wanted` names a cohort, `without` members to leave out.
-
-    Finding members takes at most `timeout_s`, and so does fetching all weights.
-    """
+    """Merge members of a swarm. `wanted` names a cohort, `without` members to leave out. Finding members takes at most
+    `timeout_s`, and so does fetching all weights."""
     say, out = on_stderr(), request.out
     swarm = find_swarm(named)
     check_new_directory(out)
@@ -95,11 +93,9 @@ def look_for_cohorts(
     clock: Callable[[], float] = time.monotonic,
     tick_s: float = 0.2,
 ) -> dict[str, dict[str, PeerCard]]:
-    """The cohorts of the swarm, once the `wanted` one (or any) has two members and no more members appear.
-
-    With fewer members the search ends after `QUIET_S` without a new one, or after `timeout_s`. Raises UserError if
-    there is no cohort then.
-    """
+    """The cohorts of the swarm, once the `wanted` one (or any) has two members and no more members appear. With fewer
+    members the search ends after `QUIET_S` without a new one, or after `timeout_s`. Raises UserError if there is no
+    cohort then."""
     began = changed = said = clock()
     seen: Members = {}
     while True:
@@ -130,10 +126,8 @@ def _who_is_there(swarm: str, members: Members, found: Mapping[str, Members]) ->
 def choose(
     found: Mapping[str, Members], policy: Policy, swarm: str, wanted: str | None, say: Say
 ) -> tuple[str, Fragments]:
-    """The cohort `wanted`, or the largest one that trains this `policy`, and the fragments of its weights.
-
-    Raises UserError if there is none.
-    """
+    """The cohort `wanted`, or the largest one that trains this `policy`, and the fragments of its weights. Raises
+    UserError if there is none."""
     if wanted is not None and wanted not in found:
         listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
         raise UserError(f"there is no cohort {wanted} in this swarm, but {listed}")

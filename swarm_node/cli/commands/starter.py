@@ -20,10 +20,8 @@ EXAMPLES_PER_TASK = 2500
 
 
 def make_starter(out: Path, layers: int, hidden: int, steps: int, seed: int = 0, progress: bool = True) -> Path:
-    """Train a starter on the training questions of the small tasks, and save it in Hugging Face layout to `out`.
-
-    Raises UserError if `out` is not empty or the sizes do not fit together.
-    """
+    """Train a starter on the training questions of the small tasks, and save it in Hugging Face layout to `out`. Raises
+    UserError if `out` is not empty or the sizes do not fit together."""
     if hidden % HEAD_DIM:
         raise UserError(f"--hidden must be a multiple of {HEAD_DIM}")
     check_new_directory(out)

@@ -34,10 +34,8 @@ PATIENT_S = 40.0
 
 
 def show_status(target: str | None, network: NetworkConfig, json_output: bool) -> None:
-    """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`.
-
-    Raises UserError, and typer.Exit with code 1 if no member of a swarm is reached.
-    """
+    """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`. Raises UserError,
+    and typer.Exit with code 1 if no member of a swarm is reached."""
     if target is None or Path(target).is_dir():
         found = _of_run(RunDir(target) if target else _newest())
     else:

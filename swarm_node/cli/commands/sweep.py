@@ -73,10 +73,8 @@ class Setting(NamedTuple):
 
 
 def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
-    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number.
-
-    Raises UserError for a wrong grid, or if `out` has other columns.
-    """
+    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number. Raises UserError for a
+    wrong grid, or if `out` has other columns."""
     grid = read_grid(path)
     settings = list(grid_settings(grid))
     columns = ["commit", "config", *grid.grid, "seed", "peer", "round", *grid.metrics]
@@ -127,17 +125,16 @@ def simulate(setting: Setting, seed: int, metrics: Sequence[str]) -> list[list[A
 
 def code_version() -> str:
     """Commit of the repository that this code runs from, with `+` if there are changes; else the version."""
-    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+
     try:
-        git = ["git", "-C", str(folder)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+        git("ls-files", "--error-unmatch", __file__)  # fails if this package is installed inside another repository
+        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return __version__
-    if tracked.returncode:  # this package is installed inside another repository
-        return __version__
-    return commit.stdout.strip()[:12] + ("+" if changed.stdout else "")
 
 
 def _valid(kind: type[S], table: Table) -> S:
@@ -154,9 +151,7 @@ def _valid(kind: type[S], table: Table) -> S:
 
 def _keep_whole(out: Path, columns: Sequence[str], whole: Mapping[str, int]) -> set[tuple[str, str]]:
     """(config, seed) of the complete simulations in `out`. Drops other rows, and creates the file if there is none.
-
-    Raises UserError if it has other columns.
-    """
+    Raises UserError if it has other columns."""
     with os_errors_explained(out):
         text = out.read_text(encoding="utf-8") if out.exists() else ""
         rows = list(csv.reader(io.StringIO(text)))
