@@ -72,7 +72,7 @@ class NetworkConfig(Section):
     gossip_port: int = Field(NetworkSettings.gossip_port, ge=0, lt=65536)
     """TCP port of the gossip process; the next free one if it is taken; 0 = any."""
     announce: list[Annotated[str, AfterValidator(_checked_announcement)]] = Field([], max_length=MAX_ADDRESSES)
-    """Public IP address or host name of this node, where a router forwards its ports; or multiaddress of its DHT."""
+    """Public IP address or host name of this node, where a router forwards its ports; or address of its DHT port."""
     dial_only: bool = NetworkSettings.dial_only
     """Never listen: for machines that others cannot reach anyway."""
     bootstrap: list[str] = []

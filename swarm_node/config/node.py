@@ -22,7 +22,7 @@ class NodeConfig(Section):
     """Everything a node can be told."""
 
     swarm: str | None = None
-    """Manifest file of the swarm, its https address, or a swarm:// link; unset = that of the run. Not for `local`."""
+    """Manifest file of the swarm, its https address, or a swarm:// link; unset = the run's swarm. Not for `local`."""
     name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)
     """Name of this node, which others see. It also names the run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
