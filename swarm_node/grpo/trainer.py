@@ -289,7 +289,6 @@ class Trainer:
                 torch.cuda.empty_cache()
 
     def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
-        """Microbatches that fit into memory."""
         limit = self.limit
         if not self.policy.split_head:
             limit = min(limit, LOGITS_BYTES // (4 * self.policy.vocabulary))
@@ -302,7 +301,6 @@ class Trainer:
             yield batch.token_batch(rows, flat, self.policy.pad_id, self.policy.device)
 
     def _backward(self, step: _Step, microbatches: list[list[batch.Row]], iteration: int) -> dict[str, float]:
-        """Add the gradient of each microbatch to the parameters."""
         temperature = self.sampling.temperature
         if self.config.beta and iteration == 0:
             batches = self._token_batches(microbatches, step.flat)

@@ -14,7 +14,7 @@ import secrets
 import sys
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -35,13 +35,12 @@ class FrameError(Exception):
     """The template has no frame; the text says why."""
 
 
-class Frame:
+class Frame(NamedTuple):
     """Text pieces, with the question between each two of them."""
 
-    def __init__(self, pieces: list[str], lstrip: bool, rstrip: bool) -> None:
-        self.pieces = pieces
-        self.lstrip = lstrip  # whether the question loses blanks at its beginning
-        self.rstrip = rstrip
+    pieces: list[str]
+    lstrip: bool  # whether the question loses blanks at its beginning
+    rstrip: bool
 
     def around(self, question: str) -> str:
         """The prompt of a question."""
@@ -142,8 +141,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     asked = json.load(sys.stdin)
     try:
-        found = frame_of(asked["template"], asked["system"], asked["special"])
-        told: dict[str, Any] = {"frame": [found.pieces, found.lstrip, found.rstrip]}
+        told: dict[str, Any] = {"frame": frame_of(asked["template"], asked["system"], asked["special"])}
     except MemoryError:
         told = {"error": "it takes more memory than a text needs"}
     except Exception as error:  # whatever a stranger's program raises

@@ -204,7 +204,11 @@ def _vetted_config(base: str, revision: str | None) -> Any:
     """The config of a model, after a check that nothing in it, or beside it, is dangerous to read."""
     path = _checked(base)
     with refusing("Config", path):
-        vetting.check_no_adapter(path, find_adapter_config_file(path, **_at(revision)))
+        if find_adapter_config_file(path, **_at(revision)) is not None:  # transformers would put it on by itself
+            raise UserError(
+                f"{path} holds a model and an adapter: name a directory with the model alone, or one with the adapter "
+                "alone (adapter_config.json and adapter_model.safetensors)"
+            )
     file = _file(base, revision, "config.json")
     if file is not None:
         vetting.check_config(file)
@@ -219,8 +223,8 @@ def weight_map(plan: Plan) -> dict[str, str]:
         return dict.fromkeys(vetting.check_header(whole), vetting.WEIGHTS)
     index = model_file(plan, vetting.INDEX)
     if index is None:
-        if Path(_checked(plan.base)).is_dir():
-            vetting.check_not_pickled(plan.base, Path(_checked(plan.base)))
+        if (folder := Path(_checked(plan.base))).is_dir():
+            vetting.refuse_pickles(f"{plan.base} has its weights", folder.iterdir())
         raise UserError(f"{plan.base} has no {vetting.WEIGHTS}: {vetting.CONVERT}")
     return vetting.weight_map_of(plan.base, index)
 
@@ -314,7 +318,6 @@ def _device_name(device: torch.device) -> str:
 
 
 def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone: bool) -> tuple[torch.dtype, str]:
-    """The dtype of the weights and why it was chosen."""
     if name != "auto":
         return _DTYPES[name], "as asked"
     if not lora:

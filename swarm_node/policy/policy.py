@@ -34,10 +34,7 @@ CUT_TOKENS = 8
 
 
 class Policy:
-    """The model, its tokenizer and what was found out about them.
-
-    `packing` and `split_head` say which fast paths reproduce this model's own numbers (measured at load).
-    """
+    """The model, its tokenizer and what was found out about them."""
 
     def __init__(
         self,
@@ -51,8 +48,8 @@ class Policy:
         self.config = config
         self.report = report
         self.version = 0
-        self.packing = False
-        self.split_head = False
+        self.packing = False  # whether packed rows reproduce this model's own numbers (measured at load)
+        self.split_head = False  # whether the head apart from the backbone does
         self.is_lora = hasattr(model, "peft_config")
         self.base_digest = digest(self.base, adapters=False)
         self.start_digest = digest(self.base, adapters=True)
@@ -160,11 +157,8 @@ class Policy:
         return ids + [self.eos_id] if finished else ids
 
     def is_surely_longer(self, text: str, tokens: int) -> bool:
-        """Whether `text` has clearly more than `tokens` tokens; it is read no further than needed.
-
-        First its characters are counted. If it has more bytes than `tokens`, its pieces are encoded and counted. A text
-        that is not surely longer takes little more time than encoding `tokens` tokens.
-        """
+        """Whether `text` has clearly more than `tokens` tokens. It is read no further than needed: that takes little
+        more time than encoding `tokens` tokens."""
         if len(text) > tokens * self._chars_per_token:
             return True
         if len(text.encode()) <= tokens:  # a token has at least one byte

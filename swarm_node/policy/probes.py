@@ -129,9 +129,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool(difference.abs().max() <= tolerance)
 
 
-# --------------------------------------------------------------------- a round before the first one
-
-
 @dataclass(frozen=True)
 class Estimate:
     """Memory and time of a round in which every completion runs to its limit."""

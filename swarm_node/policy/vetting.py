@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,9 +203,7 @@ def check_adapter(folder: Path) -> None:
     """A directory with a saved adapter."""
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
-        pickled = sorted(path.name for path in folder.glob("adapter_model*") if PICKLED.search(path.name))
-        if pickled:
-            raise UserError(f"{folder} has its adapter in {pickled[0]}, a pickle, which is not read; {CONVERT}")
+        refuse_pickles(f"{folder} has its adapter", folder.glob("adapter_model*"))
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}: no adapter was saved there")
     check_config(folder / "adapter_config.json")
     found = read_json(folder / "adapter_config.json")
@@ -222,17 +220,8 @@ def check_adapter(folder: Path) -> None:
     check_header(file)
 
 
-def check_no_adapter(source: str, adapter_config: str | None) -> None:
-    """Refuse a model's directory or hub id that holds an adapter too: transformers would put it on by itself."""
-    if adapter_config is not None:
-        raise UserError(
-            f"{source} holds a model and an adapter: name a directory with the model alone, or one with the adapter "
-            "alone (adapter_config.json and adapter_model.safetensors)"
-        )
-
-
-def check_not_pickled(source: str, folder: Path) -> None:
-    """Refuse the directory of a model without safetensors, naming the pickle if there is one."""
-    pickled = sorted(path.name for path in folder.iterdir() if PICKLED.search(path.name))
+def refuse_pickles(what: str, files: Iterable[Path]) -> None:
+    """Name the first pickle among `files`, if there is one, instead of the safetensors that are missing."""
+    pickled = sorted(path.name for path in files if PICKLED.search(path.name))
     if pickled:
-        raise UserError(f"{source} has its weights in {pickled[0]}, a pickle, which is not read; {CONVERT}")
+        raise UserError(f"{what} in {pickled[0]}, a pickle, which is not read; {CONVERT}")

@@ -91,10 +91,8 @@ class PeerAccounts:
             self.said.add(reason)
             origin = peer or "an unproven sender"
             self.say(f"refused: {words(reason)} ({reason}), from {origin}{_printable(detail)} (said once)")
-        if account is not None and peer is not None and reason in MALICIOUS:
-            self._offend(peer, account, n)
-
-    def _offend(self, peer: str, account: PeerAccount, n: int) -> None:
+        if account is None or peer is None or reason not in MALICIOUS:
+            return
         now = self.now()
         account.offences = max(0.0, account.offences - (now - account.forgiven_at) / FORGIVE_S) + n
         account.forgiven_at = now

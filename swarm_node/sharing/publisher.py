@@ -194,7 +194,6 @@ class Publisher:
         return kept[::-1]
 
     def _batches(self, groups: Sequence[tuple[SharedGroup, int]]) -> Iterator[list[SharedGroup]]:
-        """`groups` in as many batches as the limits on a batch require."""
         batch: list[SharedGroup] = []
         filled = 0
         for shared, size in groups:

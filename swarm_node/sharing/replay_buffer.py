@@ -70,7 +70,6 @@ class RewardStatistics:
 
     @property
     def reward(self) -> float:
-        """Mean reward."""
         return self.rewards / self.n
 
     @property
@@ -160,7 +159,7 @@ class ReplayBuffer:
 
     def __post_init__(self) -> None:
         config = self.config
-        self._trust = Trust()
+        self.trust = Trust()
         self._named: set[str] = set()
         self._refused = 0  # groups with a payload
         self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
@@ -189,8 +188,8 @@ class ReplayBuffer:
         while self._peer_bytes[group.peer] > share:
             self._drop(self._oldest_of(group.peer))
         while self._peer_bytes.total() > self.config.max_bytes or len(self._entries) > self._most():
-            greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self._trust.of(peer))
-            groups = self._peer_groups[greediest] / self._trust.of(greediest)
+            greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self.trust.of(peer))
+            groups = self._peer_groups[greediest] / self.trust.of(greediest)
             is_greedy = groups > max(self.config.foreign, self.config.peer_share * self._most())
             self._drop(self._oldest_of(greediest if is_greedy else None))
         return None
@@ -203,7 +202,7 @@ class ReplayBuffer:
 
     def available(self) -> int:
         """Number of groups that `choose` could give now; a peer's groups count as much as it is trusted."""
-        return round(sum(self._trust.of(entry.peer) for entry in self._usable()))
+        return round(sum(self.trust.of(entry.peer) for entry in self._usable()))
 
     def choose(self, n: int, rng: random.Random) -> list[Group]:
         """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
@@ -214,7 +213,7 @@ class ReplayBuffer:
             for e in entries
         ]
         weights = weigh(self._sampler, offers) if offers else []
-        weights = [w * self._trust.of(e.peer) for w, e in zip(weights, entries, strict=True)]
+        weights = [w * self.trust.of(e.peer) for w, e in zip(weights, entries, strict=True)]
         left = list(weights)
         chosen: list[Group] = []
         everything: list[tuple[int, float]] = []
@@ -266,10 +265,10 @@ class ReplayBuffer:
         return sifted if any(a > 0 for a in sifted.advantages) else None
 
     def _judged(self, peer: str, payloads: int, right: int) -> None:
-        before = self._trust.of(peer)
-        self._trust.judged(peer, payloads / right)
+        before = self.trust.of(peer)
+        self.trust.judged(peer, payloads / right)
         self._refused += payloads > 0
-        if before >= DISTRUSTED > self._trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
+        if before >= DISTRUSTED > self.trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
             self._named.add(peer)
             self.say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
 
@@ -291,10 +290,6 @@ class ReplayBuffer:
         """Groups trained on, by sender; running totals."""
         return dict(self._used_by)  # copied at once: another thread may be asking
 
-    def refused_by_peer(self) -> dict[str, int]:
-        """Groups with answers that were left out for their payload, by sender; running totals."""
-        return self._trust.refused()
-
     def _baseline(self, group: Group) -> RewardStatistics | None:
         """Own success, which the group's rewards are compared with; None = their own mean."""
         own = self._statistics.of(group.task.label)
@@ -307,7 +302,6 @@ class ReplayBuffer:
         return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
 
     def _most(self) -> int:
-        """Groups that may wait."""
         lately = self.now() - LULL_S
         return max(1, self.config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
 

@@ -236,7 +236,7 @@ class Member:
         """The swarm, this node and each peer, as `swarm-node status` shows them. For any thread, one at a time."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
-        for peer, n in self.replay_buffer.refused_by_peer().items():
+        for peer, n in self.replay_buffer.trust.refused().items():
             if peer in counts:
                 counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}

@@ -76,9 +76,6 @@ class OneTurn(TaskSource):
         return [*messages, {"role": "assistant", "content": answer}], reward, True
 
 
-# --------------------------------------------------------------------- the answer in a completion
-
-
 def extract(completion: str) -> str | None:
     r"""The answer to be judged; None if there is none. The first rule that applies wins:
 
@@ -134,9 +131,6 @@ def _boxed(text: str) -> str | None:
 def _hashed(text: str) -> str | None:
     numbers = _HASHED.findall(text)
     return numbers[-1].rstrip(".,/") if numbers else None
-
-
-# --------------------------------------------------------------------- which question it is
 
 
 def normalise(text: str) -> str:

@@ -68,7 +68,6 @@ class TaskSet:
 
     @property
     def labels(self) -> list[str]:
-        """Label of each source."""
         return [source.label for source in self._sources]
 
     @property
@@ -303,9 +302,6 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
         counts[i] += upto - teeth
         teeth = upto
     return counts
-
-
-# --------------------------------------------------------------------- rewards
 
 
 def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:

@@ -191,7 +191,7 @@ def test_answers_it_cannot_judge_harm_no_trust() -> None:
     pool.gate = gate_of(Letters("42"), fails)
     pool.add(foreign(["\n42", "no"], fails, "honest"))
     assert pool.choose(4, random.Random(0)) == []
-    assert not pool.refused_by_peer()
+    assert not pool.trust.refused()
 
 
 def test_groups_of_payloads_are_replaced() -> None:
@@ -200,7 +200,7 @@ def test_groups_of_payloads_are_replaced() -> None:
         for _ in range(4):
             pool.add(foreign(["\n42" if peer == "liar" else "42", "13"], plain, peer))
     assert [group.peer for group in pool.choose(4, random.Random(0))] == ["honest"] * 4
-    assert pool.metrics()["swarm/payloads"] == pool.refused_by_peer()["liar"] > 1
+    assert pool.metrics()["swarm/payloads"] == pool.trust.refused()["liar"] > 1
     for text in ["42"] * 20 + ["\n42"] * 20:  # trusted again, and not any more
         pool.add(foreign([text, "13"], plain, "liar"))
         pool.choose(1, random.Random(0))
