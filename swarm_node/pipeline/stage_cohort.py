@@ -82,7 +82,7 @@ class StageCohort:
             self.leave()
             return
         self.say_which(held)
-        optimizer = self.held_stages.optimizer(held[0])
+        optimizer = self.held_stages.workers[held[0]].optimizer
         if optimizer is not self._optimizer:  # another stage, or the same one after it was rebuilt
             self.leave()
             self._join(held[0], optimizer)

@@ -77,12 +77,12 @@ class Peer:
         return self.held_stages.take(order, self.world.spans)
 
     def weights(self, stage: int) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.held_stages.optimizer(stage).weights().items()}
+        return {name: tensor.clone() for name, tensor in self.held_stages.workers[stage].optimizer.weights().items()}
 
     def train(self, stage: int, seed: int, updates: int = 1) -> None:
         """Change the weights, count so many updates more, and set a gradient norm."""
         worker, rng = self.held_stages.workers[stage], torch.Generator().manual_seed(seed)
-        optimizer = self.held_stages.optimizer(stage)
+        optimizer = self.held_stages.workers[stage].optimizer
         with optimizer.updating(), torch.no_grad():
             for tensor in optimizer.weights().values():
                 tensor += 0.01 * torch.randn(tensor.shape, generator=rng)

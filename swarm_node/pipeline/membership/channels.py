@@ -36,7 +36,6 @@ class PeerChannels:
         return link in self._links
 
     def open(self, link: PeerLink) -> None:
-        """Open a channel."""
         self._links.add(link)
         self._out.do(Connect(link))
 
@@ -52,7 +51,6 @@ class PeerChannels:
             self.doubt(link, now + STRANGER_S)
 
     def close(self, link: PeerLink) -> None:
-        """Close a channel now."""
         if link in self._links:
             self.forget(link)
             self._out.do(Close(link))

@@ -13,7 +13,7 @@ from protocol.messages import CrewCard, PeerCard
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.roster import remember, short
+from swarm_node.pipeline.membership.roster import note_latest, short
 
 MAX_NAMES = 512  # peers whose names are remembered
 NAMELESS = "it does not know the crew's name"
@@ -60,7 +60,7 @@ class Directory:
         problem = self._objection(peer, hello, leader)
         known = problem is None or problem[0] not in ("swarm", "crew")
         if known:
-            remember(self.names, peer, hello.name, MAX_NAMES)
+            note_latest(self.names, peer, hello.name, MAX_NAMES)
         if problem is None:
             return None
         reason, detail = problem

@@ -9,13 +9,14 @@ A stage is reported as ready once all its neighbours can be talked to, so that a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
 from protocol.lineage import leads_to
 from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec, Spans
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
-from swarm_node.pipeline.membership.placement import adjacent
 from swarm_node.pipeline.membership.roster import NOTHING, counted
 
 
@@ -79,8 +80,8 @@ class Following:
         Empty if the plan is not its plan."""
         if self.plan is None or self.plan.lead != leader:
             return []
-        line = dict.fromkeys([*self.plan.spares, *(row.peer for row in self.plan.assignments)])
-        return [peer for peer in line if peer != leader]
+        heirs = dict.fromkeys([*self.plan.spares, *(row.peer for row in self.plan.assignments)])
+        return [peer for peer in heirs if peer != leader]
 
     # ----------------------------------------------------------------- plans
 
@@ -241,3 +242,15 @@ class Following:
 def line(text: str) -> str:
     """`text` as records may carry it: printable ASCII, at most `MAX_REASON_CHARS` characters."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:MAX_REASON_CHARS])
+
+
+def adjacent(holders: Sequence[str], me: str, reach: int) -> dict[str, bool]:
+    """Peers with stages at most `reach` from those of `me` -> whether `me` opens the channel to them.
+
+    The holder of the higher stage does. The leader is left out, since it has channels with all."""
+    highest = {peer: stage for stage, peer in enumerate(holders)}
+    mine = [stage for stage, peer in enumerate(holders) if peer == me]
+    if 0 in mine:
+        return {}
+    near = {holders[stage] for own in mine for stage in range(max(0, own - reach), min(len(holders), own + reach + 1))}
+    return {peer: highest[me] > highest[peer] for peer in sorted(near - {me, holders[0]})}

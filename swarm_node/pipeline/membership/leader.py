@@ -55,13 +55,12 @@ class Leader:
         self.term = term
         self.plan: Plan | None = None
         self.roster = CrewRoster(spec.me, hello, before, lost, now)
-        self.planning = Planning(spec, before, self.roster, queue)
+        self.planning = Planning(spec, self.roster, queue)
         self.whole = False
         self.won = 0  # last term in which the crew was whole
         self.lost: set[int] = set()  # stages lost since `resume`; none if only messages were
         self.why = ""  # why they were lost, or what else broke the pipeline
         self._queue = queue
-        self._before = before
         self._number = before.number if before else 0
         self._reached = 0  # updates that the run had made, as far as is known, when the last plan was made
         self._ready: set[int] = set()  # stages of the plan that are held
@@ -82,8 +81,7 @@ class Leader:
     @property
     def missing(self) -> set[int]:
         """Stages that are lost until the crew is whole again."""
-        vacant = {stage for stage, peer in enumerate(self.planning.holders) if not peer}
-        return set() if self.whole else vacant | self.lost
+        return set() if self.whole else self.lost.union(self.planning.held_by(""))
 
     def send_all(self, record: Record) -> None:
         """Send a record to every member."""
@@ -159,7 +157,7 @@ class Leader:
         again = stage in self.planning.vacant_since
         self.planning.vacate(stage, now)
         self.whole = False
-        if not (self.plan or self._before):
+        if not (self.plan or self.roster.before):
             return  # nothing was in it
         self._queue.counts["lost"] += not again  # the peer that was to rebuild it has failed
         self._queue.say(f"stage {stage} of crew {self.spec.crew} is lost ({why})")
@@ -247,7 +245,7 @@ class Leader:
         for stage, peer in enumerate(self.planning.holders):
             if peer and peer not in self.roster.members:
                 self._lose(stage, f"peer {short(peer)} did not come", self._began)
-        formed = bool(self.plan or self._before or self.roster.any_live)  # there has been a policy, which goes on
+        formed = bool(self.plan or self.roster.before or self.roster.any_live)  # there has been a policy, which goes on
         if not formed:
             missing = len(self.planning.holders) - len(self.roster.members)
             if missing > 0:

@@ -19,7 +19,7 @@ from protocol.messages import CrewCard
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.roster import remember
+from swarm_node.pipeline.membership.roster import note_latest
 
 FIND_LEADER_S = 3.0
 """A peer that finds no leader for so long, after it first saw members of its swarm, becomes the first one."""
@@ -30,8 +30,7 @@ NEXT_ANSWER_S = 8.0
 RETRY_PEER_S = 5.0  # a peer that could not be reached is not asked again before this time has passed
 MAX_RETRY_PEER_S = 160.0  # longest such time: it doubles for a peer that has never proved to know the crew's name
 UNPROVEN_WAIT_S = 20.0  # a peer that may lead waits so long for peers without proof, and then leads
-MAX_TALKS = 8  # most peers that are asked at a time
-MAX_CALLS = 8  # peers that a leader calls at a time
+MAX_TALKS = 8  # most peers that are asked, or that a leader calls, at a time
 MAX_KNOWN = 1024  # most peers of which it is remembered whether they could be reached
 VOUCHED_S = 30.0  # this peer does not take the lost leader's place for so long after another peer said that it lives
 
@@ -160,14 +159,14 @@ class LeaderSearch:
         """A peer has proved that it knows the crew's name."""
         if self._failed.pop(peer, None):
             self._avoid.pop(peer, None)
-        remember(self.known, peer, None, MAX_KNOWN)
+        note_latest(self.known, peer, None, MAX_KNOWN)
 
     def doubt(self, peer: str, now: float) -> None:
         """A peer was asked in vain, or perhaps so: do not ask it again soon, unless it proves itself."""
         tries = 0 if peer in self.known else self._failed.pop(peer, 0)
         self._avoid[peer] = now + min(RETRY_PEER_S * 2**tries, MAX_RETRY_PEER_S)
         if peer not in self.known:
-            remember(self._failed, peer, tries + 1, MAX_KNOWN)
+            note_latest(self._failed, peer, tries + 1, MAX_KNOWN)
         if len(self._avoid) > MAX_KNOWN:
             self._avoid = {one: until for one, until in self._avoid.items() if until > now}
 
@@ -221,16 +220,11 @@ class Rivals:
     """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
     call_again_at: dict[str, float] = field(default_factory=dict)  # when each peer may be called again
 
-    def call_all(self, cards: Mapping[str, CrewCard], now: float) -> None:
-        """Call peers of the crew that are not in touch, those first that seem to lead."""
-        for peer in sorted(cards, key=lambda peer: 0 not in cards[peer].held):
-            self.call(peer, cards.get(peer), now)
-
     def call(self, peer: str, card: CrewCard | None, now: float) -> None:
         """Say Hello to a peer that may lead as well, or may not know who leads."""
         called = self.call_again_at.get(peer, now) > now or any(link.peer == peer for link in self.links)
         known = peer in self.leader.roster.members or self.search.avoids(peer, now)
-        if called or known or len(self.links) >= MAX_CALLS:
+        if called or known or len(self.links) >= MAX_TALKS:
             return
         self.call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else RETRY_PEER_S)
         if peer not in self.search.known:
@@ -268,12 +262,3 @@ class Rivals:
         if answer.lead not in ("", self.spec.me):
             self.call(answer.lead, cards.get(answer.lead), now)
         return False
-
-    def forget(self, link: PeerLink) -> None:
-        """The channel has ended, or its peer does not lead."""
-        self.links.pop(link, None)
-
-    def close(self) -> None:
-        """Close all these channels: this peer leads no more."""
-        for link in list(self.links):
-            self.channels.close(link)

@@ -110,16 +110,18 @@ class Leadership:
             self.queue.send(self.search.dial(peer, now), self.hello(peer))
 
     def call_rivals(self, now: float) -> None:
-        """A leader calls the peers of its crew that are not in touch."""
+        """A leader calls the peers of its crew that are not in touch, those first that seem to lead."""
+        cards = self.directory.cards
         if self.rivals is not None:
-            self.rivals.call_all(self.directory.cards, now)
+            for peer in sorted(cards, key=lambda peer: 0 not in cards[peer].held):
+                self.rivals.call(peer, cards[peer], now)
 
     def gone(self, link: PeerLink) -> None:
         """A channel is no more."""
         self.search.hoping.pop(link, None)
         self.guests.pop(link, None)
         if self.rivals is not None:
-            self.rivals.forget(link)
+            self.rivals.links.pop(link, None)
 
     # ----------------------------------------------------------------- greetings
 
@@ -141,7 +143,7 @@ class Leadership:
             if self.rivals.meet(link, hello, self._answer):
                 self._give_way(link, now)
         else:
-            self.rivals.forget(link)
+            self.rivals.links.pop(link, None)
             self.leader.join(link, hello, now)
             progress = self.following.progress
             if self.leader.plan is not None and progress is not None and self.leader.roster.link_of(link.peer) is link:
@@ -281,12 +283,13 @@ class Leadership:
         assert self.leader is not None and self.rivals is not None
         self._move(CrewRole.SEEKING)
         if successor is not None:
-            self.rivals.forget(successor)
+            self.rivals.links.pop(successor, None)
         for member in self.leader.roster.members.values():
             if member.link is not None:
                 self._answer(member.link, successor.peer if successor else "")
                 self.channels.part(member.link, now + PART_S)
-        self.rivals.close()
+        for link in list(self.rivals.links):
+            self.channels.close(link)
         self.leader = self.rivals = None
         self.following.whole = False
         self.queue.do(StopLeading())

@@ -71,12 +71,10 @@ class CrewMembership:
 
     @property
     def plan(self) -> Plan | None:
-        """The last plan that this peer went by."""
         return self.following.plan
 
     @property
     def whole(self) -> bool:
-        """All stages of the plan are held, as far as this peer knows."""
         return self.following.whole
 
     @property

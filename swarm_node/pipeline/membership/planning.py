@@ -1,31 +1,51 @@
 """Which peer holds each stage, and from where it takes the weights.
 
     vacant stage -> a spare, at once -> after `spare_wait_s` a neighbour that has room -> wait, and say so
+    spares       <- peers that still have the stage in memory <- peers that want it <- all others, so that as many
+                    stages as possible are held: augmenting paths over (peer, stage it can take)
     weights      <- the peer that held the stage last, and has it in memory, else the sources of `recovery.sources`
 
+No peer that holds a stage loses it to another one. In the functions below the class, holders are given by stage (peer
+id, "" = nobody), costs by stage (bytes that it takes), and claims in order of arrival, since the peer that came first
+is served first.
 If a peer of a new crew has no room for an equal share, the layers are divided by memory, unless some peer has stages,
 or files of stages, with just these layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import msgspec
 
 from protocol.crew import MAX_STAGE_SOURCES, Assignment, Holding, Plan, Source
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec, Spans
-from swarm_node.pipeline.membership.placement import Claim, fill, neighbour, relief
 from swarm_node.pipeline.membership.roster import CrewRoster, short
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A peer that may take a stage."""
+
+    peer: str
+    wanted: int | None = None  # stage that it asks for
+    live: Mapping[int, int] = field(default_factory=dict)  # stages in memory -> their updates
+    stored: Mapping[int, int] = field(default_factory=dict)  # stages on disk -> their updates
+    room: float = inf  # bytes that it can take besides the stages that it holds; inf = not known
+    unable: Collection[int] = ()  # stages that it has failed to build
+
+    def fits(self, stage: int, costs: Sequence[int]) -> bool:
+        """Whether the peer can take the stage."""
+        return stage not in self.unable and self.room >= costs[stage]
 
 
 class Planning:
     """The holders of the stages, in the making."""
 
-    def __init__(self, spec: PeerSpec, before: Plan | None, roster: CrewRoster, queue: ActionQueue) -> None:
-        """`before`: the last plan that this peer went by."""
+    def __init__(self, spec: PeerSpec, roster: CrewRoster, queue: ActionQueue) -> None:
+        before = roster.before
         self.spans = before.spans if before else spec.spans
         self.settings = before.settings if before else spec.settings
         self.costs = spec.costs(self.spans)  # bytes that each stage takes
@@ -35,7 +55,6 @@ class Planning:
         self.fixed = bool(before or roster.members[spec.me].hello.spans)
         """Some peer has stages, or files of stages, with just these layers: they are not divided anew."""
         self._spec = spec
-        self._before = before
         self._roster = roster
         self._queue = queue
         self._tried: list[float] = []  # capacities by which it was last tried to divide layers
@@ -51,7 +70,6 @@ class Planning:
         return vacated
 
     def held_by(self, peer: str) -> list[int]:
-        """Stages of a peer."""
         return [stage for stage, holder in enumerate(self.holders) if holder == peer]
 
     @property
@@ -112,7 +130,7 @@ class Planning:
 
     def fill(self, formed: bool, now: float) -> bool:
         """Give vacant stages to peers that can take them. Whether none is left. `formed`: there has been a policy."""
-        vacant = [stage for stage, peer in enumerate(self.holders) if not peer]
+        vacant = self.held_by("")
         if not vacant:
             return True
         spares = self.spares
@@ -187,7 +205,7 @@ class Planning:
     def assignments(self, plan: Plan | None, updates: int) -> tuple[Assignment, ...]:
         """The stages with their holders and sources. `plan`: the present one; `updates`: those of the crew."""
         return tuple(
-            Assignment(peer, layers, self._sources_of(stage, peer, plan or self._before, updates))
+            Assignment(peer, layers, self._sources_of(stage, peer, plan or self._roster.before, updates))
             for stage, (peer, layers) in enumerate(zip(self.holders, self.spans, strict=True))
         )
 
@@ -212,3 +230,62 @@ def stored_updates(assignments: Sequence[Assignment]) -> int:
     """Updates of the newest weights that the assignments' first sources give; 0 = only the base model."""
     first = [row.sources[0] for row in assignments if row.sources]
     return max((source.updates for source in first if source.way in ("live", "replica", "snapshot")), default=0)
+
+
+def fill(vacant: Collection[int], claims: Collection[Claim], costs: Sequence[int]) -> dict[int, str]:
+    """Vacant stage -> the peer that gets it; stages that no peer can take are left out."""
+    holders: dict[int, str] = {}
+    for stage in sorted(vacant):
+        live = [claim for claim in claims if stage in claim.live and stage not in claim.unable]
+        if live:
+            holders[stage] = max(live, key=lambda claim: claim.live[stage]).peer  # of equals, the first
+    for claim in claims:
+        if claim.wanted in vacant and claim.wanted not in holders and claim.peer not in holders.values():
+            assert claim.wanted is not None
+            if claim.fits(claim.wanted, costs):
+                holders[claim.wanted] = claim.peer
+    rest = {claim.peer: claim for claim in claims if claim.peer not in holders.values()}
+
+    def place(claim: Claim, tried: set[int]) -> bool:
+        free = [stage for stage in vacant if claim.fits(stage, costs)]
+        for stage in sorted(free, key=lambda stage: (-claim.stored.get(stage, -1), stage)):
+            if stage in tried:
+                continue
+            tried.add(stage)
+            holder = holders.get(stage)
+            if holder is None or (holder in rest and place(rest[holder], tried)):
+                holders[stage] = claim.peer
+                return True
+        return False
+
+    for claim in rest.values():
+        place(claim, set())
+    return holders
+
+
+def neighbour(stage: int, holders: Sequence[str], rooms: Mapping[str, float], cost: int) -> str | None:
+    """The neighbour that takes on a lost stage: the one with more room, or the lower one if that is not known.
+
+    `None` if neither can. `rooms`: bytes that each peer can take besides its stages; inf = not known."""
+    around = [holders[s] for s in (stage - 1, stage + 1) if 0 <= s < len(holders)]
+    able = {peer: rooms[peer] for peer in around if peer in rooms and rooms[peer] >= cost}
+    if inf in able.values():
+        return next(iter(able))
+    return max(able, key=lambda peer: able[peer], default=None)
+
+
+def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[int]) -> tuple[int, str] | None:
+    """The next stage that a spare takes from a peer that holds several, and the spare; `None` if there is none.
+
+    The peer with most stages gives one, of equals the one with the lowest id. It gives the stage that the spare wants,
+    else the highest that the spare can take. The leader keeps stage 0."""
+    held: dict[str, list[int]] = {}
+    for stage, peer in enumerate(holders):
+        held.setdefault(peer, []).append(stage)
+    crowded = sorted((peer for peer in held if peer and len(held[peer]) > 1), key=lambda p: (-len(held[p]), p))
+    for spare in spares:
+        for giver in crowded:
+            stages = [stage for stage in held[giver] if stage > 0 and spare.fits(stage, costs)]
+            if stages:
+                return max(stages, key=lambda stage: (stage == spare.wanted, stage)), spare.peer
+    return None

@@ -54,12 +54,12 @@ class CrewRoster:
     """Peers that are in touch with the leader, itself included."""
 
     def __init__(self, me: str, hello: Hello, before: Plan | None, lost: str, now: float) -> None:
-        """`before`: the last plan that this peer went by; `lost`: its leader, if that has gone."""
+        """`lost`: the leader of the plan `before`, if it has gone."""
+        self.before = before  # the last plan that this peer went by before it led
         self.members = {me: CrewPeer(None, hello, hello.holding)}  # in order of arrival
         self.run = self.base = hello.run
         """The run that holdings are counted by; `base` is the one that it goes on from, as this leader found it."""
         self._me = me
-        self._before = before
         planned = [*(row.peer for row in before.assignments), *before.spares] if before else []
         self._awaited = {*planned} - {lost, me, ""}  # peers of the last plan that have yet to come
         self._gather_until = now + GATHER_S
@@ -94,7 +94,7 @@ class CrewRoster:
         """Last round of the run, by the peers that have a stage of it in memory, or else anything of it."""
         ours = [member for member in self.members.values() if leads_to(member.hello.run, self.base)]
         told = [member for member in ours if member.holding.live] or [m for m in ours if m.holding != NOTHING]
-        told += [self.members[self._me]] if self._before and leads_to(self._before.run, self.base) else []
+        told += [self.members[self._me]] if self.before and leads_to(self.before.run, self.base) else []
         return max((member.hello.round for member in told), default=0)
 
     @property
@@ -121,11 +121,9 @@ class CrewRoster:
         live = tuple(sorted([*kept, Kept(stage, updates)]))
         member.holding = msgspec.structs.replace(member.holding, live=live)
 
-    def count_by(self, run: Lineage, base: bool = False) -> None:
-        """From now on holdings count as far as they belong to `run`. `base`: it is also what this leader found."""
+    def count_by(self, run: Lineage) -> None:
+        """From now on holdings count as far as they belong to `run`."""
         self.run = run
-        if base:
-            self.base = run
         for member in self.members.values():
             self._count(member)
 
@@ -153,7 +151,8 @@ class CrewRoster:
             theirs != NOTHING and ((onward and not self.any_live) or all(holding == NOTHING for holding in ours))
         )
         if better and (onward or not self._awaited):
-            self.count_by(hello.run, base=True)
+            self.base = hello.run
+            self.count_by(hello.run)
 
     def probe(self, peers: Collection[str], stall_s: float, now: float) -> tuple[list[PeerLink], str]:
         """Channels of the peers that must be asked how long a message has been waiting there.
@@ -219,7 +218,7 @@ def short(peer: str) -> str:
     return f"…{peer[-8:]}"
 
 
-def remember(peers: dict[str, Any], peer: str, value: Any, most: int) -> None:
+def note_latest(peers: dict[str, Any], peer: str, value: Any, most: int) -> None:
     """Note something about a peer, as the latest; of more than `most` peers, the first is forgotten."""
     peers.pop(peer, None)
     peers[peer] = value

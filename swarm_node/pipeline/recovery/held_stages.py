@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotYet
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +15,6 @@ from protocol.errors import ProtocolError
 from protocol.lineage import Lineage, leads_to, shared
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
-from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute.partition import Span, shapes_of_stage, trained_shapes
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
@@ -28,31 +27,26 @@ from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, W
 from swarm_node.policy.loading import Plan as Loading
 
 
+@dataclass(eq=False)
 class HeldStages:
     """Stages held here, by number: `workers`."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        loading: Loading,
-        weight_transfer: WeightTransfer,
-        folder: Path,
-        stands: Callable[[BuildStage], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        """`loading`: the policy, and how it is loaded. `folder`: for checkpoints. `stands` says whether an order is
-        still to be carried out."""
-        self.config = config
+    config: NodeConfig
+    loading: Loading  # the policy, and how it is loaded
+    weight_transfer: WeightTransfer
+    folder: Path  # for checkpoints
+    stands: Callable[[BuildStage], bool]  # whether an order is still to be carried out
+    say: Callable[[str], None]
+    workers: dict[int, Worker] = field(default_factory=dict)
+    starts: dict[int, str] = field(default_factory=dict)  # digests of stages before any training, by number
+
+    def __post_init__(self) -> None:
+        config, transfer, say = self.config, self.weight_transfer, self.say
         self.reference = bool(config.grpo.beta)  # whether stages that come keep their weights of before training
-        self.weight_transfer = weight_transfer
-        self.workers: dict[int, Worker] = {}
-        self.starts: dict[int, str] = {}  # digests of stages before any training, by number
-        self.checkpoints = StageCheckpoints(folder, weight_transfer.place[1], config.checkpoints.keep, say)
-        self.replicas = Replicas(weight_transfer, self.shapes_of, say)
-        self._loading = loading
-        self._shapes = trained_shapes(config.policy, loading)
-        self._say = say
-        self._builder = StageBuilder(loading, self._shapes, weight_transfer, self.checkpoints, stands, say)
+        self.checkpoints = StageCheckpoints(self.folder, transfer.place[1], config.checkpoints.keep, say)
+        self.replicas = Replicas(transfer, self.shapes_of, say)
+        self._shapes = trained_shapes(config.policy, self.loading)
+        self._builder = StageBuilder(self.loading, self._shapes, transfer, self.checkpoints, self.stands, say)
         self._looked: dict[int, int] = {}  # updates of stages when it was last considered whether a checkpoint is due
         self._saved: dict[int, int] = {}  # updates of the last checkpoint of each stage
         self._spans: Spans = ()
@@ -64,16 +58,13 @@ class HeldStages:
         """Updates of the stage here that has most."""
         return max((worker.updates for worker in self.workers.values()), default=0)
 
-    def optimizer(self, stage: int) -> Optimizer:
-        return self.workers[stage].optimizer
-
     def start_of(self, worker: Worker) -> str:
         """What a stage was before any training, for `cohort_of`."""
         return cohort_start(self.config, worker.stage, self.starts[worker.index])
 
     def shapes_of(self, stage: int, spans: Spans) -> dict[str, Tensor]:
         """The tensors that a stage trains, by name, without values (on the meta device)."""
-        return shapes_of_stage(self._shapes, self._loading.config, stage, spans)
+        return shapes_of_stage(self._shapes, self.loading.config, stage, spans)
 
     def holding(self) -> Holding:
         """What this peer has, for the others of the crew. From any thread."""
@@ -92,8 +83,8 @@ class HeldStages:
         for worker in self.workers.values():
             worker.codec = config.pipeline.wire
             worker.optimizer.go_by(config.grpo)
-            if reference and worker.reference is None and not self._loading.lora:
-                worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
+            if reference and worker.reference is None and not self.loading.lora:
+                worker.reference = load_stage(config.policy, worker.stage.span, self.say).requires_grad_(False)
 
     def go_to(self, run: Lineage) -> bool:
         """The crew is on that run. Returns whether it is another run, rather than a continuation of the one until now.
@@ -116,16 +107,18 @@ class HeldStages:
         return not onward
 
     def take(self, order: BuildStage, spans: Spans) -> tuple[int, Source] | str:
-        """Build a stage. Returns its updates and the source that worked, or why it could not be built.
-
-        spans  layers of all stages"""
+        """Build a stage. Returns its updates and the source that worked, or why it could not be built."""
         self._spans = spans
         built = self._builder.build(order, spans, self.config, self.reference)
         if isinstance(built, str):
             return built
         worker = self.workers[order.stage] = built.worker
         self.starts[order.stage] = built.start
-        self.weight_transfer.hold(order.stage, partial(weights_of, worker), worker.optimizer.still)
+
+        def live() -> StageWeights:
+            return StageWeights(worker.optimizer.weights(), worker.updates, worker.omega)
+
+        self.weight_transfer.hold(order.stage, live, worker.optimizer.still)
         return worker.updates, built.source
 
     def leave(self, stage: int) -> None:
@@ -144,7 +137,7 @@ class HeldStages:
             try:
                 checkpoint = self.checkpoints.read(file, Span.of(file.stage, spans))
             except CheckpointError as error:
-                self._say(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}")
+                self.say(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}")
                 continue
             state = StageWeights(checkpoint.tensors["policy"], checkpoint.round, float(checkpoint.state["omega"]))
             self.weight_transfer.replicas[file.stage] = state
@@ -162,10 +155,10 @@ class HeldStages:
             if worker.updates // every <= looked // every:  # all stages after the same updates
                 continue
             if self.checkpoints.store(stage).busy:  # training does not wait for a slow disk
-                self._say(f"no checkpoint of stage {stage} after update {worker.updates}: the last is not written yet")
+                self.say(f"no checkpoint of stage {stage} after update {worker.updates}: the last is not written yet")
             else:
                 self.save(stage)
-        self.replicas.renew(plan, self.config, self._loading.lora, self.updates)
+        self.replicas.renew(plan, self.config, self.loading.lora, self.updates)
 
     def save(self, stage: int) -> None:
         """Write a checkpoint of a stage in the background, unless its last update has been saved."""
@@ -242,8 +235,3 @@ class HeldStages:
     def _save_copy(self, stage: int, spans: Spans, state: StageWeights) -> None:
         self.checkpoints.save(stage, spans, state.updates, state.omega, {"policy": state.tensors})
         self.checkpoints.store(stage).wait()
-
-
-def weights_of(worker: Worker) -> StageWeights:
-    """Live weights of a stage."""
-    return StageWeights(worker.optimizer.weights(), worker.updates, worker.omega)

@@ -70,11 +70,7 @@ class StageBuilder:
     say: Callable[[str], None]
 
     def build(self, order: BuildStage, spans: Spans, config: NodeConfig, reference: bool) -> Built | str:
-        """Build a stage, or say why it cannot be built.
-
-        spans      layers of all stages
-        reference  the stage keeps its weights of before training
-        """
+        """Build a stage, or say why it cannot be built. `reference`: it keeps its weights of before training."""
         stage = load_stage(config.policy, Span.of(order.stage, spans), self.say)
         start = model_digest(lines(stage.named(trainable=False).items(), adapters=True))
         native = is_native_exact(stage, config.rollouts)
@@ -82,7 +78,6 @@ class StageBuilder:
         if reference:
             worker.keep_reference()
         # a checkpoint here that is as new as the first source has the optimiser's moments as well: it comes before
-        why = ""
         best = Source("snapshot", (self.transfer.me,), updates=order.sources[0].updates)
         for source in sorted(order.sources, key=lambda source: source != best):
             if not self.stands(order):
@@ -106,8 +101,6 @@ class StageBuilder:
         rate = config.grpo.learning_rate or default_learning_rate(self.loading.lora, trained)
         shared = [] if stage.shared is None else [stage.shared]
         return Optimizer(stage.named().items(), config.grpo, rate, shared)
-
-    # ----------------------------------------------------------------- weights of peers
 
     def _load(self, worker: Worker, source: Source, order: BuildStage, spans: Spans) -> None:
         """Give `worker` weights of other peers. If that fails, `worker` stays as it is."""
@@ -171,8 +164,6 @@ class StageBuilder:
                     raise
                 time.sleep(REFETCH_S)
                 fetch, tries = self.transfer.fetch(peer, wanted, like), tries + 1
-
-    # ----------------------------------------------------------------- checkpoints
 
     def _load_checkpoint(self, worker: Worker, source: Source) -> None:
         if source.peers != (self.transfer.me,):

@@ -46,8 +46,8 @@ def replica_every(config: NodeConfig, lora: bool) -> int:
 def kept_for(plan: Plan, me: str) -> list[int]:
     """Stages of other peers whose replica this peer keeps."""
     holders = msgspec.structs.replace(plan, spares=())
-    assigned = enumerate(plan.assignments)
-    return [stage for stage, one in assigned if takers(holders, stage, one.peer)[:1] == [me]]
+    rows = enumerate(plan.assignments)
+    return [stage for stage, row in rows if takers(holders, stage, row.peer)[:1] == [me]]
 
 
 def keeper(stage: int, count: int) -> int:

@@ -78,10 +78,10 @@ def _stand_ins(
         models = [1 if stage == 0 else last - 1]
     else:
         return []
-    peers = []
+    peers, lengths = [], [end - first for first, end in spans]
     for model in models:
         holders = _of(model, live)
-        if not holders or _length(spans[model]) != _length(spans[stage]):
+        if not holders or lengths[model] != lengths[stage]:
             return []
         peers.append(holders[0][0])
     return [Source("mean" if len(models) == 2 else "copy", tuple(peers), tuple(models), updates)]
@@ -162,7 +162,3 @@ def _of(stage: int, holdings: Mapping[str, Collection[Kept]]) -> list[tuple[str,
     """Peers that have `stage`, with its updates, newest first."""
     found = [(peer, kept.updates) for peer, all_kept in holdings.items() for kept in all_kept if kept.stage == stage]
     return sorted(found, key=lambda one: (-one[1], one[0]))
-
-
-def _length(layers: Layers) -> int:
-    return layers[1] - layers[0]

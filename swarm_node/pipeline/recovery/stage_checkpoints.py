@@ -22,16 +22,7 @@ from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.storage.checkpoints import NAME, Checkpoint, CheckpointStore, read_checkpoint
 
 
-class _Description(msgspec.Struct):
-    run: Any = None
-    architecture: str = ""
-    spans: tuple[tuple[int, int], ...] = ()
-    round: int = 0
-    time: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageFile:
+class StageFile(msgspec.Struct, frozen=True, rename={"made": "time"}):
     """A checkpoint of a stage; only its description has been read."""
 
     path: Path
@@ -39,11 +30,11 @@ class StageFile:
     updates: int
     number: int  # counts checkpoints of the same update
     torn: bool  # its description cannot be read, and the fields below are empty
-    run: Lineage  # the run that it belongs to; empty = it does not say
-    architecture: str
-    spans: Spans  # layers of all stages
-    round: int  # rounds of the run that were done
-    made: float  # when it was made, in seconds since the Unix epoch
+    run: Lineage = NO_RUN  # the run that it belongs to; empty = it does not say
+    architecture: str = ""
+    spans: Spans = ()  # layers of all stages
+    round: int = 0  # rounds of the run that were done
+    made: float = 0.0  # when it was made, in seconds since the Unix epoch
 
     def counts(self, run: Lineage) -> bool:
         """Whether it belongs to `run`, or to a run that `run` continues."""
@@ -66,12 +57,12 @@ def newest(files: Sequence[StageFile]) -> StageFile | None:
 
 
 def _read(path: Path, stage: int, updates: int, number: int) -> StageFile:
+    place: dict[str, Any] = {"path": path, "stage": stage, "updates": updates, "number": number}
     try:
-        it, torn = msgspec.convert(json.loads((path / "state.json").read_bytes())["state"], _Description), False
+        state = {**json.loads((path / "state.json").read_bytes())["state"]}
+        return msgspec.convert({**state, **place, "torn": False, "run": read_lineage(state.get("run"))}, StageFile)
     except (OSError, ValueError, KeyError, TypeError):  # of another version, torn, or just pruned
-        it, torn = _Description(), True
-    run = read_lineage(it.run)
-    return StageFile(path, stage, updates, number, torn, run, it.architecture, it.spans, it.round, it.time)
+        return StageFile(**place, torn=True)
 
 
 @dataclass(eq=False)

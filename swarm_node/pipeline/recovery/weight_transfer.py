@@ -144,9 +144,9 @@ class WeightTransfer:
 
     def own(self, wanted: Wanted) -> StageWeights | None:
         """Weights that this peer has itself, live or as a replica; `None` if it has not."""
-        with self._lock:
-            state, held = self.replicas.get(wanted.stage), self._held.get(wanted.stage)
+        state = self.replicas.get(wanted.stage)
         if not wanted.replica:
+            held = self._held.get(wanted.stage)
             state = None if held is None else held[0]()
         if state is None:
             return None
@@ -302,8 +302,9 @@ class WeightTransfer:
     def _body(self, state: StageWeights, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """The bytes of `tensors`. While this runs, `state`, of which they are, lives and is shared with other peers.
         Raises RemoteProtocolError: slow."""
-        began = self.now()
-        yield from in_time(_bytes_of(tensors), lambda taken: began + PACE.seconds(taken), self.now)
+        began, values = self.now(), (tensor.detach().float().cpu().flatten().numpy() for tensor in tensors)
+        pieces = (piece for array in values for piece in chunks(memoryview(array.view(np.uint8))))
+        yield from in_time(pieces, lambda taken: began + PACE.seconds(taken), self.now)
 
     def _head(self, wanted: Wanted, peer: str, updates: int = 0, omega: float = 0.0) -> bytes:
         version, (swarm, architecture) = version_for(peer, self.transport.members()), self.place
@@ -321,12 +322,6 @@ def _wanted(head: StateHead) -> Wanted:
 def size_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors on their way, in float32."""
     return 4 * sum(tensor.numel() for tensor in tensors)
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The values of `tensors` in float32, one tensor after the other."""
-    for tensor in tensors:
-        yield from chunks(memoryview(tensor.detach().float().cpu().flatten().numpy().view(np.uint8)))
 
 
 def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:

@@ -40,7 +40,7 @@ def size(tensors: object) -> int:
 
 def measured(peer: Peer, stage: int) -> int:
     """Bytes of all tensors of a stage in an update, and of the replicas that its peer keeps."""
-    worker, optimizer = peer.held_stages.workers[stage], peer.held_stages.optimizer(stage)
+    worker, optimizer = peer.held_stages.workers[stage], peer.held_stages.workers[stage].optimizer
     own = list(worker.stage.named(trainable=False).values())
     for parameter in worker.stage.named().values():
         parameter.grad = torch.zeros_like(parameter)

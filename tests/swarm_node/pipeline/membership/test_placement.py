@@ -8,7 +8,8 @@ from math import inf
 
 import pytest
 
-from swarm_node.pipeline.membership.placement import Claim, adjacent, fill, neighbour, relief
+from swarm_node.pipeline.membership.following import adjacent
+from swarm_node.pipeline.membership.planning import Claim, fill, neighbour, relief
 
 COSTS = [3, 1, 2, 2]
 

@@ -20,7 +20,7 @@ def test_a_restart_goes_on_from_its_checkpoints(saved: Saved, tmp_path: Path, ki
     a = world.peer("a")
     a.take(1)
     a.train(1, seed=1, updates=7)
-    optimizer = a.held_stages.optimizer(1)
+    optimizer = a.held_stages.workers[1].optimizer
     next(iter(optimizer.state_dict().values())).fill_(0.25)  # a moment
     moments = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
     expected = a.weights(1)
@@ -30,7 +30,10 @@ def test_a_restart_goes_on_from_its_checkpoints(saved: Saved, tmp_path: Path, ki
     way = source("snapshot", a, updates=7)
     assert a.take(1, way) == (7, way) and same(a.weights(1), expected)
     assert a.held_stages.workers[1].omega == 1.5
-    assert same(a.held_stages.optimizer(1).state_dict(), moments) and a.held_stages.optimizer(1).updates == 7
+    assert (
+        same(a.held_stages.workers[1].optimizer.state_dict(), moments)
+        and a.held_stages.workers[1].optimizer.updates == 7
+    )
 
 
 def test_checkpoints_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
