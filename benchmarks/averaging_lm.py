@@ -323,7 +323,7 @@ class Run:
                 replica.averager = make_averager(self.arm.config, *rest, probe=probed)
             else:
                 replica.averager = liar = Liar(self.arm.config, *rest)
-                liar.lie, liar.starts = self.arm.lie, liar.copies()
+                liar.lie, liar.starts = self.arm.lie, liar.fragments.gather_all()
             card = PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), f"p{number}", ["trainer"], cohort=COHORT)
             transport.announce(card)
         # nodes do not march in step

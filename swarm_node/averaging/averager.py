@@ -17,7 +17,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,10 +219,15 @@ class Averager(ABC):
             tensor.copy_(tensors[name])
         self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
 
-    def copies(self) -> list[Tensor]:
-        """All fragments as of one moment, for any thread. Raises RemoteProtocolError `busy` if they are changing."""
-        with self._still():
-            return self.fragments.gather_all()
+    def copies(self, fragments: Iterable[int]) -> list[Tensor]:
+        """Copies of `fragments` as of one moment, for any thread. Raises RemoteProtocolError `busy` if weights are
+        changing."""
+        if not self._lock.acquire(timeout=COPY_S):
+            raise RemoteProtocolError("busy", "weights are changing")
+        try:
+            return [self.fragments.gather(i) for i in fragments]
+        finally:
+            self._lock.release()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
         """Go on with other weights, one vector for each fragment. False, with nothing changed, if the probe's loss is
@@ -271,19 +276,7 @@ class Averager(ABC):
         )
 
     def _copy(self, fragment: int) -> Tensor:
-        """A copy of `fragment` as of now. Raises RemoteProtocolError `busy` if it is changing."""
-        with self._still():
-            return self.fragments.gather(fragment)
-
-    @contextmanager
-    def _still(self) -> Iterator[None]:
-        """Keep weights from changing meanwhile. Raises RemoteProtocolError `busy` if they are changing now."""
-        if not self._lock.acquire(timeout=COPY_S):
-            raise RemoteProtocolError("busy", "weights are changing")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return self.copies([fragment])[0]
 
     def _outgoing(
         self, peer: str, codec: WeightCodec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any

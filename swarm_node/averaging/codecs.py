@@ -99,8 +99,6 @@ class Reader(ABC):
 
 
 class BodyDecoder(Reader):
-    """Decodes a body in `codec`."""
-
     def __init__(self, codec: WeightCodec, values: int) -> None:
         super().__init__(values, _CODECS[codec].block_bytes)
         self._codec = _CODECS[codec]
@@ -189,15 +187,11 @@ E3M0_PAIRS = np.stack([np.tile(np.r_[E3M0, -E3M0], 16), np.repeat(np.r_[E3M0, -E
 """The two values of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
 
 
-def _nearest() -> np.ndarray:
-    """Codes [1024] by the leading ten bits of a float32: sign, exponent and one bit. They suffice, because the means of
-    neighbouring magnitudes are 2^-7 and 1.5 * 2^-j."""
-    leading = (np.arange(1024, dtype=np.uint32) << 22).view(np.float32)
-    means = (E3M0[1:] + E3M0[:-1]) / 2
-    return (np.searchsorted(means, np.abs(leading), side="right") + 8 * np.signbit(leading)).astype(np.uint8)
-
-
-E3M0_CODES = _nearest()
+_LEADING = (np.arange(1024, dtype=np.uint32) << 22).view(np.float32)  # by their leading ten bits
+_MEANS = (E3M0[1:] + E3M0[:-1]) / 2  # of neighbouring magnitudes
+E3M0_CODES = (np.searchsorted(_MEANS, np.abs(_LEADING), side="right") + 8 * np.signbit(_LEADING)).astype(np.uint8)
+"""Codes [1024] by the leading ten bits of a float32: sign, exponent and one bit. They suffice, because the means of
+neighbouring magnitudes are 2^-7 and 1.5 * 2^-j."""
 
 
 def _encode_e3m0(x: Tensor) -> Tensor:

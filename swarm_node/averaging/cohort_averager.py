@@ -54,6 +54,7 @@ class _Round:
     number: int
     fragment: int
     members: list[str]
+    group: str  # 16 hex digits: equal for equal members with the same outer step
     updates: int
     ends: float
     fast: Tensor
@@ -132,12 +133,12 @@ class CohortAverager(Averager):
 
     def _begin(self, updates: int) -> None:
         self._number = max(self._number, self._others(max))
+        fragment = self._fragment()
         members = sorted([*self._cohort(), self.place.peer_id])
         if len(members) == 1:
             self.skip("alone")
-            self._exchanged_at[self._fragment()] = updates
+            self._exchanged_at[fragment] = updates
             return
-        fragment = self._fragment()
         fast = self._copy(fragment)
         in_step = self._in_step[fragment]
         first = self._number < self.config.fragments  # later, others have averaged before
@@ -146,7 +147,9 @@ class CohortAverager(Averager):
         blocks = math.ceil(len(sent) / BLOCK)
         bounds = [min(len(sent), BLOCK * (blocks * k // len(members))) for k in range(len(members) + 1)]
         ends = self.now() + self.config.timeout_s
-        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds, codec)
+        text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
+        group = hashlib.sha256(text.encode()).hexdigest()[:16]
+        started = _Round(self._number, fragment, members, group, updates, ends, fast, sent, bounds, codec)
         with self._guard:
             self._round = started
 
@@ -238,7 +241,7 @@ class CohortAverager(Averager):
 
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
         """Raises RemoteProtocolError unless `head` is of this phase and round, and `size` that of its body."""
-        if head.group != self._digest(round.members) or peer not in round.members:
+        if head.group != round.group or peer not in round.members:
             raise RemoteProtocolError("group", "other members")
         if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
             raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
@@ -255,7 +258,7 @@ class CohortAverager(Averager):
     def _half(self, round: _Round, phase: int, peer: str) -> Outgoing:
         sent = round.part(peer) if phase == PARTS else round.mean
         assert sent is not None
-        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._digest(round.members)}
+        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": round.group}
         size = coded_bytes(round.codec, len(sent))
         return self._outgoing(
             peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head
@@ -324,8 +327,3 @@ class CohortAverager(Averager):
             self._round = None
             self._number = max(self._number, round.number + 1)
             self._told = {peer: number for peer, number in self._told.items() if peer in round.members}
-
-    def _digest(self, members: list[str]) -> str:
-        """16 hex digits: equal for equal members with the same outer step."""
-        text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]

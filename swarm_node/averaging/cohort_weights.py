@@ -74,7 +74,7 @@ def fetch(
     sizes: Sequence[int],
     least: int,
     have: int = 0,
-    seconds: float | None = None,
+    seconds: float = inf,
 ) -> WeightsFetch:
     """Fetch the weights of `peer`, fragments of `sizes` values, in the background. `place` is (swarm, cohort). They
     must be of version `least` or later; `have` is this node's version. They may take `seconds`, or what `PACE` allows.
@@ -92,8 +92,7 @@ def fetch(
         return bodies.write
 
     ours = Outgoing(weights_head(transport, peer, place, have))
-    limit = PACE.seconds(bodies.size)
-    limit = limit if seconds is None else min(seconds, limit)
+    limit = min(seconds, PACE.seconds(bodies.size))
     result.done = outcome(transport.exchange(peer, WEIGHTS_METHOD, ours, answered, limit), bodies.values)
     return result
 
@@ -204,7 +203,7 @@ class LateJoin:
         return self._slots.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
 
     def _give(self, whole: int, slot: UploadSlot) -> Outgoing:
-        version, copies = self.version, self.averager.copies()
+        version, copies = self.version, self.averager.copies(range(self.averager.config.fragments))
         head = weights_head(self.averager.transport, slot.peer, self._place, version)
         return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: slot.until, self.averager.now))
 
@@ -214,7 +213,7 @@ class LateJoin:
 
 
 def _body(copies: list[Tensor]) -> Iterator[memoryview]:
-    """The bytes of all fragments; each is dropped from memory when it has left."""
+    """Each fragment is dropped from memory when it has left."""
     while copies:
         yield from pieces("float32", copies.pop(0))
 

@@ -47,7 +47,6 @@ class Fragments:
         return flat
 
     def gather_all(self) -> list[Tensor]:
-        """Copies of all fragments."""
         return [self.gather(i) for i in range(len(self.sizes))]
 
     def scatter(self, i: int, flat: Tensor) -> None:

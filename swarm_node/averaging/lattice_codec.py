@@ -106,7 +106,8 @@ class LatticeReader(Reader):
         self._bits = bits
         self._near = near
         self._source = _source(seed)
-        self._failed = torch.empty(block_count(len(near)), dtype=torch.bool)
+        self.failed = torch.empty(block_count(len(near)), dtype=torch.bool)
+        """Blocks that could not be decoded and are the reader's own, once all bytes have arrived."""
         self._done = 0  # blocks decoded so far
         self._squares = self._lost = 0.0
         self._scratch = torch.empty(3, ROWS, BLOCK, dtype=torch.float64)
@@ -139,11 +140,7 @@ class LatticeReader(Reader):
     def apart(self) -> float:
         """Root mean square difference of writer and reader, once all bytes have arrived. It excludes the error of
         encoding, otherwise steps that follow this figure would grow by themselves."""
-        return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * len(self._failed)))
-
-    def failed(self) -> Tensor:
-        """Bool [blocks], once all bytes have arrived: blocks that could not be decoded and are the reader's own."""
-        return self._failed
+        return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * len(self.failed)))
 
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
         k, first = len(blocks), self._done
@@ -158,7 +155,7 @@ class LatticeReader(Reader):
         for values, y, size, u, code, sum_, square in _rows(part, near, step, us, blocks[:, 3:], check, squares):
             p, q, t = self._scratch[:, : len(y)]  # place of y, nearest number with the code, its turns
             p.copy_(y).div_(size).sub_(u)
-            q.copy_(code if self._bits == 8 else _halves(code))
+            q.copy_(code if self._bits == 8 else torch.from_numpy(HALVES.take(code.numpy()).view(np.float32)))
             torch.sub(p, q, out=t).mul_(2.0**-self._bits).round_()
             q.add_(t, alpha=2**self._bits)
             torch.sum(torch.sub(q, p, out=p).square_(), 1, keepdim=True, out=square)
@@ -168,7 +165,7 @@ class LatticeReader(Reader):
         read = (step > 0) & ~wrong
         if not bool(read.all()):
             part[~read[:, 0]] = near[~read[:, 0]]
-        self._failed[first : first + k] = wrong[:, 0]
+        self.failed[first : first + k] = wrong[:, 0]
         size = step[read].square()
         self._squares += float(squares[read] @ size)
         self._lost += float(size.sum()) * BLOCK / 12
@@ -180,12 +177,10 @@ def lattice_bytes(bits: int) -> int:
 
 
 def lattice_size(bits: int, values: int, written_out: int) -> int:
-    """Bytes of a body."""
     return block_count(values) * lattice_bytes(bits) + WRITTEN_OUT_BYTES * written_out
 
 
 def most_written_out(values: int) -> int:
-    """Most blocks that may be written out."""
     return math.ceil(block_count(values) * MAX_WRITTEN_OUT)
 
 
@@ -203,11 +198,6 @@ def _sum_up(turns: Tensor, spare: Tensor, out: Tensor) -> None:
 def _modulo(sums: Tensor) -> Tensor:
     """Sums modulo 256, uint8 [blocks, 1]."""
     return sums.remainder(256).to(torch.uint8)
-
-
-def _halves(codes: Tensor) -> Tensor:
-    """The 4-bit codes of bytes [blocks, 32], float32 [blocks, 64]."""
-    return torch.from_numpy(HALVES.take(codes.numpy()).view(np.float32))
 
 
 def _rows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -71,7 +71,6 @@ class OuterRounds:
         self._rounds[round].waits_until = self._rounds[round].waits_until or ends
 
     def waits(self, round: int, now: float) -> bool:
-        """Whether training waits for an exchange of this round."""
         return now < self._rounds[round].waits_until
 
     def settle(self, round: int) -> None:

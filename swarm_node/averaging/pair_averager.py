@@ -8,12 +8,10 @@
 
 Nobody negotiates. Both peers compute the pair alone, and a call that does not fit the callee's view is refused. So
 differing views cost a round, but never cause a wrong pair. A callee answers in the middle of its own round, so that
-slow peers take part. When both peers call at once, the call of the lower peer id counts. An exchange that failed
-teaches nothing about the partner.
+slow peers take part. When both peers call at once, the call of the lower peer id counts.
 
-Work that does not change weights runs on the transport's worker threads while training goes on. Besides the weights,
-their slow copy and the momentum, an exchange needs twice the memory of its fragment: this node's copy, and the
-partner's values, which the new momentum overwrites.
+Besides the weights, their slow copy and the momentum, an exchange needs twice the memory of its fragment: this node's
+copy, and the partner's values, which the new momentum overwrites.
 """
 
 from __future__ import annotations
@@ -46,9 +44,10 @@ from swarm_node.averaging.pair_exchange import (
     PairExchange,
     body_size,
     check_head,
+    root_mean_square,
 )
 from swarm_node.averaging.pairing import only_relayed, partner
-from swarm_node.errors import CheckpointError
+from swarm_node.errors import CheckpointError, UserError
 
 DRAIN_EXCHANGE_S = 15.0
 """Longest exchange with a leaving peer, for the node that stays, or a quarter of the round if that is less."""
@@ -145,7 +144,6 @@ class PairAverager(Averager):
         return self._partners(me, tuple(self._cohort()), round, self.place.cohort, frozenset(hidden))
 
     def _call(self, round: int, now: float) -> None:
-        """Call this round's partner, if there is one."""
         peer = self._partner(round)
         if peer is None:
             self._rounds.settle(round)
@@ -187,7 +185,6 @@ class PairAverager(Averager):
         self._call_peer(exchange.partner, self._half(exchange), answered, ended)
 
     def _answered(self, exchange: PairExchange, head: bytes, size: int) -> Sink:
-        """The partner takes part."""
         theirs = self._checked(exchange.partner, head, size)
         if (theirs.round, theirs.fragment) != (exchange.round, exchange.copy.fragment):
             raise RemoteProtocolError("round", f"answer of round {theirs.round} to a call of round {exchange.round}")
@@ -273,7 +270,6 @@ class PairAverager(Averager):
             self._rounds.begin(exchange.round, exchange.ends)
 
     def _half(self, exchange: PairExchange) -> Outgoing:
-        """This node's half of an exchange."""
         values, written_out = self.fragments.sizes[exchange.copy.fragment], len(exchange.copy.written_out)
         size = body_size(self._codec, values, written_out, self._both)
         return self._outgoing(exchange.partner, self._codec, size, partial(self._pieces, exchange), **exchange.head())
@@ -281,10 +277,25 @@ class PairAverager(Averager):
     def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
         return exchange.pieces(self.place.peer_id)
 
-    def _weigh(self, exchange: PairExchange, *theirs: Tensor) -> None:
-        """The partner's body has arrived."""
-        momentum = self.momentum[exchange.copy.fragment]
-        exchange.weigh(self.robust, self.outer, self._reducer, momentum, *theirs)
+    def _weigh(self, exchange: PairExchange, theirs: Tensor, their_slow: Tensor | None = None) -> None:
+        """Check the partner's weights, which have arrived, and compute the new momentum in their place."""
+        copy, apart = exchange.copy, exchange.apart
+        try:
+            exchange.verdict = self.robust.check(copy.fragment, copy.fast, copy.slow, theirs, their_slow)
+            if exchange.verdict.refused:
+                raise RemoteProtocolError("gates", exchange.verdict.refused)
+            if self._reducer is not None:
+                apart = root_mean_square(theirs, copy.fast) if apart is None else apart
+                mean = self._reducer(copy.fast, theirs[None])
+                torch.lerp(copy.fast, mean, 2.0, out=theirs)  # the partner with whom the plain mean is `mean`
+        except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
+            exchange.refused = error.with_traceback(None)
+            return
+        momentum = self.momentum[copy.fragment]
+        clipped = self.outer.momentum_in_place(copy.slow, momentum, copy.fast, theirs, their_slow)
+        if apart is None or self.robust.clip:  # what was clipped off says nothing about the distance of honest peers
+            apart = clipped if apart is None else min(apart, clipped)
+        exchange.apart, exchange.momentum = apart, theirs
 
     def _finish(self) -> None:
         """Count failed exchanges, and take the outer step if an exchange is complete."""

@@ -29,9 +29,7 @@ from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
-from swarm_node.averaging.outer_step import NoLoCo
-from swarm_node.averaging.reducers import Reducer
-from swarm_node.averaging.robust import Robust, Verdict, distance
+from swarm_node.averaging.robust import Verdict, distance
 from swarm_node.errors import UserError
 
 PAIR_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
@@ -185,7 +183,7 @@ class PairExchange:
                     self.readers.clear()
                     if lattices:
                         self.apart = lattices[0].apart()
-                        self.failed = torch.stack([reader.failed() for reader in lattices]).any(0)
+                        self.failed = torch.stack([reader.failed for reader in lattices]).any(0)
                     arrived(*values)
 
         return write
@@ -194,35 +192,6 @@ class PairExchange:
         if theirs.codec in BITS:
             return LatticeReader(BITS[theirs.codec], near, f"{self.seed} {self.partner}", theirs.written_out)
         return BodyDecoder(theirs.codec, len(near))
-
-    def weigh(
-        self,
-        robust: Robust,
-        outer: NoLoCo,
-        reducer: Reducer | None,
-        momentum: Tensor,
-        partner_fast: Tensor,
-        partner_slow: Tensor | None = None,
-    ) -> None:
-        """Check the partner's weights, and compute the new momentum in their place; `momentum` is the present one."""
-        copy, apart = self.copy, self.apart
-        try:
-            self.verdict = robust.check(copy.fragment, copy.fast, copy.slow, partner_fast, partner_slow)
-            if self.verdict.refused:
-                raise RemoteProtocolError("gates", self.verdict.refused)
-            if reducer is not None:
-                apart = root_mean_square(partner_fast, copy.fast) if apart is None else apart
-                mean = reducer(copy.fast, partner_fast[None])
-                torch.lerp(copy.fast, mean, 2.0, out=partner_fast)  # the partner with whom the plain mean is `mean`
-        except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
-            self.refused = error.with_traceback(None)
-            return
-        clipped = outer.momentum_in_place(copy.slow, momentum, copy.fast, partner_fast, partner_slow)
-        if apart is None:
-            self.apart = clipped
-        else:  # what was clipped off says nothing about the distance of honest peers
-            self.apart = min(apart, clipped) if robust.clip else apart
-        self.momentum = partner_fast
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -346,7 +315,6 @@ def check_head(head: AverageHead, size: int, values: int, both: bool) -> None:
 
 
 def root_mean_square(a: Tensor, b: Tensor) -> float:
-    """Root mean square of a - b."""
     return distance(a, b) / math.sqrt(len(a))
 
 

@@ -75,7 +75,6 @@ def centred_clip(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tenso
 
 
 def coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
-    """The median of each coordinate of several vectors [n]."""
     middle = torch.empty_like(vectors[0])
     below, above = (len(vectors) - 1) // 2, len(vectors) // 2
     for v, *parts in cache_parts(middle, *vectors):

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.storage.rundir import existing_part, os_error_text
+from swarm_node.storage.rundir import existing_part, os_error_text, sync
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
@@ -164,10 +164,10 @@ class CheckpointStore:
             sums = "".join(f"{_digest(file)}  {file.name}\n" for file in files)
             (temporary / "SHA256SUMS").write_text(sums)
             for file in [*files, temporary / "SHA256SUMS", temporary]:
-                _sync(file)
+                sync(file)
             same = [order(path)[1] for path in self._list() if order(path)[0] == round]
             temporary.rename(self._directory / (f"round-{round:08}" + (f"-{max(same) + 1}" if same else "")))
-            _sync(self._directory)
+            sync(self._directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 
@@ -302,15 +302,6 @@ def check_files(path: Path) -> None:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or directory: a rename must not outlive the content in a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def order(path: Path) -> tuple[int, int]:

@@ -282,6 +282,15 @@ def existing_part(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
+def sync(path: Path) -> None:
+    """Sync a file or directory: a rename must not outlive the content in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def goes_with_container(path: Path, root: Path = Path("/")) -> bool:
     """Whether `path` is deleted with the container of this process: it is on no volume, or on one that Docker made
     unasked (its name is 64 hexadecimal digits). False outside containers, and where that cannot be told."""

@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 import urllib.request
+from functools import partial
 from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -108,7 +109,9 @@ class _TimedSocket(ssl.SSLSocket):
 
 
 class _PublicConnection(HTTPSConnection):
-    ends: float
+    def __init__(self, host: str, ends: float, **options: Any) -> None:
+        super().__init__(host, **options)
+        self.ends = ends
 
     def connect(self) -> None:
         context = ssl.create_default_context()
@@ -142,9 +145,4 @@ class _PublicHosts(urllib.request.HTTPSHandler):
         self.ends = ends
 
     def https_open(self, req: urllib.request.Request) -> HTTPResponse:
-        def connection(host: str, **options: Any) -> HTTPSConnection:
-            made = _PublicConnection(host, **options)
-            made.ends = self.ends
-            return made
-
-        return self.do_open(connection, req)
+        return self.do_open(partial(_PublicConnection, ends=self.ends), req)

@@ -32,8 +32,6 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 @dataclass(frozen=True)
 class JoinedSwarm:
-    """A swarm that this node has joined."""
-
     manifest: Manifest
     identity: Identity
     transport: Transport

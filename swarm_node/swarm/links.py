@@ -20,7 +20,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
 from protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
 from protocol.messages import PeerCard
-from protocol.peers import parse_cache
+from protocol.peers import is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say
@@ -76,11 +76,16 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
 
 def swarm_to_join(config: NodeConfig) -> Swarm:
     """The swarm that `config` names. Warns if there is no address to ask. Writes nothing. Raises UserError, also for a
-    link that leads nowhere."""
+    link that leads nowhere, and for a run that has trained in another swarm."""
     say = partial(print, file=sys.stderr, flush=True)
     run = RunDir(config.directory)
     swarm = find_swarm(config.swarm, run, say)
-    _check_same(swarm, run)
+    kept = kept_manifest(run)
+    if kept is not None and kept.swarm_id != swarm.id and run.has_trained:  # its policy should not move on unnoticed
+        raise UserError(
+            f"{run.path} is a run in swarm {kept.name} {kept.swarm_id[:16]}, not in {swarm.id[:16]}: choose another "
+            f"--run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
+        )
     if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
         raise UserError(
             "this link names no peer to ask for the manifest: use one that `swarm-node bootstrap` or a member prints, "
@@ -89,16 +94,6 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
     if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
         say(f"{no_address(swarm.named)}; this node is alone until another joins through it")
     return swarm
-
-
-def _check_same(swarm: Swarm, run: RunDir) -> None:
-    """Raise UserError if `run` has trained in another swarm: its policy should not move on unnoticed."""
-    kept = kept_manifest(run)
-    if kept is not None and kept.swarm_id != swarm.id and run.has_trained:
-        raise UserError(
-            f"{run.path} is a run in swarm {kept.name} {kept.swarm_id[:16]}, not in {swarm.id[:16]}: choose another "
-            f"--run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
-        )
 
 
 def no_address(named: str) -> str:
@@ -110,7 +105,6 @@ def no_address(named: str) -> str:
 
 
 def cached_addresses(run: RunDir) -> list[str]:
-    """The addresses of peers that this run has seen."""
     try:
         return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
     except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without them as well
@@ -160,7 +154,7 @@ def _read(path: Path) -> bytes:
 
 def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) -> str:
     """The link by which others join: this node's direct `addresses`, then `others`, then this node's relayed ones."""
-    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    direct = [address for address in addresses if not is_relayed(address)]
     relayed = [address for address in addresses if address not in direct]
     return str(JoinLink(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
 
@@ -173,7 +167,7 @@ def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:
     for peer in dict.fromkeys(ranked):
         reached = members[peer].addresses if peer in members else []
         if reached and len(found) < MAX_NAMED:
-            found[peer] = min(reached, key=lambda address: "/p2p-circuit" in address)
+            found[peer] = min(reached, key=is_relayed)
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
 from protocol.messages import PeerCard
-from protocol.peers import peer_of
+from protocol.peers import is_relayed, peer_of
 from protocol.transports.base import Transport
 from swarm_node.errors import UserError
 from swarm_node.say import Say
@@ -145,7 +145,7 @@ def look_around(
 
 def dial(addresses: Sequence[str]) -> dict[str, bool]:
     """Address -> whether something accepts a TCP connection there. Tries the first `MAX_DIALS` that are not relayed."""
-    direct = [address for address in dict.fromkeys(addresses) if "/p2p-circuit" not in address][:MAX_DIALS]
+    direct = [address for address in dict.fromkeys(addresses) if not is_relayed(address)][:MAX_DIALS]
     with ThreadPoolExecutor(MAX_DIALS) as pool:
         return dict(zip(direct, pool.map(_answers, direct), strict=True))
 

@@ -37,6 +37,7 @@ from protocol.model_listing import (
 )
 from swarm_node.errors import UserError
 from swarm_node.say import Say
+from swarm_node.storage.rundir import sync
 
 LISTING = "listing.json"
 STARTER = "starter"  # the name, in `policy.model`, of the model that this package contains
@@ -279,11 +280,7 @@ class Draft:
         """Move the model, of which no piece is missing, to `folder` as a whole."""
         assert not self._places
         for name in [*(file.name for file in self._listing.files), LISTING]:
-            descriptor = os.open(self._folder / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self._folder / name)
         if folder.exists():  # damaged since it was put there
             shutil.rmtree(folder)
         self._folder.rename(folder)

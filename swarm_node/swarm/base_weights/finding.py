@@ -1,9 +1,7 @@
 """Which model a member of a swarm trains, where it comes from, and whether it is given to others.
 
-    the user's --model, or a manifest without [model]      as the user says
-    else the manifest's model, by its digest               cache -> hub's cache -> hub -> members
-
-Without [model] members give no model, because there would be no digest to check it against.
+The user's --model counts first. Else it is the manifest's [model], by its digest. Without [model] members give no
+model, because there would be no digest to check it against.
 """
 
 from __future__ import annotations
@@ -23,22 +21,9 @@ from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
+from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
-from swarm_node.swarm.base_weights.files import (
-    LISTING,
-    SPARE_BYTES,
-    STARTER,
-    Draft,
-    Model,
-    as_model,
-    cache,
-    cached_model,
-    known_listing,
-    list_model,
-    only_process,
-    remember,
-    starter_folder,
-)
+from swarm_node.swarm.base_weights.files import STARTER, Draft, Model
 from swarm_node.swarm.base_weights.giving import Giver
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
 
@@ -63,7 +48,7 @@ def choose_model(
     found = find_model(model, donors, say)
     if config.sharing.give_model:
         _give(config, found, manifest.swarm_id, transport, say)
-    return STARTER if found.folder == starter_folder() else str(found.folder)
+    return STARTER if found.folder == files.starter_folder() else str(found.folder)
 
 
 def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transport, say: Say) -> None:
@@ -117,13 +102,13 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
 
 def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda sentence: None) -> Model | None:
     """The model in the cache, in one of the directories `near`, or in the hub's cache; `None` if it is in none."""
-    found = cached_model(model.digest)
+    found = files.cached_model(model.digest)
     if found is not None:
         return found
-    starter = starter_folder() if model.name == STARTER else None
+    starter = files.starter_folder() if model.name == STARTER else None
     places = [*near, starter, in_hub_cache(model.name, model.revision)]
-    listing = known_listing(model.digest)
-    tried = (as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
+    listing = files.known_listing(model.digest)
+    tried = (files.as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
     return next((model for model in tried if model is not None), None)
 
 
@@ -132,9 +117,9 @@ def fetch_model(
 ) -> Model:
     """Get the model from members into the cache, from where an earlier call left off. Pieces that lie in the
     directories `near` are copied. Raises UserError if the disk is full, or no member gives it for `patience_s`."""
-    folder = cache() / wanted.digest
-    with os_errors_explained(folder), only_process(wanted, say):
-        found = cached_model(wanted.digest)  # fetched by another process, while this one waited
+    folder = files.cache() / wanted.digest
+    with os_errors_explained(folder), files.only_process(wanted, say):
+        found = files.cached_model(wanted.digest)  # fetched by another process, while this one waited
         if found is not None:
             return found
         partial = folder.with_name(f"{wanted.digest}.partial")
@@ -142,11 +127,11 @@ def fetch_model(
         called = f"model {wanted.name}"
         listing = _listing(wanted, donors, partial, called, patience_s)
         draft = Draft(partial, listing)
-        need, free = draft.missing_bytes + SPARE_BYTES, shutil.disk_usage(partial).free
+        need, free = draft.missing_bytes + files.SPARE_BYTES, shutil.disk_usage(partial).free
         if draft.missing and need > free:
             raise UserError(
-                f"{called} takes {draft.missing_bytes / 2**30:.1f} GiB more at {cache()}, where {free / 2**30:.1f} GiB "
-                "are free: make room, or choose another disk with HF_HOME"
+                f"{called} takes {draft.missing_bytes / 2**30:.1f} GiB more at {folder.parent}, where "
+                f"{free / 2**30:.1f} GiB are free: make room, or choose another disk with HF_HOME"
             )
         draft.take_from(near)
         began, size = time.monotonic(), draft.missing_bytes
@@ -164,7 +149,7 @@ def fetch_model(
 
 def _listing(wanted: ManifestModel, donors: Donors, partial: Path, called: str, patience_s: float) -> ModelListing:
     """The model's listing, from this machine or else from members; a copy goes into `partial`."""
-    listing = known_listing(wanted.digest)
+    listing = files.known_listing(wanted.digest)
     if listing is None:
         got = bytearray()
         donors.get({wanted.digest: None}, lambda sha256, data: got.extend(data), f"the listing of {called}", patience_s)
@@ -174,13 +159,13 @@ def _listing(wanted: ManifestModel, donors: Donors, partial: Path, called: str, 
             raise UserError(f"this swarm's {called} cannot be used: {error.detail}; choose one with --model") from error
     if listing.size != wanted.bytes:
         raise UserError(f"this swarm's {called} is not of the size that its manifest says; choose one with --model")
-    (partial / LISTING).write_bytes(encode_listing(listing))
+    (partial / files.LISTING).write_bytes(encode_listing(listing))
     return listing
 
 
 def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:
     folder = download_from_hub(model, patient)
-    found = as_model(folder, model.digest, model.bytes, known_listing(model.digest), say)
+    found = files.as_model(folder, model.digest, model.bytes, files.known_listing(model.digest), say)
     if found is None:
         raise HubFailed("has something else of that name")
     return found
@@ -199,7 +184,7 @@ def describe_model(named: str) -> ManifestModel:
     Downloads it if need be, and keeps its listing in the cache. Raises UserError."""
     path = Path(named).expanduser()
     if named == STARTER:
-        folder, name = starter_folder(), STARTER
+        folder, name = files.starter_folder(), STARTER
     elif path.is_dir():
         folder, name = path, re.sub("[^A-Za-z0-9._-]+", "-", path.resolve().name).strip("-._") or "model"
     elif named.startswith((".", "/", "~")):
@@ -208,11 +193,11 @@ def describe_model(named: str) -> ManifestModel:
         folder, name = _downloaded(named), named
     commit = folder.name if name == named and re.fullmatch("[0-9a-f]{40}", folder.name) else ""
     try:
-        listing = list_model(folder)
+        listing = files.list_model(folder)
     except OSError as error:
         raise UserError(f"cannot read the model: {os_error_text(error, folder)}") from error
     with os_errors_explained(folder):
-        return ManifestModel(name, remember(listing), listing.size, commit)
+        return ManifestModel(name, files.remember(listing), listing.size, commit)
 
 
 def _downloaded(name: str) -> Path:

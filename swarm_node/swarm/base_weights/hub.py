@@ -19,6 +19,7 @@ from pathlib import Path
 
 from protocol.manifest import ManifestModel
 from protocol.model_listing import names_of
+from swarm_node.storage.rundir import existing_part
 from swarm_node.swarm.base_weights.files import SPARE_BYTES
 
 START_S = 60.0  # how long Python may take to start on a busy machine
@@ -26,6 +27,7 @@ ANSWER_S = 6.0  # how long the hub may take to answer
 SLOW_S, LEAST_BYTES_S = 15.0, 2**18  # a hub that sends fewer bytes a second for so long is too slow
 CHILD_LOOP_S = 0.1
 ASKING, ANSWERED = "asking", "answered"
+INCOMPLETE = "*.incomplete"  # names of files of the hub's cache that were not downloaded to the end
 
 
 def is_offline() -> bool:
@@ -46,7 +48,7 @@ def in_hub_cache(name: str, revision: str = "") -> Path | None:
         return None
 
 
-def download_from_hub(model: ManifestModel, patient: bool = False, clock: Callable[[], float] = time.monotonic) -> Path:
+def download_from_hub(model: ManifestModel, patient: bool = False) -> Path:
     """Download the model; returns its directory in the hub's cache. Raises HubFailed if the hub does not answer, is too
     slow (unless `patient`), or has another model of that name."""
     blobs = _blobs(model.name)
@@ -54,7 +56,7 @@ def download_from_hub(model: ManifestModel, patient: bool = False, clock: Callab
         command = [sys.executable, "-m", __name__, model.name, model.revision, str(model.bytes)]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
         try:
-            watch(child, lambda: _said(out.fileno()), blobs, patient, clock)
+            watch(child, lambda: _said(out.fileno()), blobs, patient, time.monotonic)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -105,19 +107,10 @@ def _blobs(name: str) -> Path:
     return Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
 
 
-def _free_bytes(folder: Path) -> int:
-    """Free space of the disk on which `folder` is, or would be."""
-    return shutil.disk_usage(next(one for one in (folder, *folder.absolute().parents) if one.exists())).free
-
-
-def _begun_bytes(blobs: Path) -> int:
-    """Bytes on disk of downloads that were interrupted."""
-    return sum(path.stat().st_blocks * 512 for path in blobs.glob("*.incomplete"))
-
-
-def _bytes_in(folder: Path) -> int:
+def _bytes_in(folder: Path, names: str = "*") -> int:
+    """Bytes on disk of the files of such names."""
     try:
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder))
+        return sum(path.stat().st_blocks * 512 for path in folder.glob(names))
     except OSError:  # not there yet, or files come and go
         return 0
 
@@ -140,8 +133,9 @@ def main(name: str, revision: str, size: int) -> int:
             print("has other files of that name")
             return 1
         cached = {file for file in names if isinstance(try_to_load_from_cache(name, file, revision=found.sha), str)}
-        missing, free = sum(sizes[file] for file in names if file not in cached), _free_bytes(Path(HF_HUB_CACHE))
-        if missing and missing + SPARE_BYTES > free + _begun_bytes(_blobs(name)):
+        missing = sum(sizes[file] for file in names if file not in cached)
+        free = shutil.disk_usage(existing_part(Path(HF_HUB_CACHE))).free
+        if missing and missing + SPARE_BYTES > free + _bytes_in(_blobs(name), INCOMPLETE):
             print(f"has {missing / 2**30:.1f} GiB more, for which there is no room at {HF_HUB_CACHE}")
             return 1
         print(ANSWERED, flush=True)

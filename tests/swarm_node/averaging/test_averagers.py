@@ -218,7 +218,7 @@ def test_weights_on_trial_are_not_given_away(monkeypatch: pytest.MonkeyPatch) ->
         value = float(averager.tensors["embed"][0])
         if value:
             with pytest.raises(RemoteProtocolError, match="busy"):
-                averager.copies()
+                averager.copies([0])
             looked.append("on trial")
         return math.inf if value else 0.0
 
@@ -227,7 +227,7 @@ def test_weights_on_trial_are_not_given_away(monkeypatch: pytest.MonkeyPatch) ->
     assert looked == ["on trial"]
     cohort.run(3 * PERIOD_S)
     assert len(looked) == 1 + averager.counts["skipped/probe"] > 1
-    assert not any(bool(copy.any()) for copy in averager.copies())
+    assert not any(bool(copy.any()) for copy in averager.copies([0]))
 
 
 def test_a_copy_made_during_replacement_is_not_averaged() -> None:

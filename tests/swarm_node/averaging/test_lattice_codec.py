@@ -133,7 +133,7 @@ def test_blocks_too_far_away_are_reported_unread(bits: int) -> None:
     data = body(bits, x, 1e-2)
     reader = LatticeReader(bits, near, "seed")
     reader.write(memoryview(data))
-    received, failed = reader.values(), reader.failed()
+    received, failed = reader.values(), reader.failed
     assert failed.nonzero()[:, 0].tolist() == (far // BLOCK).tolist()
     where = failed.repeat_interleave(BLOCK)
     assert torch.equal(received[where], near[where])
@@ -302,7 +302,7 @@ def swarm_of_pairs(
         for piece in lattice_pieces(int(codec), fast[j], slow[j], reach[j], reach[i], f"{time} {j}", written[j]):
             reader.write(piece)
         values = reader.values()
-        failed[i], apart[i] = reader.failed().nonzero()[: most_written_out(n), 0], reader.apart()
+        failed[i], apart[i] = reader.failed.nonzero()[: most_written_out(n), 0], reader.apart()
         return values
 
     variances = []
