@@ -39,7 +39,8 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from protocol.transports.memory.links import UPLINK_TURN_S
-from swarm_node.averaging import Averager, CohortPlace, make_averager
+from swarm_node.averaging.averager import Averager, CohortPlace
+from swarm_node.averaging.cohort import make_averager
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig

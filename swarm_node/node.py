@@ -46,7 +46,7 @@ from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network
-    from swarm_node.averaging import Averager
+    from swarm_node.averaging.averager import Averager
     from swarm_node.swarm.member import Member
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from protocol.crew import Progress
-from swarm_node.averaging import Averager
+from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import leave_cohort
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.pipeline.announcing import Announcer, LeaderSubscriptions

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from protocol.transports.base import Transport
-from swarm_node.averaging import Averager, LateJoin
+from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort, leave_cohort
+from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.config import AveragingConfig
 
 if TYPE_CHECKING:

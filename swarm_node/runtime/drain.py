@@ -13,7 +13,7 @@ from swarm_node.storage.mirror import Accept, Mirror
 from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
-    from swarm_node.averaging import Averager
+    from swarm_node.averaging.averager import Averager
     from swarm_node.swarm.join import JoinedSwarm
 
 WEIGHTS_CHECK_S = 0.5  # longest time between two looks for others' weights, while training waits for them

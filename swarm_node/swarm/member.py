@@ -22,8 +22,9 @@ from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from protocol.transports.base import Handler, Transport
-from swarm_node.averaging import Averager, LateJoin
+from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort
+from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals

@@ -21,7 +21,7 @@ import torch
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
-from swarm_node.averaging import CohortPlace
+from swarm_node.averaging.averager import CohortPlace
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 

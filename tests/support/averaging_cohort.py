@@ -14,8 +14,9 @@ from torch import Tensor
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import Averager, CohortPlace, LateJoin, make_averager
-from swarm_node.averaging.cohort_weights import WeightsFetch
+from swarm_node.averaging.averager import Averager, CohortPlace
+from swarm_node.averaging.cohort import make_averager
+from swarm_node.averaging.cohort_weights import LateJoin, WeightsFetch
 from swarm_node.averaging.outer_step import NoLoCo
 from swarm_node.config import AveragingConfig
 

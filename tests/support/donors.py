@@ -8,7 +8,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead
 from protocol.transports.base import Accepted, Outgoing, Transport
-from swarm_node.averaging import Averager
+from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import coded_bytes
 
 

@@ -17,7 +17,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.manifest import Manifest, ManifestModel
 from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
 from protocol.transports.base import Transport
-from swarm_node.config import NodeConfig, PolicyConfig
+from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
@@ -41,7 +41,9 @@ def choose_model(
     model = manifest.model
     if model is None:
         return None
-    if names_another(config.policy, model):
+    policy = config.policy
+    as_named = policy.model == model.name and policy.revision is None and not Path(policy.model).expanduser().is_dir()
+    if "model" in policy.model_fields_set and not as_named:  # a directory always counts as another
         give_what_is_here(config, manifest, transport, say)
         return None
     donors = Donors(transport, manifest.swarm_id, first, say)
@@ -65,13 +67,6 @@ def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transpo
             _give(config, found, manifest.swarm_id, transport, say)
 
     threading.Thread(target=give, name="model", daemon=True).start()
-
-
-def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
-    """Whether the user has chosen another model than the swarm's. A directory always counts as another."""
-    if "model" not in policy.model_fields_set:
-        return False
-    return policy.model != model.name or policy.revision is not None or Path(policy.model).expanduser().is_dir()
 
 
 def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:

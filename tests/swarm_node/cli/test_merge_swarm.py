@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, encode_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import CohortPlace, Fragments, LateJoin, cohort_id, make_averager
-from swarm_node.averaging.cohort import cohorts_of
-from swarm_node.averaging.cohort_weights import AT_ONCE, PACE
+from swarm_node.averaging.averager import CohortPlace, cohort_id
+from swarm_node.averaging.cohort import cohorts_of, make_averager
+from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, LateJoin
+from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
