@@ -18,6 +18,7 @@ from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 
 
 def join_cohort(
@@ -28,7 +29,7 @@ def join_cohort(
     weights: Mapping[str, Tensor],
     transport: Transport,
     now: Callable[[], float],
-    say: Callable[[str], None],
+    say: Say,
     changed: Callable[[], None],
     probe: Callable[[], float | None],
     what: str = "weights",

@@ -5,9 +5,10 @@ cards of members -> partners now, last known names -> a message when the first p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from protocol.messages import PeerCard
+from swarm_node.say import Say
 
 MAX_NAMES = 1024  # partners whose names are remembered, the latest ones; a card costs its maker nothing
 LISTED = 5  # names in a message
@@ -16,7 +17,7 @@ LISTED = 5  # names in a message
 class CohortRoster:
     """The partners of a node of `cohort`. Says after `patience_s` that there are none, and repeats it no sooner."""
 
-    def __init__(self, cohort: str, patience_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, cohort: str, patience_s: float, say: Say) -> None:
         self.partners: dict[str, str] = {}
         """Peer id -> name of the peers here; replaced as a whole, so that other threads may read it."""
         self._cohort = cohort

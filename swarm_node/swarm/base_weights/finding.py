@@ -104,7 +104,7 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda s
     places = [*near, starter, in_hub_cache(model.name, model.revision)]
     listing = files.known_listing(model.digest)
     tried = (files.as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
-    return next((model for model in tried if model is not None), None)
+    return next((there for there in tried if there is not None), None)
 
 
 def fetch_model(

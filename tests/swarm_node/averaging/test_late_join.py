@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -139,9 +139,10 @@ def test_training_goes_on_meanwhile() -> None:
     given: list[Tensor] = []
     copies = ahead.averager.copies
 
-    def watched() -> list[Tensor]:
-        given.extend(copies())
-        return given
+    def watched(fragments: Iterable[int]) -> list[Tensor]:
+        made = copies(fragments)
+        given.extend(made)
+        return made
 
     ahead.averager.copies = watched  # type: ignore[method-assign]
     while not given:
@@ -340,7 +341,12 @@ def test_strangers_that_hang_up_cost_few_copies() -> None:
     ahead = member(cohort)
     made: list[float] = []
     copies = ahead.averager.copies
-    ahead.averager.copies = lambda: made.append(cohort.clock.now()) or copies()  # type: ignore[method-assign, func-returns-value]
+
+    def counted(fragments: Iterable[int]) -> list[Tensor]:
+        made.append(cohort.clock.now())
+        return copies(fragments)
+
+    ahead.averager.copies = counted  # type: ignore[method-assign]
 
     def bother(names: Callable[[int], str], seconds: int) -> int:
         made.clear()
@@ -377,7 +383,7 @@ def test_a_transfer_that_never_began_blocks_none() -> None:
     ahead = member(cohort)
     copies = ahead.averager.copies
 
-    def changing() -> list[Tensor]:
+    def changing(fragments: Iterable[int]) -> list[Tensor]:
         raise RemoteProtocolError("busy", "weights are changing")
 
     ahead.averager.copies = changing  # type: ignore[method-assign]
