@@ -7,25 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.limits import (
-    CONFIG_HASH_CHARS,
-    MAX_ADDRESS_CHARS,
-    MAX_ADDRESSES,
-    MAX_ENVIRONMENT_CHARS,
-    MAX_FAMILY_CHARS,
-    MAX_GENERATOR_CHARS,
-    MAX_GROUPS,
-    MAX_LAYERS,
-    MAX_NAME_CHARS,
-    MAX_ROLLOUTS,
-    MAX_SHARDS,
-    MAX_STAGES,
-    MAX_TEXT_CHARS,
-    MAX_TOKENS,
-    SLOTS,
-    TASK_INDICES,
-    TASK_SEEDS,
-)
+from protocol import limits
 
 PROTOCOL_VERSION = 1
 """Major version. Nodes speak this version and the one before, and write the newest that all members understand
@@ -36,35 +18,35 @@ Hash16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """First 64 bits of a sha256 in hexadecimal: enough to tell things apart, not to prove anything."""
 Time = Annotated[float, Meta(ge=0, lt=2**40)]  # seconds since the Unix epoch
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
+Address = Annotated[str, Meta(max_length=limits.MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
 """A multiaddress that ends in /p2p/<peer id>."""
 
-StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
-LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+StageNumber = Annotated[int, Meta(ge=0, lt=limits.MAX_STAGES)]
+LayerNumber = Annotated[int, Meta(ge=0, le=limits.MAX_LAYERS)]
 
 
 class TaskName(msgspec.Struct, frozen=True, order=True):
     """Name of a task: enough to regenerate the task on any machine. Nothing in it has to be trusted."""
 
-    environment: Annotated[str, Meta(max_length=MAX_ENVIRONMENT_CHARS, pattern=r"^[a-z0-9_]+\Z")]
+    environment: Annotated[str, Meta(max_length=limits.MAX_ENVIRONMENT_CHARS, pattern=r"^[a-z0-9_]+\Z")]
     """Generator of the question, for example `gcd`; `jsonl` = a file of questions."""
-    config: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{CONFIG_HASH_CHARS}}}\Z")]
+    config: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{limits.CONFIG_HASH_CHARS}}}\Z")]
     """First hex digits of the sha256 of the environment's options as canonical JSON, or of the file."""
-    generator: Annotated[str, Meta(max_length=MAX_GENERATOR_CHARS, pattern=r"^[ -~]+\Z")]
+    generator: Annotated[str, Meta(max_length=limits.MAX_GENERATOR_CHARS, pattern=r"^[ -~]+\Z")]
     """Package and version that make the item: another version may make another item."""
-    seed: Annotated[int, Meta(ge=0, lt=TASK_SEEDS)]
+    seed: Annotated[int, Meta(ge=0, lt=limits.TASK_SEEDS)]
     """0 for generators that seed item i with `seed + i`, so that no item has two names."""
-    index: Annotated[int, Meta(ge=0, lt=TASK_INDICES)]  # index of the item; for a file, the line, counted from 0
+    index: Annotated[int, Meta(ge=0, lt=limits.TASK_INDICES)]  # index of the item; for a file, the line, counted from 0
 
 
 class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
     """One answer, as text. No prompt, no truth, no reward: receivers have their own."""
 
-    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]  # decoded completion without special tokens
+    text: Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARS)]  # decoded completion without special tokens
     finished: bool  # ended by itself, rather than cut off at the length limit
-    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=MAX_TOKENS)] | None = None
+    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=limits.MAX_TOKENS)] | None = None
     """Completion tokens, for receivers with the same tokenizer."""
-    logprobs: Annotated[bytes, Meta(max_length=2 * MAX_TOKENS)] | None = None
+    logprobs: Annotated[bytes, Meta(max_length=2 * limits.MAX_TOKENS)] | None = None
     """Log-probability of each token when sampled, little-endian float16."""
 
 
@@ -73,18 +55,18 @@ class SharedGroup(msgspec.Struct, frozen=True):
 
     task: TaskName
     epoch: Count  # assignment epoch: floor(Unix time / EPOCH_SECONDS) when the task was drawn
-    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+    slot: Annotated[int, Meta(ge=0, lt=limits.SLOTS)]
     """(peer, epoch, slot) decides the task: nobody can choose which tasks to publish answers to."""
     prompt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """First 16 bytes of sha256(normalised question): mismatch detection and de-duplication only."""
     policy_version: Count  # optimiser updates behind the policy that sampled it
-    rollouts: Annotated[list[SharedRollout], Meta(min_length=2, max_length=MAX_ROLLOUTS)]
+    rollouts: Annotated[list[SharedRollout], Meta(min_length=2, max_length=limits.MAX_ROLLOUTS)]
 
 
 class SharedSampling(msgspec.Struct, frozen=True):
     """The distribution that answers were drawn from."""
 
-    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    max_new_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_TOKENS)]
     temperature: Annotated[float, Meta(gt=0, le=100)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
 
@@ -101,7 +83,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     people."""
     tokenizer: Hash16
     sampling: SharedSampling
-    groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
+    groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=limits.MAX_GROUPS)]
 
 
 class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": "seats"}):
@@ -110,8 +92,8 @@ class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": 
     id: Hash16
     """Equal for the peers of one crew. It is derived from the name, which stays secret (`protocol.crew.crew_id`)."""
     architecture: Hash16  # equal for peers that hold stages of one policy
-    count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]  # stages that the policy is cut into
-    held: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
+    count: Annotated[int, Meta(ge=1, le=limits.MAX_STAGES)]  # stages that the policy is cut into
+    held: Annotated[tuple[StageNumber, ...], Meta(max_length=limits.MAX_STAGES)] = ()
     """Stages that the peer holds; the one that holds stage 0 leads the crew. On the wire, the name is `seats`."""
     term: Count = 0  # term of the leader that the peer follows, or is
 
@@ -122,17 +104,17 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     protocol: Count
     swarm: Hash64
     created: Time
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
+    name: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
     roles: Annotated[list[Literal["trainer", "bootstrap", "relay"]], Meta(max_length=3)]
-    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []  # addresses of the peer's DHT and streams
-    gossip: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []  # addresses of the peer's gossip process
+    addresses: Annotated[list[Address], Meta(max_length=limits.MAX_ADDRESSES)] = []  # of the peer's DHT and streams
+    gossip: Annotated[list[Address], Meta(max_length=limits.MAX_ADDRESSES)] = []  # of the peer's gossip process
     gossip_id: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")] = ""
     """Peer id of its gossip process: a fresh key every start, which this card binds to the peer."""
-    shards: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]], Meta(max_length=MAX_SHARDS)] = []
+    shards: Annotated[list[Annotated[int, Meta(ge=0, lt=limits.MAX_SHARDS)]], Meta(max_length=limits.MAX_SHARDS)] = []
     """Gossip shards it subscribes to; empty = all."""
     cohort: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     """Peers of one cohort can average weights; empty = none."""
-    family: Annotated[str, Meta(max_length=MAX_FAMILY_CHARS, pattern=r"^[ -~]*\Z")] = ""
+    family: Annotated[str, Meta(max_length=limits.MAX_FAMILY_CHARS, pattern=r"^[ -~]*\Z")] = ""
     """Model architecture, for example `llama`."""
     tokenizer: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     policy_version: Count = 0
