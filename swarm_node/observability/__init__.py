@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, progress, plots."""
+"""The figures of a run, for people: metrics, progress, plots."""

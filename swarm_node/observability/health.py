@@ -101,7 +101,7 @@ class Health:
         """Do nothing: a node of a crew may run again after this run."""
 
     def look(self) -> str:
-        """What the node waits for now. Call it often, since it adds up the time of waiting."""
+        """The reason why the node waits now; empty = it does not. Call it often: it adds up the time of waiting."""
         waiting = self.waiting()
         with self._looking:
             now = self._clock()

@@ -49,7 +49,7 @@ def shown_as_json(node: str, stream: TextIO) -> Show:
 
 
 def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
-    """Show what is logged below "swarm_node", and append it to events.jsonl, until the stack is closed."""
+    """Show sentences that are logged below "swarm_node", and append them to events.jsonl, until the stack is closed."""
     events = EventLog(run.events, lambda text: show(text, "note"))
     stack.callback(events.close)
     handler = _Handler(show, events)

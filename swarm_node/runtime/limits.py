@@ -5,7 +5,7 @@
     SIGPROF               every 50 ms of CPU time: sleeps until the node's processes are below `max_cpu` again
 
 A paused node stays a member of its swarm: its network goes on, renews its card and passes on what others publish. It
-samples, learns and averages nothing; what it had sampled waits.
+samples, learns and averages nothing; answers that were already sampled wait.
 
 Loads no torch. Only one `ResourceLimits` in a process can limit CPU time, and only from its main thread.
 """
@@ -79,7 +79,7 @@ class ProcessTree:
     def cpu_s(self) -> float:
         """CPU seconds so far, those of children that were seen and have ended included. Raises nothing, since a signal
         handler calls it."""
-        with suppress(OSError):  # too many open files: what was seen last
+        with suppress(OSError):  # too many open files: the children seen last count
             for child in self._look():
                 with suppress(psutil.Error):
                     self._cpu_s[child] = sum(child.cpu_times()[:2])

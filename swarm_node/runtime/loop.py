@@ -143,8 +143,6 @@ class Run:
         )
         return member
 
-    # ----------------------------------------------------------------- the loop
-
     def train(self) -> None:
         """Train until the end or a signal; then evaluate on held-out questions and save a last checkpoint."""
         stop = self.stop
@@ -181,7 +179,7 @@ class Run:
             raise UserError(self.limits.over)
 
     def _average_last(self, stop: Stopper) -> None:
-        """Finish the exchange of weights that is due or under way, if there is time, and save what it made of the
+        """Finish the exchange of weights that is due or under way, if there is time, and save the averaged
         weights. The cohort then has what this node learned since the last exchange."""
         averager = self.node.averager
         if averager is None or self._changing or self.crew is not None:
@@ -219,7 +217,7 @@ class Run:
             try:
                 collected = node.collect()
             except StopRequested:
-                node.share(node.collected)  # what is finished of it
+                node.share(node.collected)  # the finished part
                 raise
             stop.hold()
             node.share(collected)
@@ -287,8 +285,6 @@ class Run:
         if not self._changing:
             self.state.save()
             self.checkpoints.wait()
-
-    # ----------------------------------------------------------------- what people see
 
     def _held_out(self, when: str) -> Evaluation:
         settings = self.config.eval

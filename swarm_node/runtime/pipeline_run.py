@@ -86,7 +86,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                         crew.leave_lead()
             except StopRequested:
                 console.leave(STOPPING)
-            finally:  # whatever went wrong, what is held here is not lost
+            finally:  # the stages that are held here are not lost, whatever went wrong
                 stop.hold()
                 crew.leaving.close(stop)
             stop.safe()

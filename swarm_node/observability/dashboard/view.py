@@ -257,7 +257,7 @@ def _last_round(path: Path, stamp: Stamp | None) -> int | None:
     """The round of the last line of the file that has this stamp."""
     try:
         _, records = Tail(path, GLANCE_BYTES).read()
-    except OSError:  # said by whoever opens it
+    except OSError:  # the view of the run says so
         return None
     last = records[-1].get("round") if records else None
     return last if isinstance(last, int) else None
