@@ -34,12 +34,13 @@ from benchmarks.common import RESULTS, machine, table
 from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from protocol.topics import epoch_at, rollout_topic, shard_of
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
-from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.one_turn import prompt_digest
+from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group
 
 FOLDER = RESULTS / "payload"

@@ -22,12 +22,13 @@ from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ManifestTask
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.topics import epoch_at, slot_key, slot_place
+from protocol.topics import epoch_at
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.sharing import Receiver, ReplayBuffer
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.one_turn import prompt_digest
+from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Sampling
 
 GROUPS = 8

@@ -2,8 +2,8 @@
 
     L = sum_t  w_t * ( f_t * l_t + beta * kl_t )
 
-    l_t, w_t                                            the loss: `grpo.loss` names one of `LOSSES`
-    f_t                                                 the off-policy correction: `grpo.correction`
+    l_t, w_t                                            the loss: one file each in `losses`
+    f_t                                                 the off-policy correction: one file each in `corrections`
     kl_t = (exp(d) - d - 1) * rho                       k3, off-policy corrected; d = logprob_ref - logprob
     rho  = exp(logprob - logprob_old)                   of the token, or exp of its mean over the rollout
 
@@ -13,7 +13,6 @@ So leaving these out, or splitting the step into microbatches, changes nothing. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +20,6 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.config.plugins import error_text, load_function
-from swarm_node.errors import UserError
-from swarm_node.policy.oom import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -49,19 +45,15 @@ def mean_by_sequence(x: Tensor, sequence: Tensor, rollouts: int) -> Tensor:
     return total[sequence] / torch.bincount(sequence, minlength=rollouts)[sequence]
 
 
-# --------------------------------------------------------------------- losses
-
-
 class Loss:
     """A policy-gradient loss: l_t of each token, and the weight w_t of the token in the sum.
 
-    As it is, it is DAPO's, arXiv 2503.14476: PPO's clipped surrogate (arXiv 1707.06347), and every token counts the
-    same. Other losses replace a part.
+    The parts here are PPO's clipped surrogate (arXiv 1707.06347) and a mean over tokens; a loss replaces what differs.
     """
 
     level: Literal["token", "sequence"] = "token"
     """What has one ratio: a token, or a whole rollout (the geometric mean of its tokens' ratios)."""
-    clip: tuple[float, float] = (0.2, 0.28)  # lower and upper clip range if the configuration sets none
+    clip: tuple[float, float] = (0.2, 0.28)  # lower and upper clip range if none is set: DAPO's
 
     def surrogate(self, tokens: Tokens) -> Tensor:
         """l_t [N], with a gradient: -min(min(ratio, delta) A, clip(ratio, 1 - low, 1 + high) A)."""
@@ -86,86 +78,10 @@ class Loss:
         }
 
 
-class Grpo(Loss):
-    """GRPO, arXiv 2402.03300, section 4.1: every rollout counts the same, w_t = 1 / (B |y|)."""
-
-    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
-        return 1.0 / (lengths.clamp(min=1) * len(lengths))
-
-
-class DrGrpo(Loss):
-    """Dr. GRPO, arXiv 2503.20783: a constant weight w_t = 1 / (B L_max), so long answers are not favoured."""
-
-    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
-        return torch.full(lengths.shape, 1.0 / (len(lengths) * max_new_tokens))
-
-
-class Gspo(Grpo):
-    """GSPO, arXiv 2507.18071: GRPO with one ratio for each rollout, and a clip range that suits it."""
-
-    level = "sequence"
-    clip = (3e-4, 4e-4)
-
-
-class Cispo(Loss):
-    """CISPO, MiniMax-M1, arXiv 2506.13585: the ratio is a capped factor without gradient.
-
-    l_t = -stop_gradient(min(ratio, high)) A logprob_t. The upper clip range is the cap itself; its default is that of
-    ScaleRL, arXiv 2510.13786.
-    """
-
-    clip = (0.2, 5.0)
-
-    def surrogate(self, tokens: Tokens) -> Tensor:
-        return -tokens.ratio.clamp(max=tokens.high).detach() * tokens.advantage * tokens.logprobs
-
-    def highest(self, high: float) -> float:
-        return high
-
-    def metrics(self, low: float, high: float, count: float) -> dict[str, float]:
-        return {"cispo_clip_ratio": high / count}
-
-
-class FunctionLoss(Loss):
-    """A function of the user's own, `f(logprobs, old, advantage, sequence) -> l_t`, all [N]; weighed like DAPO."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.function = function
-
-    def surrogate(self, tokens: Tokens) -> Tensor:
-        """UserError if the function fails or breaks its contract. Out of memory is passed on."""
-        try:
-            loss = self.function(tokens.logprobs, tokens.old, tokens.advantage, tokens.sequence)
-        except Exception as error:  # the user's code may raise anything
-            if is_out_of_memory(error):
-                raise
-            raise UserError(f"grpo.loss failed: {error_text(error)}") from error
-        if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape or not loss.requires_grad:
-            raise UserError(
-                f"grpo.loss must give a tensor of {list(tokens.logprobs.shape)}, one number a token, with a gradient"
-            )
-        return loss
-
-
-LOSSES: dict[str, type[Loss]] = {"grpo": Grpo, "dr_grpo": DrGrpo, "dapo": Loss, "gspo": Gspo, "cispo": Cispo}
-
-
-def find_loss(name: str) -> Loss:
-    """The loss that `grpo.loss` names. UserError if it is code of the user's own that cannot be loaded."""
-    if name in LOSSES:
-        return LOSSES[name]()
-    found = load_function(name, "grpo.loss")
-    return found() if isinstance(found, type) and issubclass(found, Loss) else FunctionLoss(found)
-
-
-# --------------------------------------------------------------------- off-policy corrections
-
-
 class Correction:
     """How an update treats rollouts that another policy sampled: an older version of this one, or a peer's.
 
-    As it is (`recorded`), own rollouts are compared with the probabilities recorded at sampling, and foreign ones start
-    at ratio 1: no log-probability of a peer is used, as in SAPO (arXiv 2509.08721).
+    The parts here correct nothing: every ratio starts at 1.
 
     `sampled` [N] are the log-probabilities that the sampler recorded, NaN where there are none. Those of a peer are
     the peer's word: nothing proves them.
@@ -176,47 +92,11 @@ class Correction:
 
         `stale` [N]: an older version of this policy sampled the token; `foreign` [N]: a peer did.
         """
-        return torch.where(stale, sampled, torch.nan)
+        return torch.full_like(sampled, torch.nan)
 
     def factor(self, tokens: Tokens) -> Tensor | None:
         """Factor [N] >= 0 on each token's loss, without a gradient; None = 1. The KL term is not scaled."""
         return None
-
-
-class SequenceMask(Correction):
-    """DeepSeek-V3.2's off-policy mask, arXiv 2512.02556: leave out what the policy has moved far away from.
-
-    Drops a rollout with A < 0 if mean(sampled - logprobs) over its tokens exceeds `limit`, in nats.
-    """
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        sampled = torch.where(tokens.foreign | tokens.sampled.isnan(), tokens.old, tokens.sampled)
-        drift = mean_by_sequence(sampled - tokens.logprobs.detach(), tokens.sequence, tokens.rollouts)
-        return (tokens.advantage >= 0) | (drift <= self.limit)
-
-
-def find_correction(config: GrpoConfig) -> Correction:
-    """The correction that `grpo.correction` and `grpo.off_policy_mask` ask for.
-
-    UserError if it is code of the user's own that cannot be loaded, or if the mask is set beside another correction.
-    """
-    if config.correction == "recorded":
-        return Correction() if config.off_policy_mask is None else SequenceMask(config.off_policy_mask)
-    if config.off_policy_mask is not None:
-        raise UserError('grpo.off_policy_mask needs grpo.correction = "recorded"')
-    try:
-        correction = load_function(config.correction, "grpo.correction")()
-    except TypeError as error:
-        raise UserError(f"grpo.correction failed: {error_text(error)}") from error
-    if not isinstance(correction, Correction):
-        raise UserError("grpo.correction must name a subclass of swarm_node.grpo.objective.Correction")
-    return correction
-
-
-# --------------------------------------------------------------------- the sum
 
 
 def clip_range(config: GrpoConfig, loss: Loss) -> tuple[float, float]:
@@ -235,11 +115,11 @@ def policy_loss(
     advantages: Tensor,
     weights: Tensor,
     config: GrpoConfig,
+    loss: Loss,
+    correction: Correction,
     reference: Tensor | None = None,
     sampled: Tensor | None = None,
     foreign: Tensor | None = None,
-    loss: Loss | None = None,
-    correction: Correction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of the objective that these N tokens have, and sums over them for the metrics.
 
@@ -248,9 +128,7 @@ def policy_loss(
     reference         [N] reference log-probs, needed for `beta` > 0
     sampled           [N] log-probs recorded by the sampler, NaN where there are none; not given: `old`
     foreign           [N] whether a peer sampled the token; not given: none
-    loss, correction  those that `config` names, if the caller has looked them up before
     """
-    loss = loss or find_loss(config.loss)
     low, high = clip_range(config, loss)
     by_sequence = (config.importance_level or loss.level) == "sequence"
     log_ratio = logprobs - old
@@ -271,7 +149,7 @@ def policy_loss(
         delta=config.delta,
     )
     total = loss.surrogate(tokens)
-    factor = (correction or find_correction(config)).factor(tokens)
+    factor = correction.factor(tokens)
     if factor is not None:
         total = total * factor
 

@@ -26,7 +26,9 @@ from torch import Tensor
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, Interrupted, Unworkable, UserError
 from swarm_node.grpo import advantage, batch
-from swarm_node.grpo.objective import Loss, find_correction, find_loss, policy_loss
+from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.losses import find_loss
+from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.oom import is_out_of_memory

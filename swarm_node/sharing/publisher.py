@@ -23,7 +23,7 @@ from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import MINUTE_S
-from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout, Sampling
 

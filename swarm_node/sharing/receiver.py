@@ -30,13 +30,12 @@ from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import Manifest
 from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
-from protocol.topics import slot_key
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
-from swarm_node.tasks.base import prompt_digest
-from swarm_node.tasks.taskset import has_signal, judge
+from swarm_node.tasks.one_turn import prompt_digest
+from swarm_node.tasks.taskset import has_signal, judge, slot_key
 from swarm_node.types import Group, Rollout, Sampling
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES

@@ -20,7 +20,7 @@ from protocol.identity import Identity
 from protocol.limits import SLOTS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from protocol.topics import epoch_at, rollout_topic, shard_of
 from protocol.transports.base import Handler, Transport
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort
@@ -33,6 +33,7 @@ from swarm_node.say import Once, Say
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
 
 MAX_SHOWN = 500  # peers in a status: those with the most admitted groups

@@ -1,49 +1,21 @@
-"""The ports of tasks, and what is read of their texts.
+"""The ports of tasks: an environment holds a dialogue about a task, and a task source makes the tasks of one.
 
-`taskset.ENVIRONMENTS` has the sources of tasks by name. docs/develop.md shows how to write one.
+`taskset.ENVIRONMENTS` has the sources by name. docs/develop.md shows how to write one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-import unicodedata
-
 from swarm_node.types import Task
-
-MAX_ANSWER_CHARS = 32_768
-"""Longer answers score 0 unseen: the longest reference of the shipped sets has 200 characters, and this bounds what a
-checker must read."""
-
-MAX_TEXT_CHARS = 100_000
-"""Rules 1 to 4 look at the end of the text only: more than 25 000 tokens, and hostile text stays cheap."""
-
-_BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_HASHED = re.compile(r"####[ \t]*([-+]?[0-9.][0-9.,/]*)")
-EVALUATION_SHARE = 5  # one question in five is for evaluation
 
 Messages = list[dict[str, str]]
 """A dialogue: `{"role": "user" | "assistant", "content": text}` for each message, oldest first."""
 
 
-class TaskSource:
-    """An environment with its options: it makes tasks, and holds dialogues about them.
+class Environment:
+    """A dialogue about a task. The task's name and the answers decide it: every machine comes to the same rewards.
 
-    The task's name and the answers decide a dialogue: every machine comes to the same rewards. One object serves all
-    dialogues at once, so it keeps nothing of any of them.
+    One object serves all dialogues at once, so it keeps nothing of any of them.
     """
-
-    environment: str  # its name, the same on every machine
-    config: str  # hash of its options: 16 hex digits
-    generator: str
-    """Name and version of the code that makes the tasks. Other versions may make other tasks of one name."""
-    label: str  # short name for people
-    path: str  # how the user asked for it, for example `small/gcd`
-    size: int  # indices of tasks run from 0 to here
-
-    def task(self, index: int) -> Task | None:
-        """Task number `index`; None if there is none."""
-        raise NotImplementedError
 
     def reset(self, task: Task) -> Messages:
         """The messages that begin the dialogue."""
@@ -58,99 +30,17 @@ class TaskSource:
         raise NotImplementedError
 
 
-class OneTurn(TaskSource):
-    """A source whose dialogues are one question and one answer."""
+class TaskSource(Environment):
+    """An environment with its options, and the tasks that it makes; both are named so that others can make them too."""
 
-    def check(self, task: Task, answer: str) -> float:
-        """Score of the answer that was found in a completion."""
+    environment: str  # its name, the same on every machine
+    config: str  # hash of its options: 16 hex digits
+    generator: str
+    """Name and version of the code that makes the tasks. Other versions may make other tasks of one name."""
+    label: str  # short name for people
+    path: str  # how the user asked for it, for example `small/gcd`
+    size: int  # indices of tasks run from 0 to here
+
+    def task(self, index: int) -> Task | None:
+        """Task number `index`; None if there is none."""
         raise NotImplementedError
-
-    def reset(self, task: Task) -> Messages:
-        return [{"role": "user", "content": task.question}]
-
-    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
-        reward = None
-        if task.answer is not None:
-            found = extract(answer)
-            reward = 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
-        return [*messages, {"role": "assistant", "content": answer}], reward, True
-
-
-def extract(completion: str) -> str | None:
-    r"""The answer to be judged; None if there is none. The first rule that applies wins:
-
-        0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
-        1. the last complete `<answer>…</answer>`
-        2. the last complete `\boxed{…}`, braces balanced
-        3. the last `#### n`, n a plain number
-        4. all that is left
-
-    A `\boxed{…}` inside the tags is unwrapped. White space around the answer is dropped; an empty one is no answer.
-    Time is linear in the length of the text.
-    """
-    _, closed, text = completion.rpartition("</think>")
-    if not closed and text.lstrip().startswith("<think>"):
-        return None
-    text = text[-MAX_TEXT_CHARS:]
-    for rule in (_tagged, _boxed, _hashed):
-        found = rule(text)
-        if found is not None:
-            text = found
-            break
-    text = text.strip()
-    if text.startswith(r"\boxed{"):
-        text = (_boxed(text) or "").strip()
-    return text or None
-
-
-def _tagged(text: str) -> str | None:
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    if start < 0:
-        return None
-    start += len("<answer>")
-    return text[start : text.index("</answer>", start)]
-
-
-def _boxed(text: str) -> str | None:
-    if r"\boxed{" not in text:
-        return None
-    opened: list[int] = []  # start of the content of each open \boxed{; -1 for a plain brace
-    last: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        if match[0] == r"\boxed{":
-            opened.append(match.end())
-        elif match[0] == "{":
-            opened.append(-1)
-        elif match[0] == "}" and opened:
-            start = opened.pop()
-            if start >= 0 and (last is None or start > last[0]):
-                last = start, match.start()
-    return text[slice(*last)] if last else None
-
-
-def _hashed(text: str) -> str | None:
-    numbers = _HASHED.findall(text)
-    return numbers[-1].rstrip(".,/") if numbers else None
-
-
-def normalise(text: str) -> str:
-    """Unicode NFC, outer white space removed, inner white space collapsed to single spaces."""
-    return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def is_held_out(question: str) -> bool:
-    """Whether `question` is kept for evaluation, so that nothing may train on it.
-
-    Its own content decides, so every machine decides alike: sha256(utf-8(normalise(question))) mod 5 = 0. A split by
-    index would leak, because small question spaces repeat one question under many indices.
-    """
-    return int.from_bytes(_digest(question), "big") % EVALUATION_SHARE == 0
-
-
-def prompt_digest(question: str) -> bytes:
-    """16 bytes by which two nodes tell whether they have the same question."""
-    return _digest(question)[:16]
-
-
-def _digest(question: str) -> bytes:
-    return hashlib.sha256(normalise(question).encode()).digest()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 
-from swarm_node.tasks.base import normalise
+from swarm_node.tasks.one_turn import normalise
 
 FULL_MARKS = 0.999  # a score from here on is right: the library adds floats up to 1
 

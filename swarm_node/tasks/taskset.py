@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import random
 from bisect import bisect_right
@@ -19,13 +20,15 @@ from typing import Any
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
+from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
-from swarm_node.tasks.base import TaskSource, extract, is_held_out, normalise
+from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.one_turn import extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library, nearest
 from swarm_node.types import Rollout, Score, Task
 
@@ -35,6 +38,8 @@ ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict
 CHECKER = "checker"  # name of the task's own checker among the rewards
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
+
+GOLDEN = (math.sqrt(5) + 1) / 2
 
 RewardFunction = Callable[..., list[float | None]]
 """A function of the user's own, with TRL's signature `f(prompts, completions, **columns)`. It gives None for a
@@ -249,6 +254,20 @@ def _make_labels_distinct(sources: list[TaskSource]) -> None:
         for source in sources:
             if counts[source.label] > 1:
                 source.label = attempt.format(source)
+
+
+def slot_key(swarm: str, peer: str, epoch: int, slot: int) -> str:
+    """Seed of the task to which a peer may publish answers in that slot, as text."""
+    return hashlib.sha256(f"task/{swarm}/{peer}/{epoch}/{slot}".encode()).hexdigest()
+
+
+def slot_place(swarm: str, peer: str, epoch: int, slot: int) -> float:
+    """The source of the task in that slot, as a point in [0, 1) on the sources' weights laid end to end.
+
+    frac(hash("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio): the slots of one epoch follow the
+    golden-ratio sequence, so any run of slots covers the sources evenly.
+    """
+    return (number("place", swarm, peer, str(epoch)) / 2**64 + slot / GOLDEN) % 1.0
 
 
 def _draw(source: TaskSource, rng: random.Random) -> Task:

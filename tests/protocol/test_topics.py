@@ -1,15 +1,13 @@
-"""Who publishes where, whose card lies where, and which tasks a slot can give."""
+"""Names of topics and of keys in the DHT, and how evenly they spread."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
-from protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of, slot_key, slot_place
+from protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of
 from tests.support.wire import IDENTITY, SWARM
 
 PEERS = [f"peer-{i}" for i in range(4000)]
@@ -26,8 +24,6 @@ def test_golden_names() -> None:
     assert rollout_topic(SWARM, 3) == "swarm-node/5a5a5a5a5a5a5a5a/rollouts/3"
     assert membership_key(SWARM, 10) == f"{SWARM}/peers/a"
     assert (shard_of(peer, 32), bucket_of(peer)) == (8, 11)
-    assert slot_key(SWARM, peer, 30_000_000, 17) == "a86764725279abb2e5bcc2652ba041b40c88588666987fccb793715e3a29285f"
-    assert slot_place(SWARM, peer, 30_000_000, 17) == pytest.approx(0.33292088478, abs=1e-9)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 32])
@@ -46,36 +42,6 @@ def test_buckets_are_filled_evenly() -> None:
 def test_shard_and_bucket_are_independent() -> None:
     counts = Counter(shard_of(peer, 4) * 4 + bucket_of(peer) // 4 for peer in PEERS)
     assert spread(counts, 16) < 2.5
-
-
-@pytest.mark.parametrize(("first", "n"), [(0, 8), (0, 64), (1000, 64), (0, 4096)])
-def test_any_run_of_slots_covers_the_sources_evenly(first: int, n: int) -> None:
-    places = sorted(slot_place(SWARM, IDENTITY.peer_id, 30_000_000, first + i) for i in range(n))
-    gaps = [b - a for a, b in zip(places, places[1:] + [places[0] + 1], strict=True)]
-    assert max(gaps) < 2.7 / n  # three-distance theorem for the golden ratio; random points leave gaps of log(n) / n
-    assert min(gaps) > 0.3 / n
-
-
-@given(st.integers(0, 2**40), st.integers(0, 4095), st.text(max_size=20))
-def test_places_lie_in_the_unit_interval(epoch: int, slot: int, peer: str) -> None:
-    assert 0.0 <= slot_place(SWARM, peer, epoch, slot) < 1.0
-
-
-def test_first_slots_differ_between_peers_and_epochs() -> None:
-    by_peer = Counter(int(16 * slot_place(SWARM, peer, 1, 0)) for peer in PEERS)
-    by_epoch = Counter(int(16 * slot_place(SWARM, IDENTITY.peer_id, epoch, 0)) for epoch in range(4000))
-    assert spread(by_peer, 16) < 2.5 and spread(by_epoch, 16) < 2.5
-
-
-def test_no_two_slots_share_a_task() -> None:
-    keys = {
-        slot_key(swarm, peer, epoch, slot)
-        for swarm in (SWARM, "5b" * 32)
-        for peer in ("a", "b")
-        for epoch in (1, 11)
-        for slot in (1, 11, 111)
-    }
-    assert len(keys) == 24
 
 
 def test_epochs() -> None:

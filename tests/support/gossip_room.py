@@ -12,11 +12,12 @@ import msgspec
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ManifestLimits, ManifestTask
 from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
-from protocol.topics import epoch_at, slot_key, slot_place
+from protocol.topics import epoch_at
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing import Publisher, Receiver
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Rollout, Sampling
 
 NOW = 1_800_000_000.0

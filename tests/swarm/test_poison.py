@@ -10,10 +10,11 @@ from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from protocol.topics import epoch_at, rollout_topic, shard_of
 from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.base import prompt_digest
+from swarm_node.tasks.one_turn import prompt_digest
+from swarm_node.tasks.taskset import slot_key, slot_place
 from tests.support.simulated_peers import MakePeer, exchange
 
 RIGHT, WRONG = "ab", "abc"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.objective import Correction, Tokens, find_correction
+from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.objective import Correction, Tokens
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.types import Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make

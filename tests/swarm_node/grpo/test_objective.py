@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.objective import LOSSES, Loss, Tokens, clip_range, find_loss, policy_loss
+from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.losses import LOSSES, find_loss
+from swarm_node.grpo.objective import Correction, Loss, Tokens, clip_range, policy_loss
 
 SEQUENCE = tensor([0, 0, 0, 1, 1, 2])
 LENGTHS = tensor([3, 2, 1])
@@ -21,7 +23,8 @@ def loss(ratio: Tensor, config: GrpoConfig, weights: Tensor | None = None, **giv
     logprobs = ratio.log() - 1.0
     old = torch.full((6,), -1.0)
     weights = torch.ones(3) if weights is None else weights
-    return policy_loss(logprobs, old, SEQUENCE, ADVANTAGES, weights, config, **given)
+    named = find_loss(config.loss), find_correction(config)
+    return policy_loss(logprobs, old, SEQUENCE, ADVANTAGES, weights, config, *named, **given)
 
 
 def test_default_clip_ranges_are_those_of_the_papers():
@@ -78,9 +81,8 @@ def test_gspo_clips_whole_sequences():
 
 def test_cispo_caps_the_weight_but_not_the_gradient():
     logprobs = (tensor([7.0, 1.0, 1.0, 1.0, 1.0, 1.0]).log() - 1).requires_grad_()
-    value, sums = policy_loss(
-        logprobs, torch.full((6,), -1.0), SEQUENCE, ADVANTAGES, torch.ones(3), GrpoConfig(loss="cispo")
-    )
+    step = SEQUENCE, ADVANTAGES, torch.ones(3), GrpoConfig(), find_loss("cispo"), Correction()
+    value, sums = policy_loss(logprobs, torch.full((6,), -1.0), *step)
     value.backward()
     torch.testing.assert_close(logprobs.grad, -tensor([5.0, 1.0, 1.0, -2.0, -2.0, 0.5]))
     assert sums["clip/high"] == 1
@@ -112,10 +114,11 @@ def test_sum_over_parts_is_the_whole(name):
     rng = torch.Generator().manual_seed(0)
     logprobs, old, reference = (-torch.rand(6, generator=rng) for _ in range(3))
     weights = find_loss(name).weights(LENGTHS, 10)
+    named = find_loss(name), find_correction(config)
 
     def part(keep: Tensor) -> Tensor:
         return policy_loss(
-            logprobs[keep], old[keep], SEQUENCE[keep], ADVANTAGES, weights, config, reference=reference[keep]
+            logprobs[keep], old[keep], SEQUENCE[keep], ADVANTAGES, weights, config, *named, reference=reference[keep]
         )[0]
 
     whole = part(SEQUENCE >= 0)
@@ -140,6 +143,7 @@ class Squared(Loss):
 def test_a_loss_of_ones_own_is_a_class():
     logprobs = -torch.arange(1.0, 7.0).requires_grad_()
     weights = Squared().weights(LENGTHS, 10)
-    value, _ = policy_loss(logprobs, torch.zeros(6), SEQUENCE, ADVANTAGES, weights, GrpoConfig(), loss=Squared())
+    step = SEQUENCE, ADVANTAGES, weights, GrpoConfig(), Squared(), Correction()
+    value, _ = policy_loss(logprobs, torch.zeros(6), *step)
     assert value.item() == 2 * (1 + 4 + 9 + 16 + 25 + 36)
     assert isinstance(find_loss(f"{__name__}:Squared"), Squared)

@@ -19,7 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
-from swarm_node.grpo.objective import Correction, Tokens, clip_range, find_correction, find_loss, policy_loss
+from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.losses import find_loss
+from swarm_node.grpo.objective import Correction, Tokens, clip_range, policy_loss
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling
@@ -158,8 +160,9 @@ def test_loss_and_gradients_equal_trl(oracle, loss, off_policy, corrected):
                 ADVANTAGES,
                 find_loss(loss).weights(LENGTHS, WIDTH),
                 config,
+                find_loss(loss),
+                Scaled(config, oracle.ratio.flatten()[place]) if corrected else find_correction(config),
                 reference=oracle.reference.flatten()[place],
-                correction=Scaled(config, oracle.ratio.flatten()[place]) if corrected else None,
             )
             actual = torch.autograd.grad(ours, list(oracle.model.parameters()), retain_graph=True)
             difference = max((a - b).abs().max() for a, b in zip(expected, actual, strict=True))

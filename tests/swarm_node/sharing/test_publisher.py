@@ -12,7 +12,7 @@ from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.sharing.publisher import FLUSH_S
-from swarm_node.tasks.base import normalise
+from swarm_node.tasks.one_turn import normalise
 from swarm_node.types import Sampling
 from tests.support.gossip_room import NOW, PEER, World, manifest
 
@@ -43,7 +43,7 @@ def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
 def test_the_prompt_digest_is_that_of_the_split(world: World) -> None:
     from hashlib import sha256
 
-    from swarm_node.tasks.base import prompt_digest
+    from swarm_node.tasks.one_turn import prompt_digest
 
     for text in ("What is 1 + 1?", "  cafe\u0301 \n au\tlait ", ""):
         assert prompt_digest(text) == sha256(normalise(text).encode()).digest()[:16]

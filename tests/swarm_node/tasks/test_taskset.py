@@ -19,7 +19,8 @@ from swarm_node.config.plugins import load_function
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
-from swarm_node.tasks.base import Messages, TaskSource, normalise
+from swarm_node.tasks.base import Messages, TaskSource
+from swarm_node.tasks.one_turn import normalise
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.taskset import ENVIRONMENTS, stratify
 from swarm_node.types import Task

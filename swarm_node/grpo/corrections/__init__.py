@@ -1,0 +1,32 @@
+"""Off-policy corrections by name: `grpo.correction` names one of `CORRECTIONS`, or a class of the user's own."""
+
+from __future__ import annotations
+
+from swarm_node.config import GrpoConfig
+from swarm_node.config.plugins import error_text, load_function
+from swarm_node.errors import UserError
+from swarm_node.grpo.corrections.recorded import Recorded
+from swarm_node.grpo.corrections.sequence_mask import SequenceMask
+from swarm_node.grpo.objective import Correction
+
+CORRECTIONS: dict[str, type[Correction]] = {"recorded": Recorded}
+
+
+def find_correction(config: GrpoConfig) -> Correction:
+    """The correction that `grpo.correction` and `grpo.off_policy_mask` ask for.
+
+    UserError if it is code of the user's own that cannot be loaded, or if the mask is set beside another correction.
+    """
+    if config.off_policy_mask is not None:
+        if config.correction != "recorded":
+            raise UserError('grpo.off_policy_mask needs grpo.correction = "recorded"')
+        return SequenceMask(config.off_policy_mask)
+    if config.correction in CORRECTIONS:
+        return CORRECTIONS[config.correction]()
+    try:
+        correction = load_function(config.correction, "grpo.correction")()
+    except TypeError as error:
+        raise UserError(f"grpo.correction failed: {error_text(error)}") from error
+    if not isinstance(correction, Correction):
+        raise UserError("grpo.correction must name a subclass of swarm_node.grpo.objective.Correction")
+    return correction
