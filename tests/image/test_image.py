@@ -258,7 +258,7 @@ def test_it_is_small_without_compiler_or_secret(buildah: Buildah, image: Image, 
     assert (config["Entrypoint"], config["Cmd"]) == (["swarm-node"], ["join"])
 
 
-def test_whoever_runs_in_it_cannot_change_it(image: Image) -> None:
+def test_the_images_user_cannot_change_it(image: Image) -> None:
     places = {path: path.lstat() for path in image.root.rglob("*") if not path.is_symlink()}
     open_ = {path for path, its in places.items() if 1000 in (its.st_uid, its.st_gid) or its.st_mode & 0o002}
     found = {f"/{path.relative_to(image.root)}" for path in open_ if image.root / "dev" not in path.parents}

@@ -153,7 +153,7 @@ def test_size_is_checked_before_anything_else() -> None:
         with_head(turn=2**60),
     ],
 )
-def test_what_is_refused(bad: bytes) -> None:
+def test_refused_messages(bad: bytes) -> None:
     assert reason(bad) == "schema"
 
 

@@ -6,14 +6,15 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol import codec, topics
-from protocol.transports.gossip.client import GossipClient
+from protocol.errors import PeerUnreachable
+from protocol.transports.gossip.client import NO_STATUS, GossipClient
 from protocol.transports.gossip.pipe import GossipSettings, Status
 from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.waiting import until_async
@@ -64,15 +65,21 @@ async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[li
 
 
 async def until_stat(peer: Peer, what: Callable[[Status], bool], again: Callable[[], object] = lambda: None) -> Status:
-    """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too."""
+    """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too.
+
+    A process that is just starting may be too busy to answer."""
     deadline, calm = time.monotonic() + HANG_S, time.monotonic() + 10.0
-    while not what(stat := await peer.stat()):
+    stat = NO_STATUS
+    while True:
+        with suppress(PeerUnreachable):
+            stat = await peer.stat()
+            if what(stat):
+                return stat
         assert time.monotonic() < deadline, f"this did not happen: {stat}"
         if time.monotonic() > calm:
             calm += 10.0
             again()
         await asyncio.sleep(0.1)
-    return stat
 
 
 def dial_all(peers: Sequence[Peer], hub: Peer) -> None:

@@ -151,7 +151,7 @@ def test_what_is_free_is_taken_as_wanted(tmp_path: Path, ports: tuple[int, int, 
     assert choose(free, other, file) == (free, other, [])
 
 
-def test_who_wants_any_gets_what_was_got(tmp_path: Path, ports: tuple[int, int, int, int]) -> None:
+def test_any_port_means_the_last_one(tmp_path: Path, ports: tuple[int, int, int, int]) -> None:
     one, _, free, other = ports
     file = tmp_path / "ports.json"
     note_ports(NetworkSettings(port=0, gossip_port=0), free, other, file)
@@ -161,7 +161,7 @@ def test_who_wants_any_gets_what_was_got(tmp_path: Path, ports: tuple[int, int, 
     assert port not in (0, one, other) and gossip_port == other and said == []
 
 
-def test_a_default_gives_way_to_what_was_got(
+def test_a_default_gives_way_to_the_last_port(
     tmp_path: Path, ports: tuple[int, int, int, int], stack: ExitStack
 ) -> None:
     taken, _, free, other = ports

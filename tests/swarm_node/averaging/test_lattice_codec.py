@@ -222,7 +222,7 @@ def test_too_few_or_too_many_bytes(bits: int, n: int) -> None:
 
 @both
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2 * LARGEST])
-def test_what_is_not_finite_is_not_sent(bits: int, bad: float) -> None:
+def test_nonfinite_parts_are_not_sent(bits: int, bad: float) -> None:
     flat = normal(PIECE + 500)
     flat[PIECE + 300] = bad
     sent = lattice_pieces(bits, flat, torch.zeros(len(flat)), 1.0, 1.0, "seed", NONE)

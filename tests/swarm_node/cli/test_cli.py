@@ -257,7 +257,7 @@ def test_settings_that_would_not_count_are_refused(of_the_run: list[str]) -> Non
     assert not Path("out").exists()
 
 
-def test_what_a_stranger_wrote_moves_no_cursor() -> None:
+def test_a_strangers_text_moves_no_cursor() -> None:
     Path("evil.toml").write_text('name = "x"\n"\\u001b]0;title\\u0007\\u202e" = 1\n[[tasks]]\nenv = "gcd"\n')
     result = run("join", "evil.toml")
     assert result.exit_code == 2 and "]0;title" in result.stderr

@@ -245,7 +245,7 @@ def test_versions_are_compared() -> None:
     assert versions(members, {"rejected/version": 1.0}).verdict == "warn"
 
 
-def test_dialling_tells_who_answers(listener: int) -> None:
+def test_dialling_tells_which_addresses_answer(listener: int) -> None:
     answers, dead = address(1, listener), address(2, free_port())
     found = dial([answers, dead, dead, RELAYED, "/nonsense", "/ip4/127.0.0.1/udp/x/p2p/z"])
     assert found == {answers: True, dead: False, "/nonsense": False, "/ip4/127.0.0.1/udp/x/p2p/z": False}
@@ -290,7 +290,7 @@ def test_a_clock_that_expires_everybody_fails(off: float) -> None:
         (10, "", 0, "warn", ""),
     ],
 )
-def test_whoever_keeps_sending_rubbish_is_named(
+def test_a_peer_that_keeps_sending_rubbish_is_named(
     hostile: int, where: str, ago: float, verdict: str, remedy: str
 ) -> None:
     row = RefusalRow(peer_id(2), f"{hostile} × malformed", 100, hostile, 1e9 - ago, "bob", where)

@@ -166,7 +166,7 @@ def same(one: State, other: State) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"fragments": 3}, {"method": "diloco", "codec": "4bit"}], ids=str)
-def test_what_members_have_now_is_merged(swarm: Swarm, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_members_present_weights_are_merged(swarm: Swarm, tmp_path: Path, options: dict[str, Any]) -> None:
     config = AveragingConfig(**{"method": "noloco", **options})
     peers = [swarm.join(100 + i, config) for i in range(AT_ONCE + 2)]
     before = [{name: tensor.clone() for name, tensor in peer.weights.items()} for peer in peers]
@@ -221,7 +221,7 @@ def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> No
     assert all(state[name].shape == tensor.shape for name, tensor in start.items())
 
 
-def test_whoever_is_busy_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
+def test_a_busy_member_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(3)]
     swarm.look()
     held = peers[0].late_join.accept("somebody", encode_head(_head(peers[0])), 0)
@@ -331,7 +331,7 @@ def test_one_is_no_merge(swarm: Swarm, tmp_path: Path) -> None:
         swarm.gather(tmp_path)
 
 
-def test_of_two_nobody_can_tell_who_is_astray(policy: Policy) -> None:
+def test_of_two_members_none_is_called_astray(policy: Policy) -> None:
     start = policy.trainable_state()
     near = {name: tensor + 1e-3 for name, tensor in start.items()}
     far = {name: tensor + 1.0 for name, tensor in start.items()}

@@ -268,7 +268,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     assert "partners here: none" in text and "averaged 0 times" in text and "skipped" not in text
 
 
-def test_members_who_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_members_that_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     boots = {"name": "boot", "present": True, "trains": False, "policy_version": 0}
     make_run("runs/alice", peers=STATUS["peers"] | {peer_id(3): boots})
     assert "members    2 others, 1 of them training\n" in shown(capsys, "runs/alice")

@@ -102,7 +102,7 @@ def test_other_options_hold_from_the_next_update_on():
         assert torch.equal(q, r) and not torch.equal(p, q)
 
 
-def test_an_update_waits_for_whoever_copies_the_weights(monkeypatch):
+def test_an_update_waits_for_copies_of_the_weights(monkeypatch):
     wanted, model = threading.Event(), make()
     monkeypatch.setattr(optimizer_module, "threading", SimpleNamespace(Lock=lambda: Watched(wanted)))
     optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)

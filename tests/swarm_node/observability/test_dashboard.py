@@ -514,7 +514,7 @@ def test_foreign_host_names_are_refused(host: str) -> None:
     assert "alice" not in answer.text
 
 
-def test_who_has_the_token_sees_and_nobody_else() -> None:
+def test_only_the_token_opens_the_page() -> None:
     make_run()
     asking = client(hosts=None, token="secret-token", host="node.example")
     for given in ("/", "/api/runs", "/api/stream", "/?token=", "/?token=wrong", "/?token=s%E9cret"):

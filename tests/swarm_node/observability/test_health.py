@@ -69,7 +69,7 @@ def test_waiting_for_the_crew_is_healthy_leaving_not() -> None:
     assert health.verdict() == (False, "leaving")
 
 
-def test_who_waits_is_told_from_who_trains() -> None:
+def test_waiting_is_told_from_training() -> None:
     health, why = Health(), ""
     health.waiting = lambda: why
     health.write(1, {})
@@ -298,7 +298,7 @@ def test_the_check_finds_the_port_whatever_set_it(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_what_a_killed_node_said_is_not_believed(
+def test_a_killed_nodes_last_word_is_not_believed(
     answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     health = Health()

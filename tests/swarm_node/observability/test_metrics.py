@@ -52,7 +52,7 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def test_what_is_written_is_read(path):
+def test_written_records_are_read(path):
     write(path, 1, 2)
     write(path, 3)
     assert read_jsonl(path) == [record(1), record(2), record(3)]

@@ -59,7 +59,7 @@ def test_any_node_name_survives_in_labels() -> None:
     assert sample.value == 1.0
 
 
-def test_what_survives_resuming_is_no_counter() -> None:
+def test_a_figure_that_survives_resuming_is_no_counter() -> None:
     assert describe_metric("swarm/rejected/age") == describe_metric("swarm/rejected/seal")
     assert describe_metric("swarm/bytes_in") == ("All traffic in, in bytes: a running total.", True)
     for name in ("round", "num_tokens", "cost/spent", "averaging/exchanges"):

@@ -118,7 +118,9 @@ def test_a_stage_lost_as_leads_change_returns(form: Callable[..., CrewWorld], mo
     assert set(lead.updates) == {0, 1, 2} and len(set(lead.updates.values())) == 1
 
 
-def test_who_holds_two_stages_tells_of_both(form: Callable[..., CrewWorld], policies: dict[str, PolicyConfig]) -> None:
+def test_a_peer_with_two_stages_tells_of_both(
+    form: Callable[..., CrewWorld], policies: dict[str, PolicyConfig]
+) -> None:
     world = form("llama", 3, a={"capacity_gb": room_for_one(policies["llama"])})
     reports: list[Holding] = []
     holder = world.machines["c"].node
@@ -237,7 +239,7 @@ def test_an_update_under_way_is_made_before_leaving(
     assert any(re.search("stage 1 rebuilt from the replica that .* kept; nothing is lost", line) for line in said), said
 
 
-def test_who_leaves_when_all_do_waits_for_nobody(form: Callable[..., CrewWorld]) -> None:
+def test_a_crew_that_ends_together_waits_for_nobody(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2)
     world.train(2)
     a, b = world.machines.pop("a"), world.machines.pop("b")

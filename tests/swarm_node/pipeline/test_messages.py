@@ -218,7 +218,7 @@ BAD: dict[str, tuple[StageMessage, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_a_message_that_does_not_fit_is_refused(name: str) -> None:
     message, expected = BAD[name]
     head, body = sent(message)
     assert reason(head, body) == expected

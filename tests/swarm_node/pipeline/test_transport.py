@@ -275,7 +275,7 @@ def test_codec_and_limits_are_those_of_the_plan():
     assert first.receive(0.0) is None and first.metrics()["stages/refused/shape"] == 1
 
 
-def test_what_is_held_is_told_to_the_lead(crew):
+def test_held_stages_are_told_to_the_leader(crew):
     first = crew.at(1)
     first.report(Holding(live=(Kept(1, 9), Kept(2, 9)), replicas=(Kept(0, 8),)))
     crew.run(1.0)

@@ -113,7 +113,7 @@ def test_of_every_fragment(fragments: int) -> None:
     assert heirs(leaver) == leaver.others
 
 
-def test_who_cannot_is_passed_over() -> None:
+def test_a_peer_that_cannot_is_passed_over() -> None:
     leaver = Leaver(4)
     gone, *there = leaver.others
     gone.transport.close()
@@ -213,7 +213,7 @@ class LeftOver(Leaver):
         self.turn()
 
 
-def test_who_is_busy_is_asked_again() -> None:
+def test_a_busy_peer_is_asked_again() -> None:
     leaver = LeftOver()
     leaver.others_are_due()
     assert leaver.others[0].averager.under_way()

@@ -205,7 +205,7 @@ class Silent:
         return Notice("gcp takes this machine back", 30.0)
 
 
-def test_nobody_who_leaves_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaving_node_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, said = Silent(None), list[str]()
     monkeypatch.setitem(CLOUDS, "gcp", lambda ask: silent)
     with stopper(SpotConfig(cloud="gcp"), lambda: None, said.append):
@@ -243,7 +243,7 @@ def test_nothing_is_asked_where_no_cloud_is(cloud: str, monkeypatch: pytest.Monk
             assert not any(thread.name == "preemption" for thread in threading.enumerate())
 
 
-def test_what_fits_a_notice_is_said() -> None:
+def test_the_work_that_fits_a_notice_is_said() -> None:
     assert reach("aws", 100.0, 5_000_000) == (
         "aws gives 120 s of notice: at 100 Mbit/s at most 1.5 GB can be handed over in it; what is held here is 5.0 MB"
     )

@@ -213,7 +213,7 @@ with Stopper(last_resort, deadline_s=2.0) as stop:
 
 
 @pytest.mark.parametrize(("safe", "said"), [("", "last resort\n"), ("stop.safe()", "")])
-def test_what_hangs_after_the_signal_is_ended_too(safe, said):
+def test_a_call_that_hangs_after_the_signal_is_ended(safe, said):
     process = start(HANGS.replace("SAFE", safe))
     process.send_signal(signal.SIGTERM)
     assert ended(process) == (said, 0)
@@ -258,7 +258,7 @@ hangs.set()
 """
 
 
-def test_who_gets_through_meanwhile_needs_no_last_resort():
+def test_a_save_in_time_needs_no_last_resort():
     process = start(LEAVES)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("saving\nleft after all\n", 0)
@@ -277,7 +277,7 @@ with Stopper(last_resort) as stop:
 """
 
 
-def test_what_may_be_broken_off_is_at_once():
+def test_work_that_may_be_broken_off_is_at_once():
     process = start(ALLOWED)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("stopped\nheld\n", 0)

@@ -46,7 +46,7 @@ def test_without_own_baseline_the_groups_mean_counts():
     assert of(rewards, None, bound=9.0) == pytest.approx(usual, abs=1e-4)
 
 
-def test_what_nobody_judged_has_no_advantage():
+def test_an_unjudged_rollout_has_no_advantage():
     for own in (None, own_success(0.5)):
         with_it, without = of([1.0, None, 0.0], own), of([1.0, 0.0], own)
         assert with_it[1] == 0.0 and [with_it[0], with_it[2]] == pytest.approx(without)
@@ -58,7 +58,7 @@ def test_what_nobody_judged_has_no_advantage():
     success=st.floats(0, 1),
     bound=st.floats(0.1, 5),
 )
-def test_whoever_composes_the_group_the_update_is_bounded(rewards, success, bound):
+def test_the_update_of_a_hostile_group_is_bounded(rewards, success, bound):
     for own in (own_success(success), None):
         found = of(rewards, own, bound)
         assert all(abs(a) <= bound for a in found)

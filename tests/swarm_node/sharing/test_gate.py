@@ -123,7 +123,7 @@ def test_payloads_are_found(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_what_the_reward_asks_for_passes(case: str) -> None:
+def test_tokens_that_the_reward_needs_pass(case: str) -> None:
     assert not carries(*ANSWERS[case])
 
 

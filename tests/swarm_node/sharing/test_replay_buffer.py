@@ -55,7 +55,7 @@ def test_known_own_success_sets_the_advantage():
     assert pool.choose(1, random.Random(0))[0].advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
 
 
-def test_what_teaches_nothing_is_neither_counted_nor_chosen():
+def test_a_group_that_teaches_nothing_is_never_chosen():
     pool, _ = make()
     fill(pool, 2, peers=5, label="gcd")
     fill(pool, 3, peers=5, label="lcm")
@@ -172,7 +172,7 @@ def test_draws_have_the_probabilities_they_report():
         assert n / 8000 == pytest.approx(reported[which], abs=0.02)
 
 
-def test_what_was_offered_and_chosen_is_recorded():
+def test_offered_and_chosen_groups_are_recorded():
     records = []
     pool, clock = make(records.append)
     fill(pool, 3, peers=3)

@@ -33,7 +33,7 @@ def test_a_missing_folder_is_refused_at_the_start(place: str, tmp_path: Path) ->
         mirror(f"file://{tmp_path}/{place}", tmp_path / "run", [])
 
 
-def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_download_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.storage.bucket.ANSWER_S", 0.2)
     monkeypatch.setattr("swarm_node.storage.bucket.GROWTH_CHECK_S", 0.05)
     sizes, whole = iter(range(1, 1000)), threading.Event()

@@ -67,7 +67,7 @@ def test_any_text_gives_a_part_or_nothing(text: str) -> None:
 
 
 @given(st.text(alphabet="0123456789ab ", min_size=1).filter(str.strip))
-def test_what_was_tagged_comes_out(answer: str) -> None:
+def test_a_tagged_answer_comes_out(answer: str) -> None:
     assert extract(f"<think>hm</think> <answer>{answer}</answer> ok") == answer.strip()
     assert extract(rf"hm \boxed{{{answer}}} ok") == answer.strip()
 

@@ -21,7 +21,7 @@ MINE = (["llama", 4], "weights", [16, 32, "all-linear"], "torch.float32")
         ({2: [8], 3: "torch.bfloat16"}, "other LoRA settings and another policy.dtype"),
     ],
 )
-def test_what_differs_is_said(changes: dict[int, object], said: str) -> None:
+def test_differences_are_named(changes: dict[int, object], said: str) -> None:
     mine = architecture(*MINE)
     theirs = architecture(*(changes.get(place, aspect) for place, aspect in enumerate(MINE)))  # type: ignore[arg-type]
     assert len(mine) == 16 and int(mine, 16) >= 0

@@ -146,7 +146,7 @@ def test_a_new_turn_begins_a_sum_at_zero(worker: Worker) -> None:
         torch.testing.assert_close(gradient, wanted[name], atol=1e-6, rtol=1e-5)
 
 
-def test_what_is_reset_is_forgotten(worker: Worker) -> None:
+def test_a_reset_is_complete(worker: Worker) -> None:
     worker.handle(forward(0))
     assert worker.handle(StageMessage(1, Reset(1))) == [] and not worker.finished(1)
     assert worker.handle(forward(1)) == [] == worker.handle(backward(0))
@@ -162,7 +162,7 @@ def test_several_passes_may_add_to_one_sum(worker: Worker) -> None:
         torch.testing.assert_close(gradient, 2 * wanted[name], atol=1e-6, rtol=1e-5)
 
 
-def test_what_makes_no_sense_changes_nothing(worker: Worker) -> None:
+def test_a_senseless_message_changes_nothing(worker: Worker) -> None:
     refused(worker, backward(0), "order")
     worker.handle(forward(0))
     refused(worker, forward(1, microbatches=MICROBATCHES + 1), "order")

@@ -116,7 +116,7 @@ def test_the_lead_is_told_of_unsent_messages():
     assert world.machines[before[0]].crew.counts["given_up"] == 0
 
 
-def test_who_says_what_nobody_takes_is_given_up():
+def test_a_peer_whose_messages_are_refused_is_given_up():
     world = crew(4, "a", "b", "c", "d", "e")
     before, (spare,) = holders(world), world.plan().spares
     crew_of_3 = world.machines[before[3]].crew
@@ -217,7 +217,7 @@ def consistent(world: World) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_a_crew_is_whole_again_soon(seed):
+def test_a_crew_is_whole_again_after_any_faults(seed):
     rng = random.Random(seed)
     world = World(seed, rng.randint(2, 4), plus=rng.random() < 0.5)
     check, bounded = consistent(world), rng.random() < 0.5
@@ -259,7 +259,7 @@ def test_whatever_happens_a_crew_is_whole_again_soon(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whoever_is_lost_the_others_keep_their_stages(seed):
+def test_a_loss_leaves_other_stages_where_they_are(seed):
     rng = random.Random(seed)
     stages = rng.randint(2, 5)
     world = crew(stages, *(f"peer{i}" for i in range(stages + rng.randint(0, 1))), seed=seed)
@@ -299,7 +299,7 @@ def test_two_parts_of_a_crew_become_one_again(seed):
 @pytest.mark.parametrize(
     "seed", [*range(7), *(pytest.param(seed, marks=pytest.mark.long) for seed in (7, 9, 11, 12, 13, 16, 17))]
 )
-def test_whatever_happens_no_branch_is_mixed_with_another(seed):
+def test_no_faults_mix_two_branches(seed):
     """With seeds by which runs branch and files are loaded."""
     rng = random.Random(seed)
     stages = rng.randint(2, 3)

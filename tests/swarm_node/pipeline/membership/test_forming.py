@@ -34,7 +34,7 @@ def test_a_crew_forms(stages):
     assert all(machine.built.total() == 1 for machine in world.machines.values())
 
 
-def test_explicit_stages_are_given_whoever_comes_first():
+def test_explicit_stages_are_given_in_any_order():
     world = World(1, 3)
     for peer, stage in (("a", 2), ("b", 1), ("c", None)):
         world.start(peer, wanted=stage)
@@ -42,7 +42,7 @@ def test_explicit_stages_are_given_whoever_comes_first():
     assert holders(world) == ["c", "b", "a"]
 
 
-def test_who_wants_the_first_stage_leads_at_once():
+def test_a_peer_for_the_first_stage_leads_at_once():
     world = World(1, 2)
     world.start("a")
     world.start("b", wanted=0)
@@ -50,7 +50,7 @@ def test_who_wants_the_first_stage_leads_at_once():
     assert holders(world) == ["b", "a"]
 
 
-def test_nobody_begins_a_crew_who_wants_another_stage():
+def test_a_peer_for_another_stage_begins_no_crew():
     world = World(1, 2)
     machine = world.start("a", wanted=1)
     world.run(10 * FIND_LEADER_S)

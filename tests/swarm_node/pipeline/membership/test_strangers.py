@@ -158,7 +158,7 @@ def test_the_lower_of_two_leads_gives_way(term: int, updates: int, started: floa
     assert lead.counts["gave_way"] == gives_way
 
 
-def test_who_says_nothing_is_shown_out():
+def test_a_silent_stranger_is_shown_out():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     crew_link, stage_link = PeerLink("s", CREW_METHOD), PeerLink("s", STAGE_METHOD)
@@ -280,7 +280,7 @@ def test_silent_channels_are_few():
     assert "s" in lead.leader.roster.members
 
 
-def test_whoever_has_stages_of_other_layers_is_refused():
+def test_a_peer_with_stages_of_other_layers_is_refused():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     other = World(1, 2).start("s", Holding(checkpoints=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
@@ -325,7 +325,7 @@ def test_a_whole_crew_does_not_hear_of_others() -> None:
     assert heard(lead, "another crew of this policy") == 0
 
 
-def test_what_strangers_say_changes_nothing():
+def test_strangers_words_change_nothing():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     before = lead.plan

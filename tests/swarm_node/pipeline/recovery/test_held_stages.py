@@ -416,7 +416,7 @@ def plan_of(*peers: str) -> Plan:
         ("abcab", {"a": [2, 4], "b": [0, 3], "c": [1]}),
     ],
 )
-def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -> None:
+def test_each_replica_has_its_keeper(holders: str, expected: dict[str, list[int]]) -> None:
     plan = plan_of(*holders)
     assert {peer: kept_for(plan, peer) for peer in expected} == expected
     for peer in set(holders):

@@ -171,7 +171,7 @@ def test_the_same_stage_of_another_crew():
         (Source("base"), 0, "stage 2 begins with the base model; lost: all that it learned in 40 updates"),
     ],
 )
-def test_what_people_are_told(source, updates, sentence):
+def test_sources_are_told_in_words(source, updates, sentence):
     assert sentence in tell(2, source, updates, 40)
 
 

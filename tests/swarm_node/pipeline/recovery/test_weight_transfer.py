@@ -248,7 +248,7 @@ def copies() -> list[_Copy]:
     return [one for one in gc.get_objects() if type(one) is _Copy]
 
 
-def test_who_ask_between_two_updates_share_one_copy() -> None:
+def test_requests_between_two_updates_share_one_copy() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3)
     calls = [call(crew, f"p{i}") for i in range(4)] + [call(crew, "p4", Wanted(0, 0, 1, rest=False))]
@@ -309,7 +309,7 @@ def test_peers_of_other_crews_take_turns() -> None:
     call(crew, "g")
 
 
-def test_who_takes_weights_too_slowly_is_cut_off() -> None:
+def test_a_slow_taker_of_weights_is_cut_off() -> None:
     crew, live = Crew(), {"model.layers.0.a": torch.zeros(2**20), "model.layers.0.b": torch.zeros(2**18)}
     crew.hold(0, 0, live, 3)
     pieces = iter(call(crew, "p0").ours.pieces())

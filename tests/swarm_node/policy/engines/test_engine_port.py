@@ -88,7 +88,7 @@ def test_a_cancelled_request_hands_back_what_it_has(kind):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_what_waits_can_be_cancelled_and_goes_on_later(kind):
+def test_waiting_requests_can_be_cancelled_and_resumed(kind):
     made = engine(kind)
     made.submit([Request(1, PROMPT, Sampling(4), seed=1), Request(2, PROMPT, Sampling(6), seed=2)])
     given = made.samples()

@@ -449,7 +449,7 @@ def die_after(world: World, pieces: int, monkeypatch: pytest.MonkeyPatch) -> Non
             world.fetch()
 
 
-def test_whoever_was_killed_goes_on_from_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_download_goes_on_from_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     giver = world.giver("a")
     world.meet()
     die_after(world, 20, monkeypatch)
@@ -461,7 +461,7 @@ def test_whoever_was_killed_goes_on_from_there(world: World, monkeypatch: pytest
     assert any("of it are here" in sentence for sentence in world.said)
 
 
-def test_what_was_damaged_since_is_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
+def test_damaged_files_are_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
     world.giver("a")
     world.meet()
     die_after(world, 20, monkeypatch)

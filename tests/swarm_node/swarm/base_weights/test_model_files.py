@@ -99,7 +99,9 @@ def test_an_unchanged_directory_is_not_read_again(
     assert not found()
 
 
-def test_what_cannot_be_remembered_is_read_again(tmp_path: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_that_cannot_be_kept_are_read_again(
+    tmp_path: Path, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MUCH_BYTES", 1000)
     folder, said = make_model(tmp_path / "m"), list[str]()
     listing = list_model(folder)
@@ -111,7 +113,7 @@ def test_what_cannot_be_remembered_is_read_again(tmp_path: Path, cached: Path, m
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_what_is_no_model_cannot_be_listed(tmp_path: Path, missing: str) -> None:
+def test_only_a_model_can_be_listed(tmp_path: Path, missing: str) -> None:
     folder = make_model(tmp_path / "m")
     (folder / missing).unlink()
     with pytest.raises(UserError, match=r"needs a config\.json and weights in safetensors"):
