@@ -18,14 +18,16 @@ Plain, at each tenth of the run, but at least five seconds and at most a minute 
 
 from __future__ import annotations
 
+import errno
 import io
 import math
+import os
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TextIO, cast
@@ -55,7 +57,8 @@ LINE_LEAST_S, LINE_MOST_S = 5.0, 60.0  # between plain lines
 class Lasting:
     """A stream that may end before the run: a terminal that is closed, a full disk, a pipe that nobody reads any more.
 
-    Text that cannot be written is lost, since the run matters more. From any thread, Rich's own included.
+    Text that cannot be written is lost, since the run matters more. From any thread, Rich's own included. What a closed
+    pipe or terminal did not take would be written again when the process ends, and fail it: it goes nowhere instead.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -65,13 +68,22 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with self._going_on():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with self._going_on():
             self._stream.flush()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                with suppress(io.UnsupportedOperation), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 class ProgressDisplay:

@@ -114,7 +114,7 @@ class Wire(ReadWriteCloser):
 
 
 class CountedTCP(TCP):
-    """TCP with counters and a bound on connections (`gossip_places`)."""
+    """TCP with counters and a bound on connections (`places`)."""
 
     def __init__(self, max_connections: int, upload: Bandwidth = UNLIMITED, download: Bandwidth = UNLIMITED) -> None:
         super().__init__()

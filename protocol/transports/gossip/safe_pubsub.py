@@ -52,7 +52,7 @@ WATCH_S, BUFFERS_S = 1.0, 0.1
 """Time between two checks of peers; and of all unread bytes, while these are more than a quarter of the limit. Some 5
 MB can arrive within the shorter time, and less than three quarters of the limit within the longer one."""
 MAX_ALL_BUFFERED = 128 * 2**20
-"""Unread bytes of all connections together. With 100 MB of its own, the process stays far below `MAX_RSS`."""
+"""Unread bytes of all connections together. With 100 MB of its own, the process stays below `MAX_SIDECAR_RSS`."""
 MAX_GOSSIP_STREAMS = 3
 """Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
 MAX_STREAMS = 64  # streams of a connection; an honest one has three or four

@@ -101,13 +101,16 @@ class Leadership:
         )
 
     def seek(self, now: float) -> None:
-        """Ask the peers that may know the leader, or lead if it is this peer's turn."""
-        self.barred = self.barred and now < self.barred_until
-        while (peer := self.search.next(self.directory.cards, self._may_lead, self._can_lead, now)) is not None:
+        """Without a leader, ask the peers that may know one, or lead if it is this peer's turn."""
+        self.barred = self.barred and now < self.barred_until  # others are told whether this peer may lead
+        while self.role == CrewRole.SEEKING:
+            peer = self.search.next(self.directory.cards, self._may_lead, self._can_lead, now)
+            if peer is None:
+                return
             if peer == self.spec.me:
                 self._take_lead(now)
-                return
-            self.queue.send(self.search.dial(peer, now), self.hello(peer))
+            else:
+                self.queue.send(self.search.dial(peer, now), self.hello(peer))
 
     def call_rivals(self, now: float) -> None:
         """A leader calls the peers of its crew that are not in touch, those first that seem to lead."""

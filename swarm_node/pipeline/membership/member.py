@@ -224,8 +224,7 @@ class CrewMembership:
 
     def _settle(self, now: float) -> list[Action]:
         """Do what follows from what is known now."""
-        if self.role == CrewRole.SEEKING:
-            self.leadership.seek(now)
+        self.leadership.seek(now)
         if self.leader is not None:
             self._lead(self.leader, now)
         self.following.report_ready(now)

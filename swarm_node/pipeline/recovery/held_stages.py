@@ -184,7 +184,6 @@ class HeldStages:
         self.checkpoints.wait()  # a checkpoint that fails is written again
         for stage in list(self.workers):
             self.save(stage)
-        self.checkpoints.wait()
         self.checkpoints.close()
 
     # ----------------------------------------------------------------- at the end

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class StageCheckpoints:
             store.wait()
 
     def close(self) -> None:
-        """Raises UserError if the last checkpoint of a stage could not be written."""
-        for store in list(self.stores.values()):
-            store.close()
+        """Finish writing. Raises UserError if the last checkpoint of a stage could not be written."""
+        with ExitStack() as stack:  # closes them all, also when one raises
+            for store in self.stores.values():
+                stack.callback(store.close)

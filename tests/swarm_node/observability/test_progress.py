@@ -297,9 +297,10 @@ progress.table("held-out", ["task", "pass@1"], [["gcd", 0.1]])
 """
 
 
-def test_a_run_survives_its_terminal_s_end():
-    master, slave = os.openpty()
-    environment = os.environ | {"TERM": "xterm-256color"}
+@pytest.mark.parametrize("ends", [os.openpty, os.pipe])
+def test_a_run_survives_its_terminal_s_end(ends):
+    master, slave = ends()
+    environment = os.environ | {"TERM": "xterm-256color", "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(
         [sys.executable, "-c", REALLY], stdin=subprocess.PIPE, stdout=slave, stderr=subprocess.PIPE, env=environment
     ) as process:

@@ -277,6 +277,9 @@ def test_a_lead_without_room_makes_way():
     world.run(MENDING_S)
     assert holders(world)[0] == before[1] and world.plan().spares in ((spare,), ()) and world.learns()
     assert heard(machine, "cannot hold stage 0 of crew red (no space left): another peer must lead") == 1
+    assert machine.crew.role == CrewRole.FOLLOWING and machine.crew.leadership.barred
+    world.run(BANNED_S)
+    assert machine.crew.role == CrewRole.FOLLOWING and not machine.crew.leadership.barred
 
 
 def test_a_lone_peer_that_cannot_lead_retries():

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from protocol.crew import Kept, Source
-from swarm_node.pipeline.recovery.stage_checkpoints import newest, stage_files
+from swarm_node.errors import UserError
+from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints, newest, stage_files
 from swarm_node.storage import checkpoints
+from swarm_node.storage.checkpoints import CheckpointStore
 from tests.support.held_stages_world import ARCHITECTURE, KINDS, RUN, World, same, source
 from tests.support.pipeline_crew import Saved
 
@@ -148,6 +150,20 @@ def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch:
     a.held_stages.updated(plan)
     a.held_stages.save_all()
     assert a.held_stages.holding().checkpoints == (Kept(0, 3 * every + 1), Kept(0, every))
+
+
+def test_all_checkpoints_are_finished_though_one_fails(tmp_path: Path) -> None:
+    closed = []
+
+    class Full(CheckpointStore):
+        def close(self) -> None:
+            closed.append(self)
+            raise UserError("no space left")
+
+    stores: dict[int, CheckpointStore] = {stage: Full(tmp_path, 1, print) for stage in (0, 1)}
+    with pytest.raises(UserError, match="no space left"):
+        StageCheckpoints(tmp_path, ARCHITECTURE, 1, print, stores=stores).close()
+    assert len(closed) == 2
 
 
 def test_a_failed_checkpoint_is_written_again(saved: Saved, tmp_path: Path) -> None:
