@@ -60,11 +60,14 @@ class Engine:
         raise NotImplementedError
 
     def cancel(self, requests: Collection[int]) -> None:
-        """End these requests soon: `samples` gives what there is of them, as "cancelled"."""
+        """End these requests soon: `samples` gives all their sequences; those that are cut short are "cancelled"."""
         raise NotImplementedError
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample with other weights of the policy, by name, from the next batch on. The tensors are the live ones."""
+        """Sample with these weights of the policy, by name, from the next batch on. The tensors are the live ones.
+
+        It is called before each batch, also if nothing has changed; one version may come with other weights.
+        """
         raise NotImplementedError
 
 
