@@ -33,7 +33,7 @@ class Environment:
 class TaskSource(Environment):
     """An environment with its options, and the tasks that it makes; both are named so that others can make them too."""
 
-    environment: str  # its name, the same on every machine
+    environment: str  # its name, the same on every machine: of a-z, 0-9 and _, else peers refuse its tasks
     config: str  # hash of its options: 16 hex digits
     generator: str
     """Name and version of the code that makes the tasks. Other versions may make other tasks of one name."""

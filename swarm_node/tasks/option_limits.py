@@ -23,6 +23,8 @@ STRETCH = 2
 def check_options(path: str, options: Mapping[str, object]) -> None:
     """UserError unless `path` is a set, a member of one, an audited environment with options within bounds, or an
     installed one without options. Opening the environment shows whether the options make sense together."""
+    if ":" in path:
+        raise UserError(f"task {path!r}: a swarm carries no code; it may name environments of the package only")
     group, _, name = path.rpartition("/")
     if path in SETS:
         if options:
@@ -35,8 +37,6 @@ def check_options(path: str, options: Mapping[str, object]) -> None:
             raise UserError(f"task {path!r} takes no options in a swarm")
         return
     if name not in ALLOWED:
-        if ":" in path:
-            raise UserError(f"task {path!r}: a swarm carries no code; reward functions are every node's own")
         if name not in REFUSED and name not in library():
             raise UserError(f"unknown task {path!r}{nearest(name, {*ALLOWED, *SETS})} (`swarm-node tasks` lists all)")
         raise UserError(f"task {path!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
