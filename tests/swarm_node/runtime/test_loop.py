@@ -54,7 +54,6 @@ sys.exit(run_local(NodeConfig.model_validate(config)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_signal_ends_the_last_copy_well(tmp_path: Path) -> None:
     command, pipes = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipes, stderr=subprocess.STDOUT, text=True) as process:
