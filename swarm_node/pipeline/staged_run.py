@@ -83,6 +83,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
                 say(f"{one.path} refused: {error}")
                 kept.remove(one)
                 break
+            read[-1].tensors.pop("optimizer", None)  # twice as large as the weights, and not exported
         else:
             break
     stages = _weights(config, plan, chosen, read)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
@@ -136,6 +137,7 @@ _made = _Made()
 # Once for the process: torch walks its hooks while any thread makes a module, and must not see them change meanwhile.
 register_module_parameter_registration_hook(lambda module, name, tensor: _made.count(tensor, False))
 register_module_buffer_registration_hook(lambda module, name, tensor: _made.count(tensor, True))
+register_module_module_registration_hook(lambda module, name, child: _made.count(None, False))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from swarm_node.config import NodeConfig, load_config
+from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
@@ -96,7 +96,7 @@ def resume_run(run: RunDir) -> str:
 def _check_run(run: RunDir, verb: str) -> None:
     if not run.exists:
         raise UserError(f"no run in {run.path}: `swarm-node {verb} RUN` wants a run directory, such as runs/node")
-    if verb == "pause" and load_config(run.config).pipeline.stages:
+    if verb == "pause" and read_own(run.config).pipeline.stages:
         raise UserError(
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
             "it hands its stage over to another"

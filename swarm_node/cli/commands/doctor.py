@@ -21,7 +21,8 @@ from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.status import read_status
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S
-from swarm_node.config import NetworkConfig, NodeConfig, load_config
+from swarm_node.config import NetworkConfig, NodeConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
@@ -47,7 +48,7 @@ def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
     run = RunDir(target) if target and Path(target).is_dir() else None
     swarm = _swarm_of(run) if run else find_swarm(target or config.swarm) if target or config.swarm else None
     if run is not None and run.exists:
-        config = load_config(run.config)
+        config = read_own(run.config, lambda text: typer.echo(text, err=True))
     checks = []
     for check in _as_far_as_possible(_checks(target, config, run, swarm)):
         checks.append(check)

@@ -408,7 +408,8 @@ def test_a_run_is_examined_with_own_settings(
 ) -> None:
     run = RunDir("runs/alice")
     run.path.mkdir(parents=True)
-    run.write("config.toml", dump_toml(NodeConfig(network=NetworkConfig(announce=["203.0.113.9"], port=listener))))
+    settings = dump_toml(NodeConfig(network=NetworkConfig(announce=["203.0.113.9"], port=listener)))
+    run.write("config.toml", f"{settings}\n[of_another_version]\n")
     mine, other = address(0, listener), address(1, listener)
     run.write_status({"swarm": SWARM, "time": time.time(), "peer": peer_id(0), "addresses": [mine]})
     run.swarm.write_text(f'name = "sums"\nbootstrap = ["{mine}"]\ntasks = [{{env = "gcd"}}]\n')
@@ -425,7 +426,9 @@ def test_a_run_is_examined_with_own_settings(
     monkeypatch.setattr(doctor, "visitor", visitor)
     monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
     assert examine("runs/alice", NodeConfig(), json_output=True) == 0
-    checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+    printed = capsys.readouterr()
+    assert "left out: of_another_version" in printed.err
+    checks = {check["name"]: Check(**check) for check in json.loads(printed.out)["checks"]}
     assert checks["ports"].detail == "the run is using its ports"
     assert checks["bootstrap"].detail == "1 of 1 addresses answer"
     assert checks["members"].verdict == checks["clock"].verdict == "ok"

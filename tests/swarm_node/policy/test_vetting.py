@@ -18,6 +18,7 @@ from transformers.integrations import hub_kernels
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import vetting
 from swarm_node.policy.loading import load_policy, prepare, skeleton
 from swarm_node.policy.policy import Policy
 from tests.support.stages import load_part
@@ -157,6 +158,14 @@ def test_a_config_gets_nothing_fetched_run_or_grown(name: str, model: Path) -> N
     with pytest.raises(UserError, match=said) as refused:
         load(model)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+
+
+def test_modules_without_values_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vetting, "MAX_TENSORS", 10)
+    with vetting.bounded_modules("it"):
+        torch.nn.Sequential(*(torch.nn.Identity() for _ in range(10)))
+    with pytest.raises(UserError, match=LARGER), vetting.bounded_modules("it"):
+        torch.nn.Sequential(*(torch.nn.Identity() for _ in range(11)))
 
 
 def test_another_attention_is_transformers_own_choice(model: Path) -> None:

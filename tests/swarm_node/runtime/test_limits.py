@@ -266,6 +266,8 @@ def test_the_commands(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert cli("pause", str(run.path), "--for", "2h")[0] == 0 and run.paused.exists()
     assert cli("resume", str(run.path))[0] == 0 and not run.paused.exists()
+    run.config.write_text(run.config.read_text() + "\n[of_another_version]\n")
+    assert cli("pause", str(run.path))[0] == 0 and run.paused.exists()
     code, said = cli("pause", str(tmp_path / "nowhere"))
     assert code == 2 and said.count("\n") == 1 and "no run in" in said and not (tmp_path / "nowhere").exists()
 
