@@ -143,7 +143,7 @@ class MemoryTransport:
     ) -> Future[None]:
         """Reaches the same peers as `request`. The future and callbacks complete as the clock is driven; an unexpected
         exception in a callback ends the simulation. A peer that has gone or is cut off is noticed after a latency or
-        `TURN_S`; callbacks of a killed node are called too."""
+        `UPLINK_TURN_S`; callbacks of a killed node are called too."""
         check_call(method, ours)
         other = self._reach(peer)
         if other is None:
