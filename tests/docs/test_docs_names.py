@@ -77,6 +77,13 @@ def test_keys_in_tables_of_a_section_exist(page: Path) -> None:
 
 
 @every_page
+def test_python_files_of_the_tests_exist(page: Path) -> None:
+    known = [path.as_posix() for path in (ROOT / "tests").rglob("*.py")]
+    for name in re.findall(r"(?<![\w/])[\w/]*(?:test_\w+|_scenarios|_attacks)\.py", page.read_text()):
+        assert any(path.endswith(f"/{name}") for path in known), f"{name_of(page)}: there is no {name}"
+
+
+@every_page
 def test_configuration_files_are_read(page: Path, tmp_path: Path) -> None:
     for fence in fences(page):
         if fence.language == "toml":
