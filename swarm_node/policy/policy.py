@@ -264,12 +264,13 @@ class Policy:
         return {name: self.model.get_parameter(name).data for name in self._trainable}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
-        """Copy `state` into the weights; CheckpointError, with nothing changed, if names or shapes differ."""
+        """Copy `state` into the weights, a new version; CheckpointError, with nothing changed, if it does not fit."""
         mine = self.trainable_state()
         if mine.keys() != state.keys() or any(mine[k].shape != state[k].shape for k in mine):
             raise CheckpointError("its tensors do not have the names and shapes of this policy")
         for name, tensor in mine.items():
             tensor.copy_(state[name])
+        self.version += 1
 
     def keep_reference(self) -> None:
         """Remember the present weights for `reference` (an adapter needs no copy: switched off, it is the base)."""

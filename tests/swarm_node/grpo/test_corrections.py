@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.corrections import CORRECTIONS, find_correction
 from swarm_node.grpo.objective import Correction, Tokens
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.types import Sampling
@@ -61,6 +63,11 @@ def test_the_factor_scales_the_loss():
 def test_by_default_a_senders_logprobs_change_nothing(mask):
     config = GrpoConfig(off_policy_mask=mask)
     assert step(config, sent(True))["loss"] == step(config, sent(False))["loss"]
+
+
+def test_every_correction_has_a_name_in_the_configuration():
+    names = get_args(get_args(GrpoConfig.model_fields["correction"].annotation)[0])
+    assert set(names) == set(CORRECTIONS)
 
 
 def test_a_correction_that_cannot_be_used_is_a_user_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, find_engine
-from swarm_node.policy.engines.base import BatchEngine, Engine, Request, Sample, uniforms
+from swarm_node.policy.engines.base import Engine, Request, Sample
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
@@ -26,6 +27,7 @@ class Echo(Engine):
 
     def __init__(self, *_: object) -> None:
         self.waiting: dict[int, Request] = {}
+        self.cancelled: set[int] = set()
         self.version = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -34,21 +36,22 @@ class Echo(Engine):
     def samples(self) -> Iterator[Sample]:
         while self.waiting:
             request = self.waiting.pop(next(iter(self.waiting)))
-            ids = request.prompt_ids[: request.sampling.max_new_tokens]
+            cancelled = request.id in self.cancelled
+            ids = [] if cancelled else request.prompt_ids[: request.sampling.max_new_tokens]
+            end = "cancelled" if cancelled else "length"
             for i in range(request.n):
-                yield Sample(request.id, i, ids, [-1.0] * len(ids), [self.version] * len(ids), "length")
+                yield Sample(request.id, i, ids, [-1.0] * len(ids), [self.version] * len(ids), end)
 
     def cancel(self, requests: Collection[int]) -> None:
-        for request in requests:
-            self.waiting.pop(request, None)
+        self.cancelled |= set(requests)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         self.version = version
 
 
-def engine(kind: str) -> BatchEngine:
+def engine(kind: str) -> Engine:
     made = ENGINES[kind](make("llama"), [383], 0)
-    assert isinstance(made, BatchEngine) and made.exact
+    assert made.exact
     return made
 
 
@@ -73,18 +76,15 @@ def test_samples_follow_their_seed_in_any_company(kind):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_cancelled_request_hands_back_what_it_has(kind):
-    made, asked = engine(kind), 0
-
-    def cancelled() -> list[int]:
-        nonlocal asked
-        asked += 1
-        return [0] if asked > 2 else []
-
-    prompts, sampling = [PROMPT, [8, 9]], Sampling(6)
-    first, second = made.decode(prompts, 1, sampling, uniforms([1, 2], 1, 6), cancelled)
-    whole = made.decode(prompts, 1, sampling, uniforms([1, 2], 1, 6), tuple)
-    assert 0 < len(first[0]) < 6 and first[0] == whole[0][0][: len(first[0])] and not first[2]
-    assert second[0] == whole[1][0]
+    requests = [Request(1, PROMPT, Sampling(6), seed=1), Request(2, [8, 9], Sampling(6), seed=2)]
+    model, passes = make("llama"), itertools.count(1)
+    made = ENGINES[kind](model, [383], 0)
+    model.get_input_embeddings().register_forward_hook(lambda *_: made.cancel([1]) if next(passes) == 3 else None)
+    made.submit(requests)
+    first, second = sorted(made.samples(), key=lambda sample: sample.request)
+    whole, other = sorted(sampled(kind, *requests), key=lambda sample: sample.request)
+    assert first.end == "cancelled" and 0 < len(first.token_ids) < 6
+    assert first.token_ids == whole.token_ids[: len(first.token_ids)] and second.token_ids == other.token_ids
 
 
 @pytest.mark.parametrize("kind", ENGINES)
