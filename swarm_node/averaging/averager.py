@@ -69,8 +69,7 @@ def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfi
     layout        names, shapes and fragments of the weights (`Fragments.layout`)
     start_digest  digest of the model, adapter included, that all peers began with
     """
-    pairs = config.method == "noloco"
-    settings = config.gamma != config.beta if pairs else config.codec
+    settings = config.gamma != config.beta if config.method == "noloco" else config.codec
     text = f"{swarm} {start_digest} {layout} {config.method} {settings}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -274,9 +273,6 @@ class Averager(ABC):
             for peer, card in self.transport.members().items()
             if card.cohort == cohort and self._muted.get(peer, 0.0) <= now
         )
-
-    def _copy(self, fragment: int) -> Tensor:
-        return self.copies([fragment])[0]
 
     def _outgoing(
         self, peer: str, codec: WeightCodec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any

@@ -49,8 +49,7 @@ def join_cohort(
 
 def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Averager:
     """The averager for `config.method`; further arguments as for `Averager`."""
-    kind = PairAverager if config.method == "noloco" else CohortAverager
-    return kind(config, *args, **kwargs)
+    return (PairAverager if config.method == "noloco" else CohortAverager)(config, *args, **kwargs)
 
 
 def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:
@@ -73,9 +72,9 @@ def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[st
 
 def leave_cohort(transport: Transport) -> None:
     """Refuse all further exchanges of weights."""
+
+    def refuse(peer: str, head: bytes, size: int) -> Accepted:
+        raise RemoteProtocolError("cohort", "nothing is averaged here")
+
     for method in (AVERAGE_METHOD, WEIGHTS_METHOD):
-        transport.accept(method, _refuse)
-
-
-def _refuse(peer: str, head: bytes, size: int) -> Accepted:
-    raise RemoteProtocolError("cohort", "nothing is averaged here")
+        transport.accept(method, refuse)

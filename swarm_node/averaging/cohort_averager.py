@@ -139,7 +139,7 @@ class CohortAverager(Averager):
             self.skip("alone")
             self._exchanged_at[fragment] = updates
             return
-        fast = self._copy(fragment)
+        (fast,) = self.copies([fragment])
         in_step = self._in_step[fragment]
         first = self._number < self.config.fragments  # later, others have averaged before
         codec = self._codec if in_step == members or (in_step is None and first) else "float32"
@@ -198,12 +198,11 @@ class CohortAverager(Averager):
         self._call_peer(peer, self._half(*this), partial(self._answered, *this), partial(self._arrived, *this))
 
     def _answered(self, round: _Round, phase: int, peer: str, head: bytes, size: int) -> Sink:
-        theirs = self._head_of(peer, head)
-        self._fits(round, phase, peer, theirs, size)
-        return self._sink(round, phase, peer, theirs)
+        self._fits(round, phase, peer, self._head_of(peer, head), size)
+        return self._sink(round, phase, peer)
 
-    def _sink(self, round: _Round, phase: int, peer: str, head: AverageHead) -> Sink:
-        round.decoders[peer] = BodyDecoder(head.codec, self._values(round, phase, peer))
+    def _sink(self, round: _Round, phase: int, peer: str) -> Sink:
+        round.decoders[peer] = BodyDecoder(round.codec, self._values(round, phase, peer))
         return round.decoders[peer].write
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
@@ -236,8 +235,8 @@ class CohortAverager(Averager):
             if peer in round.arrived[phase] or peer in round.under_way or phase < round.phase:
                 raise RemoteProtocolError("busy", "that is done, or under way")
             round.under_way.add(peer)
-        sink = self._sink(round, phase, peer, theirs)
-        return Accepted(self._half(round, phase, peer), sink, partial(self._arrived, round, phase, peer))
+        this = round, phase, peer
+        return Accepted(self._half(*this), self._sink(*this), partial(self._arrived, *this))
 
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
         """Raises RemoteProtocolError unless `head` is of this phase and round, and `size` that of its body."""
@@ -286,8 +285,8 @@ class CohortAverager(Averager):
         others = list(round.arrived[PARTS].values())
         for vector in others:
             check_finite(vector)
-        clip, reduce = self.config.clip, self._reducer
-        mean = reduce(mine, torch.stack(others)) if reduce else clipped_mean([mine, *others], clip)
+        reduce = self._reducer
+        mean = reduce(mine, torch.stack(others)) if reduce else clipped_mean([mine, *others], self.config.clip)
         mean -= lost(round.codec, mean)  # as the others decode it, otherwise slow weights drift apart
         with self._guard:
             round.mean, round.phase = mean, AVERAGES

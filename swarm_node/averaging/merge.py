@@ -22,6 +22,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from swarm_node.errors import UserError
+
 State = dict[str, Tensor]  # name -> tensor
 
 BASE = "the base"  # its name in messages
@@ -29,21 +31,21 @@ MERGE_PIECE = 2**20  # values of each state that are merged at a time: 8 MiB in 
 
 
 def check_alike(states: Mapping[str, State]) -> None:
-    """Raises ValueError, with the difference, unless all states have the same names and shapes."""
+    """Raises UserError, with the difference, unless all states have the same names and shapes."""
     first, *others = states
     mine = states[first]
     for other in others:
         theirs = states[other]
         if odd := sorted(mine.keys() ^ theirs.keys()):
             has, lacks = (first, other) if odd[0] in mine else (other, first)
-            raise ValueError(f"{has} has {odd[0]}, {lacks} does not ({len(odd)} names differ)")
+            raise UserError(f"{has} has {odd[0]}, {lacks} does not ({len(odd)} names differ)")
         for name, tensor in mine.items():
             if tensor.shape != theirs[name].shape:
-                raise ValueError(f"{name} is {list(tensor.shape)} in {first}, {list(theirs[name].shape)} in {other}")
+                raise UserError(f"{name} is {list(tensor.shape)} in {first}, {list(theirs[name].shape)} in {other}")
 
 
 def uniform_mean(states: Mapping[str, State]) -> State:
-    """The mean of all states, float32 on the CPU. ValueError if names or shapes differ, or values are not finite."""
+    """The mean of all states, float32 on the CPU. UserError if names or shapes differ, or values are not finite."""
     check_alike(states)
     return _weighted_sum(states, dict.fromkeys(states, 1.0), len(states))
 
@@ -52,7 +54,7 @@ def task_arithmetic(
     states: Mapping[str, State], base: State, scale: float, factors: Mapping[str, float] | None = None
 ) -> State:
     """base + scale * sum of factors[i] * (states[i] - base), float32 on the CPU. `factors` as from `clip_factors`,
-    otherwise 1. Raises ValueError as `uniform_mean`."""
+    otherwise 1. Raises UserError as `uniform_mean`."""
     together = {BASE: base, **states}
     check_alike(together)
     weights = {name: scale * (1.0 if factors is None else factors[name]) for name in states}
@@ -60,7 +62,7 @@ def task_arithmetic(
 
 
 def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
-    """|theta_i - base| of each state, with tied tensors counted once. Raises ValueError as `uniform_mean`."""
+    """|theta_i - base| of each state, with tied tensors counted once. Raises UserError as `uniform_mean`."""
     check_alike({BASE: base, **states})
     norms = {}
     for node, state in states.items():
@@ -72,7 +74,7 @@ def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
                 squares[memory] = sum(float((theirs - ours).square().sum()) for theirs, ours in both)
         norms[node] = math.sqrt(math.fsum(squares.values()))
         if not math.isfinite(norms[node]):
-            raise ValueError(f"the weights of {node} are not finite")
+            raise UserError(f"these weights cannot be merged: the weights of {node} are not finite")
     return norms
 
 
@@ -96,7 +98,8 @@ def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], ove
                 target.copy_(sum(weights[node] * piece for node, piece in zip(nodes, pieces, strict=True)) / over)
             if not total.isfinite().all():
                 whose = [node for node, tensor in zip(nodes, tensors, strict=True) if not tensor.isfinite().all()]
-                raise ValueError(f"{name} is not finite in {whose[0] if whose else 'their sum'}")
+                where = whose[0] if whose else "their sum"
+                raise UserError(f"these weights cannot be merged: {name} is not finite in {where}")
             done[memory] = total
         merged[name] = done[memory]
     return merged

@@ -252,7 +252,7 @@ class PairAverager(Averager):
     def _copied(self, fragment: int) -> FragmentCopy:
         """This node's fragment as of now. Raises RemoteProtocolError: busy, or diverged if no peer would want it."""
         counts = self._updates, self.replaced, self._generations[fragment]  # read before the copy is made: see `_fits`
-        fast, slow = self._copy(fragment), self.slow[fragment]
+        (fast,), slow = self.copies([fragment]), self.slow[fragment]
         return FragmentCopy.of(fragment, fast, slow, self._apart[fragment], self._failed_blocks[fragment], *counts)
 
     def _fits(self, copy: FragmentCopy) -> bool:
@@ -324,13 +324,12 @@ class PairAverager(Averager):
     def _average(self, exchange: PairExchange) -> None:
         """Take the outer step. Raises RemoteProtocolError `probe`, with nothing changed, if the probe refuses it."""
         copy, momentum = exchange.copy, exchange.momentum
-        fragment = copy.fragment
+        fragment, helped = copy.fragment, exchange.draining and not exchange.ours
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
         self._apply(fragment, copy.fast)
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
-        helped = exchange.draining and not exchange.ours
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
             self._exchanged_at[fragment] = copy.updates
             self._rounds.settle(exchange.round)

@@ -248,10 +248,10 @@ class ExchangeSlot:
         Raises RemoteProtocolError: busy, or crossed if this node has called `peer` and its call counts."""
         with self.guard:
             mine = self.exchange
-            if mine is not None and mine.live and self._clock() > mine.ends:
-                self.give_up(f"more than {self._timeout_s:g} s")
-                return None
             if mine is None:
+                return None
+            if mine.live and self._clock() > mine.ends:
+                self.give_up(f"more than {self._timeout_s:g} s")
                 return None
             if not mine.ours or mine.partner != peer or not mine.live:
                 raise RemoteProtocolError("busy", "another exchange is under way")

@@ -108,37 +108,6 @@ class _TimedSocket(ssl.SSLSocket):
         return super().recv_into(*arguments)
 
 
-class _PublicConnection(HTTPSConnection):
-    def __init__(self, host: str, ends: float, **options: Any) -> None:
-        super().__init__(host, **options)
-        self.ends = ends
-
-    def connect(self) -> None:
-        context = ssl.create_default_context()
-        context.sslsocket_class = _TimedSocket
-        plain = _connected(public_addresses(self.host, self.port), self.port, self.ends)
-        try:
-            timed: Any = context.wrap_socket(plain, server_hostname=self.host)
-        except OSError:
-            plain.close()
-            raise
-        timed.ends = self.ends
-        self.sock = timed
-
-
-def _connected(addresses: list[str], port: int, ends: float) -> socket.socket:
-    """A connection to the first of `addresses` that answers. Raises OSError."""
-    failure: OSError = TimeoutError("it takes too long")
-    for address in addresses:
-        if (left := ends - time.monotonic()) <= 0:
-            break
-        try:
-            return socket.create_connection((address, port), min(TIMEOUT_S, left))
-        except OSError as error:
-            failure = error
-    raise failure
-
-
 class _PublicHosts(urllib.request.HTTPSHandler):
     def __init__(self, ends: float) -> None:
         super().__init__()
@@ -146,3 +115,28 @@ class _PublicHosts(urllib.request.HTTPSHandler):
 
     def https_open(self, req: urllib.request.Request) -> HTTPResponse:
         return self.do_open(partial(_PublicConnection, ends=self.ends), req)
+
+
+class _PublicConnection(HTTPSConnection):
+    def __init__(self, host: str, ends: float, **options: Any) -> None:
+        super().__init__(host, **options)
+        self.ends = ends
+
+    def connect(self) -> None:
+        """Connect to the first address of the host that answers. Raises OSError."""
+        context = ssl.create_default_context()
+        context.sslsocket_class = _TimedSocket
+        failure: OSError = TimeoutError("it takes too long")
+        for address in public_addresses(self.host, self.port):
+            if (left := self.ends - time.monotonic()) <= 0:
+                break
+            try:
+                plain = socket.create_connection((address, self.port), min(TIMEOUT_S, left))
+            except OSError as error:
+                failure = error
+                continue
+            timed: Any = context.wrap_socket(plain, server_hostname=self.host)  # closes `plain` if it fails
+            timed.ends = self.ends
+            self.sock = timed
+            return
+        raise failure

@@ -80,8 +80,7 @@ def ask_around(
     while True:
         known = distinct([*map(peer_of, swarm.peers), *transport.members()])
         peers = [peer for peer in known if peer != transport.peer_id]
-        random.shuffle(peers)
-        for peer in peers[:ASKED_IN_A_ROW]:
+        for peer in random.sample(peers, min(ASKED_IN_A_ROW, len(peers))):
             if peer in refused:
                 continue
             try:

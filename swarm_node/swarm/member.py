@@ -243,8 +243,7 @@ class Member:
                 counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}
         self._names = named | {peer: card.name for peer, card in members.items()}
-        used = self.replay_buffer.used_by_peer()
-        figures = self._figures
+        used, figures = self.replay_buffer.used_by_peer(), self._figures
         shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
         return {
             "swarm": self.swarm,

@@ -117,15 +117,15 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         )
     free = free_memory()
     needs = f"{model} needs {_gib(needed)} before sampling"
-    detail = f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
+    detail = (
+        f"{needs}; the run has it" if running else f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
+    )
     remedy = start.having("--lora")
     if plan.lora:
         crew = config.pipeline.crew or secrets.token_hex(CREW_BYTES)  # a password
         options = f"--stages {2 * config.pipeline.stages or 2} --crew {crew}"
         remedy = (msgspec.structs.replace(start, verb="join") if start.verb == "local" else start).having(options)
-    if running:
-        yield Check("memory", "ok", f"{needs}; the run has it")
-    elif free and needed > TIGHT * free:
+    if free and needed > TIGHT * free and not running:
         yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
     else:
         yield Check("memory", "ok", detail)

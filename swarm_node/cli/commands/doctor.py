@@ -9,12 +9,12 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import typer
 
-from protocol.errors import RemoteProtocolError, printable
-from protocol.peers import parse_cache
+from protocol.errors import printable
 from protocol.transports.ports import read_ports
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
@@ -27,7 +27,7 @@ from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
-from swarm_node.swarm.links import Swarm, find_swarm
+from swarm_node.swarm.links import Swarm, cached_addresses, find_swarm
 from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor
 
@@ -129,9 +129,8 @@ def _start_command(
         return StartCommand("local", run_dir=str(run.path))
     if swarm is None:
         return StartCommand(run_dir=str(run.path))
-    return StartCommand(
-        "bootstrap" if seen.role == BOOTSTRAP else "join", config.swarm or str(run.swarm), str(run.path)
-    )
+    verb: Literal["bootstrap", "join"] = "bootstrap" if seen.role == BOOTSTRAP else "join"
+    return StartCommand(verb, config.swarm or str(run.swarm), str(run.path))
 
 
 def _seen(run: RunDir | None) -> tuple[StatusFile, str]:
@@ -159,8 +158,4 @@ def _swarm_of(run: RunDir) -> Swarm | None:
     if not run.swarm.is_file():
         return None
     swarm = find_swarm(str(run.swarm))
-    try:
-        cached = [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
-    except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without it, too
-        cached = []
-    return msgspec.structs.replace(swarm, peers=[*swarm.peers, *cached])
+    return msgspec.structs.replace(swarm, peers=[*swarm.peers, *cached_addresses(run)])

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, NamedTuple
@@ -65,10 +65,8 @@ class RunWeights(NamedTuple):
 
 
 class Tried(msgspec.Struct):
-    """A scale and its success on the questions for choosing."""
-
     scale: float
-    pass_1: float
+    pass_1: float  # success on the questions for choosing
 
 
 class Merged(msgspec.Struct):
@@ -106,8 +104,8 @@ class MergeRequest:
 
 def main(runs: Sequence[RunDir], request: MergeRequest) -> None:
     """Merge runs. A table, or a JSON document, goes to standard output."""
-    say = on_stderr()
     check_new_directory(request.out)
+    say = on_stderr()
     merge_and_show(cohort_of_runs(runs, say), request, say)
 
 
@@ -144,8 +142,7 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
     for_choice: list[Task] = []
     asked = [] if exam is None else exam.questions
     if request.method == "uniform":
-        with _explained():
-            merged = uniform_mean(sources)
+        merged = uniform_mean(sources)
     else:
         if request.scale is None:
             for_choice, asked = halves(asked)
@@ -173,17 +170,12 @@ def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choi
     """The merged weights. Writes norms to `result` and, if there are questions `for_choice`, the best scale."""
     sources = cohort.weights
     base = {name: tensor.clone() for name, tensor in cohort.policy.trainable_state().items()}
-    with _explained():
-        result.norms = task_norms(sources, base)
+    result.norms = task_norms(sources, base)
     factors = clip_factors(result.norms)
     clipped = [f"{name} ({norm:.3g})" for name, norm in result.norms.items() if factors[name] < 1]
     middle = median(result.norms.values())
     say(f"task vectors longer than the median one ({middle:.3g}) are clipped to it: {', '.join(clipped) or 'none'}")
-
-    def combined(scale: float) -> State:
-        with _explained():
-            return task_arithmetic(sources, base, scale, factors)
-
+    combined = partial(task_arithmetic, sources, base, factors=factors)
     if exam and for_choice:
         for scale in scales(len(sources)):
             result.tried.append(Tried(scale, exam.sit(combined(scale), for_choice)["all"].pass_1))
@@ -266,7 +258,7 @@ def _check_cohort(one: RunWeights, other: RunWeights) -> None:
         raise UserError(f"{pair}: they began from different base models")
     try:
         check_alike({one.name: one.weights, other.name: other.weights})
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{pair}: they train different weights (other LoRA settings?): {error}") from error
     if one.start != other.start:
         raise UserError(
@@ -283,15 +275,6 @@ def _check_written(out: Path, cohort: Cohort) -> None:
     mine = policy.trainable_state()
     if mine.keys() != again.keys() or not all(torch.equal(mine[name].cpu(), again[name]) for name in mine):
         raise UserError(f"the model in {out} does not load as it was written: try another directory")
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn an error of the arithmetic into a UserError."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"these weights cannot be merged: {error}") from error
 
 
 def print_result(result: Merged, console: Console) -> None:

@@ -101,13 +101,12 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     if sys.stderr.isatty():
         typer.echo("looking for members, a few seconds", err=True)
     members: Mapping[str, PeerCard] = {}
-    answering, connected = dial(addresses), False
-    answered = any(answering.values()) or not answering  # relayed addresses are not tried
-    if answered:
+    answering = dial(addresses)
+    reached = {"answered": any(answering.values()) or not answering, "connected": False}  # none is tried if all relay
+    if reached["answered"]:
         with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
             members = look_around(transport, PATIENT_S)
-            connected = bool(members) or transport.stats().get("connections/dht", 0) > 0
-    reached = {"answered": answered, "connected": connected}
+            reached["connected"] = bool(members) or transport.stats().get("connections/dht", 0) > 0
     status = {
         "swarm": swarm.id,
         "swarm_name": swarm.manifest.name if swarm.manifest else "",
@@ -117,10 +116,8 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "peers": {peer: _card(card) for peer, card in sorted(members.items())},
     }
     listed = [_member(peer, card) for peer, card in sorted(members.items())]
-    cohorts = {
-        cohort: _totals([member for member in listed if member["cohort"] == cohort])
-        for cohort in sorted({card.cohort for card in members.values()} - {""})
-    }
+    averaging = sorted({card.cohort for card in members.values()} - {""})
+    cohorts = {name: _totals([member for member in listed if member["cohort"] == name]) for name in averaging}
     return {
         "schema": SCHEMA,
         "run": None,

@@ -8,6 +8,7 @@ import torch
 
 from swarm_node.averaging import merge
 from swarm_node.averaging.merge import clip_factors, task_arithmetic, task_norms, uniform_mean
+from swarm_node.errors import UserError
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "scalar": ()}
 
@@ -125,14 +126,14 @@ def test_tied_tensors_are_merged_once_and_stay_tied():
 def test_names_or_shapes_that_differ_are_refused():
     two = states(2)
     del two["node 1"]["norm"]
-    with pytest.raises(ValueError, match=r"node 0 has norm, node 1 does not \(1 names differ\)"):
+    with pytest.raises(UserError, match=r"node 0 has norm, node 1 does not \(1 names differ\)"):
         uniform_mean(two)
     two["node 1"]["norm"] = torch.zeros(6)
-    with pytest.raises(ValueError, match=r"norm is \[5\] in node 0, \[6\] in node 1"):
+    with pytest.raises(UserError, match=r"norm is \[5\] in node 0, \[6\] in node 1"):
         uniform_mean(two)
-    with pytest.raises(ValueError, match=r"the base has scalar, node 0 does not"):
+    with pytest.raises(UserError, match=r"the base has scalar, node 0 does not"):
         task_arithmetic({"node 0": {"w": torch.zeros(1)}}, {"scalar": torch.zeros(())}, 0.5)
-    with pytest.raises(ValueError, match="in the base"):
+    with pytest.raises(UserError, match="in the base"):
         task_norms({"node 0": state(1)}, state(1) | {"norm": torch.zeros(4)})
 
 
@@ -140,7 +141,7 @@ def test_names_or_shapes_that_differ_are_refused():
 def test_non_finite_weights_are_refused_by_name(value):
     two = states(2)
     two["node 1"]["norm"][2] = value
-    with pytest.raises(ValueError, match="norm is not finite in node 1"):
+    with pytest.raises(UserError, match="norm is not finite in node 1"):
         uniform_mean(two)
-    with pytest.raises(ValueError, match="node 1 are not finite"):
+    with pytest.raises(UserError, match="node 1 are not finite"):
         task_norms(two, state(0))
