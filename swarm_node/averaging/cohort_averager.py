@@ -154,7 +154,6 @@ class CohortAverager(Averager):
             self._round = started
 
     def _go_on(self, round: _Round) -> None:
-        """Call members, change phase, or finish."""
         now = self.now()
         with self._guard:
             failure = round.failure

@@ -108,9 +108,6 @@ def check_place(head: WeightsHead, place: tuple[str, str]) -> None:
         raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
 
 
-# --------------------------------------------------------------------- late, or back with nothing
-
-
 class LateJoin:
     """Gives this node's weights to peers that ask, and asks for theirs."""
 
@@ -218,13 +215,9 @@ def _body(copies: list[Tensor]) -> Iterator[memoryview]:
         yield from pieces("float32", copies.pop(0))
 
 
-# --------------------------------------------------------------------- of a whole cohort
-
-
 def collect_weights(
     transport: Transport,
-    swarm: str,
-    cohort: str,
+    place: tuple[str, str],
     versions: Mapping[str, int],
     sizes: Sequence[int],
     keep: Callable[[str, int, list[Tensor]], None],
@@ -233,8 +226,8 @@ def collect_weights(
     sleep: Callable[[float], None],
     rng: random.Random | None = None,
 ) -> dict[str, str]:
-    """Fetch the weights of the peers in `versions` (peer -> version on its card) within `seconds`. `keep` is called
-    with (peer, version, fragments) as they arrive. Peers that are busy are asked again.
+    """Fetch the weights of the peers in `versions` (peer -> version on its card) within `seconds`. `place` and `sizes`
+    as for `fetch`. `keep` is called with (peer, version, fragments) as they arrive. Busy peers are asked again.
 
     Peers are asked in random order, each for its share of the time that is left, so that slow ones do not keep the
     others from being asked. Slow ones have the time that is left when all others have been asked.
@@ -264,7 +257,7 @@ def collect_weights(
         share = (end - now) * AT_ONCE / max(1, len(running) + len(waiting))
         for peer in sorted(due, key=lambda peer: waiting[peer].accidents)[: AT_ONCE - len(running)]:
             limit = min(end - now, max(PACE.grace_s, share))
-            one = fetch(transport, (swarm, cohort), peer, sizes, max(1, versions[peer]), seconds=limit)
+            one = fetch(transport, place, peer, sizes, max(1, versions[peer]), seconds=limit)
             running.append((one, waiting.pop(peer)))
         if running or waiting:
             sleep(COLLECT_LOOP_S)

@@ -36,8 +36,6 @@ ANSWER_S = 1.0, 10.0  # shortest and longest wait for a peer's answer; in betwee
 
 @dataclass
 class _Round:
-    """What happened in one round."""
-
     settled: bool = False  # an exchange succeeded, or need not be tried again
     failure: tuple[str, str] | None = None  # reason and peer of the last failure, until the round is settled
     waits_until: float = 0.0  # training waits for the round's exchanges until then

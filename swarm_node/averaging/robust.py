@@ -199,14 +199,9 @@ def measure(fast: Tensor, slow: Tensor, partner_fast: Tensor, own: Tensor | None
             agreement = step.sign_().mul_(mean.sign_())  # 1, -1, or 0 where one of them did not move
             balance += int(agreement.sum())
             moved += int(torch.dot(agreement, agreement))
-    equal = (moved + balance) // 2
-    return Measures(
-        math.sqrt(apart),
-        math.sqrt(size),
-        math.sqrt(progress),
-        along / math.sqrt(size * own_size) if size and own_size else math.nan,
-        equal / moved if moved else math.nan,
-    )
+    cosine = along / math.sqrt(size * own_size) if size and own_size else math.nan
+    signs = (moved + balance) // 2 / moved if moved else math.nan
+    return Measures(math.sqrt(apart), math.sqrt(size), math.sqrt(progress), cosine, signs)
 
 
 def check_finite(vector: Tensor) -> None:

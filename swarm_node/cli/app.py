@@ -97,7 +97,6 @@ def _root(
 
 
 def _application() -> typer.Typer:
-    """All commands."""
     whole = typer.Typer(
         help="Train a language model on this machine by reinforcement learning, alone or in a peer-to-peer swarm.",
         epilog=EPILOG,

@@ -126,11 +126,11 @@ def merge_models(
     check_new_directory(out, make=False)
     from swarm_node.cli.commands.merge import MergeRequest, main
 
-    request = MergeRequest(out, method, scale, questions, json_output)
+    request = MergeRequest(out, method, scale, questions, json_output, timeout, cohort, split_names(without) or [])
     if with_swarm:
         from swarm_node.cli.commands.merge_swarm import main as merge_members
 
-        merge_members(sources[0], settings.load(), request, timeout, cohort, split_names(without) or [])
+        merge_members(sources[0], settings.load(), request)
     else:
         main(runs, request)
 

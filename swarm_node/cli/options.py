@@ -114,7 +114,8 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
 
 def _parameter(row: KeyOption, command: str) -> Parameter:
     """The parameter of `command` for one key: its type and values are those of the field."""
-    kinds = [_bare(kind) for kind in alternatives(all_keys()[row.key].annotation)]
+    found = alternatives(all_keys()[row.key].annotation)
+    kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in found]
     may_be_unset = NoneType in kinds
     (kind, *more) = [kind for kind in kinds if kind is not NoneType]
     values = get_args(get_args(kind)[0] if get_origin(kind) is list else kind)
@@ -135,10 +136,6 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
         off = f"/--no-{row.flag.removeprefix('--')}" if kind is bool and may_be_unset else ""
         declared = typer.Option(row.flag + off, **settings)
     return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, declared])
-
-
-def _bare(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def split_names(given: list[str] | None) -> list[str] | None:

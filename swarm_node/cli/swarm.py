@@ -52,22 +52,16 @@ def new(
     from swarm_node.swarm.links import join_link
     from swarm_node.swarm.manifests import make_manifest, write_manifest
 
-    described = None
+    path = out or Path(f"{name}.toml")
+    limits = ManifestLimits(
+        max_age_s=max_age_s, groups_per_minute=groups_per_minute, max_answer_tokens=max_answer_tokens
+    )
+    rest = {"limits": limits, "averaging_period_s": averaging_period_s, "bootstrap": config.network.bootstrap}
     if model:
         from swarm_node.swarm.base_weights.finding import describe_model
 
-        described = describe_model(model)
-    path = out or Path(f"{name}.toml")
-    manifest = make_manifest(
-        name,
-        config.tasks,
-        expected_peers,
-        config.network.bootstrap,
-        licence,
-        ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute, max_answer_tokens=max_answer_tokens),
-        averaging_period_s,
-        described,
-    )
+        rest["model"] = describe_model(model)
+    manifest = make_manifest(name, config.tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)
     if json_output:

@@ -62,18 +62,15 @@ def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) ->
             f"{directory} is a run in a swarm: `{again}` goes on with it; to train alone, choose another --run-dir"
         )
     kept_manifest = directory / "swarm.toml"
-    if _is_lost(own.get("swarm", "")) and kept_manifest.is_file():
+    named = own.get("swarm", "")
+    is_lost = named and "://" not in named and not Path(named).expanduser().is_file()  # a manifest that was removed
+    if is_lost and kept_manifest.is_file():
         own["swarm"] = str(kept_manifest)
     if HOW_LONG & table.keys():
         own = {key: value for key, value in own.items() if key not in HOW_LONG}
     config = _resolved([(str(there), own), *layers])
     say_kept(own, table, directory, say)
     return config
-
-
-def _is_lost(swarm: str) -> bool:
-    """Whether the swarm was named by a manifest file that no longer exists."""
-    return swarm != "" and "://" not in swarm and not Path(swarm).expanduser().is_file()
 
 
 def _together(layers: Layers) -> Table:

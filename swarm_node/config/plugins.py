@@ -40,7 +40,6 @@ def error_text(error: Exception) -> str:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Run the file as a new module with a unique name."""
     name = f"_plugin_{next(_FILES)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader

@@ -315,16 +315,14 @@ class Mirror:
                 kept = KEPT if where == CHECKPOINTS else STAGES_KEPT
                 del done[:-kept]
                 if len(done) > 1:
-                    self._prune(f"{self._owner}/{where}", done, kept)
+                    try:
+                        self.bucket.prune(f"{self._owner}/{where}", done, kept)
+                    except Exception as error:  # each driver has its own; a node that may only write there writes on
+                        stay = f"old copies stay at {self._url} ({_what(error)})"
+                        self._once("old", f"{stay}: have whoever keeps it remove them")
             return True
         finally:
             shutil.rmtree(leaving, ignore_errors=True)
-
-    def _prune(self, place: str, done: list[str], kept: int) -> None:
-        try:
-            self.bucket.prune(place, done, kept)
-        except Exception as error:  # each driver has its own; a node that may only write there writes on
-            self._once("old", f"old copies stay at {self._url} ({_what(error)}): have whoever keeps it remove them")
 
     @contextmanager
     def _said_if_slow(self, sentence: str, seconds: float | None = None, once: str = "") -> Iterator[None]:

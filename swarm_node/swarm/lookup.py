@@ -123,9 +123,6 @@ def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers
         )
 
 
-# --------------------------------------------------------------------- who is there
-
-
 def look_around(
     transport: Transport,
     look_s: float = LOOK_AROUND_S,

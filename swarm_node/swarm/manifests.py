@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tomli_w
@@ -23,7 +24,7 @@ import tomli_w
 from protocol.errors import RemoteProtocolError
 from protocol.identity import public_key_of
 from protocol.limits import MAX_RESPONSE_BYTES
-from protocol.manifest import Manifest, ManifestLimits, ManifestModel, ManifestTask, parse_manifest
+from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
@@ -35,20 +36,13 @@ MAX_FILE_BYTES = MAX_RESPONSE_BYTES  # the largest question file: members give i
 
 
 def make_manifest(
-    name: str,
-    tasks: Sequence[str | TaskConfig],
-    expected_peers: int = PEERS_PER_SHARD,
-    bootstrap: Sequence[str] = (),
-    licence: str = "",
-    limits: ManifestLimits | None = None,
-    averaging_period_s: float = 60.0,
-    model: ManifestModel | None = None,
+    name: str, tasks: Sequence[str | TaskConfig], expected_peers: int = PEERS_PER_SHARD, licence: str = "", **rest: Any
 ) -> Manifest:
-    """A new manifest, checked as every member will check it. Raises UserError."""
+    """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
     from swarm_node.tasks.option_limits import check_options
 
-    check_addresses(bootstrap)
+    check_addresses(rest.get("bootstrap", []))
     with tempfile.TemporaryDirectory() as folder:
         made, files = [], {}
         for spec in tasks:
@@ -64,16 +58,8 @@ def make_manifest(
             path.write_bytes(data)
             files[task.sha256] = path
             made.append(task)
-        manifest = Manifest(
-            name=name,
-            tasks=made,
-            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            shards=-(-expected_peers // PEERS_PER_SHARD),
-            limits=limits or ManifestLimits(),
-            averaging_period_s=averaging_period_s,
-            model=model,
-            bootstrap=list(bootstrap),
-        )
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        manifest = Manifest(name, made, created, shards=-(-expected_peers // PEERS_PER_SHARD), **rest)
         try:
             parse_manifest(render(manifest))
         except RemoteProtocolError as error:

@@ -40,10 +40,8 @@ def gather_files(
 ) -> dict[str, Path]:
     """sha256 -> checked question file in the run directory, for each that the manifest names and that can be had.
 
-    Looks in the run directory, among the user's `own` tasks, beside the manifest, at the source that the manifest
-    names and, if all that fails, with members. Sources and members together may take
-    `ALL_FILES_S`. A file that cannot be had now is reported by `say` and left out. Raises UserError if the run
-    directory, or a file among `own`, cannot be used.
+    `own` are the user's tasks. Sources and members together may take `ALL_FILES_S`. A file that cannot be had now is
+    reported by `say` and left out. Raises UserError if the run directory, or a file among `own`, cannot be used.
     """
     files: dict[str, Path] = {}
     given: dict[str, bytes] | None = None

@@ -89,13 +89,16 @@ class Merged(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """Options of `swarm-node merge`. Raises UserError for a scale that means nothing."""
+    """Options of `swarm-node merge`; the last three are of a swarm. Raises UserError for a scale that means nothing."""
 
     out: Path  # new directory for the merged model
     method: Method = "uniform"
     scale: float | None = None  # factor of task arithmetic; None = the best of a few
     questions: int | None = None  # held-out questions; None = as many as the first run has, 0 = none
     json_output: bool = False
+    timeout_s: float = 1800.0  # most seconds to find members, and again to fetch all weights
+    cohort: str | None = None  # None = the largest one of the model
+    without: Sequence[str] = ()  # members to leave out: names, or ends of peer ids
 
     def __post_init__(self) -> None:
         if self.scale is not None and (self.method == "uniform" or not math.isfinite(self.scale)):

@@ -48,17 +48,9 @@ Members = Mapping[str, PeerCard]  # peer id -> card
 ASTRAY = 10.0  # members are left out whose weights are this many times further from the start than the median member's
 
 
-def main(
-    named: str,
-    config: NodeConfig,
-    request: MergeRequest,
-    timeout_s: float,
-    wanted: str | None = None,
-    without: Sequence[str] = (),
-) -> None:
-    """Merge members of a swarm. `wanted` names a cohort, `without` members to leave out. Finding members takes at most
-    `timeout_s`, and so does fetching all weights."""
-    say, out = on_stderr(), request.out
+def main(named: str, config: NodeConfig, request: MergeRequest) -> None:
+    """Merge members of the swarm that is `named`."""
+    say, out, wanted, timeout_s = on_stderr(), request.out, request.cohort, request.timeout_s
     swarm = find_swarm(named)
     check_new_directory(out)
     with ExitStack() as stack:
@@ -69,9 +61,9 @@ def main(
             found = look_for_cohorts(transport, swarm.id, wanted, timeout_s, say)
             policy = load_policy(config.policy, config.rollouts, say)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
-            chosen = sources(found[cohort], without, say)
+            chosen = sources(found[cohort], request.without, say)
             tasks = [] if request.questions == 0 else _tasks(swarm, config, transport, folder, say)
-            weights, versions = gather(transport, swarm.id, cohort, chosen, fragments, policy, folder, timeout_s, say)
+            weights, versions = gather(transport, (swarm.id, cohort), chosen, fragments, policy, folder, timeout_s, say)
         merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
 
 
@@ -185,8 +177,7 @@ def called(peer: str, card: PeerCard) -> str:
 
 def gather(
     transport: Transport,
-    swarm: str,
-    cohort: str,
+    place: tuple[str, str],
     members: Members,
     fragments: Fragments,
     policy: Policy,
@@ -196,7 +187,8 @@ def gather(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[dict[str, State], dict[str, int]]:
-    """Weights (mapped files in `folder`) and versions by source. Raises UserError if fewer than two arrive."""
+    """Weights (mapped files in `folder`) and versions by source. `place` is (swarm, cohort). Raises UserError if fewer
+    than two arrive."""
     start = policy.trainable_state()
     weights: dict[str, State] = {}
     versions: dict[str, int] = {}
@@ -210,7 +202,7 @@ def gather(
 
     say(f"asking {len(members)} members for {sum(fragments.sizes) * 4 / 1e6:.1f} MB each")
     claims = {peer: min(card.policy_version, MAX_VERSION) for peer, card in members.items()}
-    failed = collect_weights(transport, swarm, cohort, claims, fragments.sizes, keep, timeout_s, clock, sleep)
+    failed = collect_weights(transport, place, claims, fragments.sizes, keep, timeout_s, clock, sleep)
     for peer, why in failed.items():
         say(f"left out: {called(peer, members[peer])} ({why})")
     for name, why in astray(weights, start).items():

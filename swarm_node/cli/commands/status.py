@@ -113,7 +113,11 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "time": time.time(),
         **reached,
         "asked": addresses,
-        "peers": {peer: _card(card) for peer, card in sorted(members.items())},
+        "peers": {
+            peer: msgspec.to_builtins(msgspec.structs.asdict(card))  # also fields with default values
+            | {"present": True, "trains": "trainer" in card.roles}
+            for peer, card in sorted(members.items())
+        },
     }
     listed = [_member(peer, card) for peer, card in sorted(members.items())]
     averaging = sorted({card.cohort for card in members.values()} - {""})
@@ -127,11 +131,6 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "members": listed,
         "totals": _totals(listed) | {"cohorts": cohorts},
     }
-
-
-def _card(card: PeerCard) -> dict[str, Any]:
-    every: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(card))  # also fields with default values
-    return every | {"present": True, "trains": "trainer" in card.roles}
 
 
 def _member(peer: str, card: PeerCard) -> dict[str, Any]:

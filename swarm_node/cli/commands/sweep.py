@@ -178,7 +178,6 @@ def _append(out: Path, rows: Sequence[Sequence[Any]]) -> None:
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
     """Rows as text; a list or table in a cell becomes JSON."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for row in rows:
-        writer.writerow([json.dumps(cell) if isinstance(cell, list | dict | bool) else cell for cell in row])
+    cells = ([json.dumps(cell) if isinstance(cell, list | dict | bool) else cell for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
@@ -224,12 +225,12 @@ class Donors:
     def _next(self, peer: str, missing: dict[str, int | None], now: float) -> str | None:
         """The piece to ask `peer` for: one that no member was asked for yet, else one that has been on its way for
         long. A listing is small, so it is asked of any member."""
-        asked: dict[str, list[PieceRequest]] = {}
+        asked: defaultdict[str, list[PieceRequest]] = defaultdict(list)
         for ask in self._running:
-            asked.setdefault(ask.sha256, []).append(ask)
+            asked[ask.sha256].append(ask)
         late: list[PieceRequest] = []
         for sha256, size in missing.items():
-            asks = asked.get(sha256, [])
+            asks = asked[sha256]
             if self.donors[peer].without.get(sha256, now) > now or any(ask.peer == peer for ask in asks):
                 continue
             if not asks or size is None:
@@ -290,8 +291,6 @@ class Donors:
             return False
         donor.accidents, donor.given = 0, donor.given + len(ask.data)
         return True
-
-    # ----------------------------------------------------------------- words
 
     def _progress(self, called: str, there: int, total: int, seconds: float) -> str:
         if not there:

@@ -112,11 +112,8 @@ def list_model(folder: Path) -> ModelListing:
     not give an adapter, because its base is elsewhere."""
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} is a LoRA adapter: a swarm's model is whole; `swarm-node merge`, or name its base")
-    files = [
-        ListedFile(name, list(_hashes(folder / name)), (folder / name).stat().st_size)
-        for name in names_of(os.listdir(folder))
-    ]
-    listing = ModelListing(files)
+    paths = [folder / name for name in names_of(os.listdir(folder))]
+    listing = ModelListing([ListedFile(path.name, list(_hashes(path)), path.stat().st_size) for path in paths])
     try:
         decode_listing(encode_listing(listing))
     except RemoteProtocolError as error:
@@ -231,9 +228,6 @@ def _hashes(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
             yield hashlib.sha256(data).hexdigest()
-
-
-# --------------------------------------------------------------------- on its way
 
 
 class Draft:

@@ -171,9 +171,6 @@ def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, sa
     say("giving the swarm's model to members that lack it (sharing.give_model = false turns this off)")
 
 
-# --------------------------------------------------------------------- for a new manifest
-
-
 def describe_model(named: str) -> ManifestModel:
     """Name, digest, size and (from the hub) commit of the model at a path or of a hub id, for a manifest's [model].
     Downloads it if need be, and keeps its listing in the cache. Raises UserError."""

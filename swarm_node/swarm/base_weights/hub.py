@@ -90,11 +90,9 @@ def watch(
         now, lines = clock(), said()
         if lines != heard:
             heard, since, limit, there = lines, now, SLOW_S if ANSWERED in lines else ANSWER_S, _bytes_in(blobs)
-        elif now - since <= limit:
-            continue
-        elif ANSWERED not in heard:
-            raise HubFailed("does not answer")
-        else:
+        elif now - since > limit:
+            if ANSWERED not in heard:
+                raise HubFailed("does not answer")
             have, seconds = _bytes_in(blobs), now - since
             if have - there < LEAST_BYTES_S * seconds and not patient:
                 raise HubFailed(f"sends {(have - there) / seconds / 1e6:.1f} MB a second", slow=True)

@@ -580,8 +580,7 @@ def collected(cohort: Cohort, members: list[Trainee], seconds: float, seed: int)
     visitor.transport.exchange = watched  # type: ignore[method-assign]
     collect_weights(
         visitor.transport,
-        SWARM,
-        COHORT,
+        (SWARM, COHORT),
         {trainee.transport.peer_id: 1000 for trainee in members},
         visitor.averager.fragments.sizes,
         lambda peer, version, values: got.append(peer),

@@ -132,8 +132,7 @@ class Swarm:
         cohort, fragments = choose(found, self.policy, SWARM, wanted, self.said.append)
         return gather(
             self.visitor,
-            SWARM,
-            cohort,
+            (SWARM, cohort),
             found[cohort],
             fragments,
             self.policy,
