@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,11 +147,9 @@ class Averager(ABC):
         """Prepare to leave within about `seconds`: `step` then exchanges what was learned since the last exchange with
         any peer of the cohort that accepts. `under_way` stays true until one did, or no peer is left to ask."""
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[object]:
         """Hold this while weights change."""
-        with self._lock:
-            yield
+        return self._lock
 
     def metrics(self) -> dict[str, float]:
         """`averaging/*`: running totals, the partners here now, and `spread`."""

@@ -2,9 +2,8 @@
 
     asker --(head: cohort)--> member       member --(head: its version | all fragments, float32)--> asker
 
-`LateJoin` gives and asks, for a peer that comes late, or comes back with nothing. `collect_weights` asks many peers, a
-few at a time. A body that has arrived has the right size, the right sha256 and finite values; nothing here can tell
-whether the values are any good.
+A body that has arrived has the right size, the right sha256 and finite values; nothing here can tell whether the values
+are any good.
 
 A newcomer waits for nothing: it trains at once, and for its first minutes looks for a peer whose weights are an outer
 round or more ahead of its own. When a body has arrived whole, it goes on with those weights at a step boundary. It
@@ -109,7 +108,7 @@ def check_place(head: WeightsHead, place: tuple[str, str]) -> None:
 
 
 class LateJoin:
-    """Gives this node's weights to peers that ask, and asks for theirs."""
+    """Gives this node's weights to peers that ask, and asks for theirs if it comes late, or back with nothing."""
 
     def __init__(self, averager: Averager, rng: random.Random) -> None:
         self.averager = averager

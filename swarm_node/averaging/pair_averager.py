@@ -31,11 +31,10 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
-from swarm_node.averaging.lattice_codec import block_count
+from swarm_node.averaging.lattice_codec import block_count, most_written_out
 from swarm_node.averaging.outer_rounds import Drain, OuterRounds
 from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
 from swarm_node.averaging.pair_exchange import (
-    FARTHEST,
     PAIR_CODECS,
     ExchangeEvent,
     ExchangeSlot,
@@ -49,6 +48,8 @@ from swarm_node.averaging.pair_exchange import (
 from swarm_node.averaging.pairing import only_relayed, partner
 from swarm_node.errors import CheckpointError, UserError
 
+FARTHEST = 1e18
+"""Weights that moved further than this (root mean square) since the last exchange are not worth averaging."""
 DRAIN_EXCHANGE_S = 15.0
 """Longest exchange with a leaving peer, for the node that stays, or a quarter of the round if that is less."""
 
@@ -253,7 +254,11 @@ class PairAverager(Averager):
         """This node's fragment as of now. Raises RemoteProtocolError: busy, or diverged if no peer would want it."""
         counts = self._updates, self.replaced, self._generations[fragment]  # read before the copy is made: see `_fits`
         (fast,), slow = self.copies([fragment]), self.slow[fragment]
-        return FragmentCopy.of(fragment, fast, slow, self._apart[fragment], self._failed_blocks[fragment], *counts)
+        reach = max(root_mean_square(fast, slow), self._apart[fragment])
+        if not reach <= FARTHEST:
+            raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
+        written_out = self._failed_blocks[fragment].nonzero()[: most_written_out(len(fast)), 0]
+        return FragmentCopy(fragment, fast, slow, reach, written_out, *counts)
 
     def _fits(self, copy: FragmentCopy) -> bool:
         """Whether this node's slow weights are still those of the copy. On another thread they may have changed."""

@@ -34,8 +34,6 @@ from swarm_node.errors import UserError
 
 PAIR_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[WeightCodec, int] = {"lattice8": 8, "lattice4": 4}
-FARTHEST = 1e18
-"""Weights that moved further than this (root mean square) since the last exchange are not worth averaging."""
 EXCHANGE_GRACE_S = 5.0
 """An exchange is given up so long after its time. The transport ends this node's own calls earlier, by itself."""
 
@@ -76,15 +74,6 @@ class FragmentCopy:
     updates: int  # this node's optimiser updates
     replaced: int  # how often this node's weights had been replaced
     generation: int  # how often this fragment had been averaged
-
-    @classmethod
-    def of(cls, fragment: int, fast: Tensor, slow: Tensor, apart: float, failed: Tensor, *counts: int) -> FragmentCopy:
-        """`apart`: distance to the last partner. `failed`: blocks of its body that this node could not decode, bool.
-        Raises RemoteProtocolError `diverged` if no peer would want such weights."""
-        reach = max(root_mean_square(fast, slow), apart)
-        if not reach <= FARTHEST:
-            raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
-        return cls(fragment, fast, slow, reach, failed.nonzero()[: most_written_out(len(fast)), 0], *counts)
 
 
 @dataclass(eq=False)

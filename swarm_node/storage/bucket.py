@@ -97,10 +97,8 @@ class Bucket:
 
     def sizes(self, copy: Copy) -> dict[str, int]:
         """Bytes of each file of a copy. Raises TimeoutError, or what the driver raises."""
-        source = f"{self.root}/{copy.place}"
-        return answered_in_time(
-            lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in copy.files}
-        )
+        source, info = f"{self.root}/{copy.place}", self.fs.info
+        return answered_in_time(lambda: {file: int(info(f"{source}/{file}")["size"] or 0) for file in copy.files})
 
     def get(self, copy: Copy, file: str, target: Path) -> None:
         """Fetch one file. Raises TimeoutError once nothing more of it comes, or what the driver raises."""
@@ -157,10 +155,9 @@ class Bucket:
     def _is_there(self) -> bool:
         """Whether a local folder exists. If it does not, a share may not be mounted: all copies would seem to be lost,
         and new ones would fill the disk beneath."""
-        if not self._local:
-            return True
         try:
-            os.stat(self.place)
+            if self._local:
+                os.stat(self.place)
         except OSError as error:  # of other errors, reading or writing will say what is wrong
             return not isinstance(error, FileNotFoundError | NotADirectoryError)
         return True

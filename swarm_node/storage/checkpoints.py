@@ -204,7 +204,11 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
     with _torn():
         sums = _sums(path)
         _check(path / "state.json", sums)
-        document = _load_state(path / "state.json")
+        if (path / "state.json").stat().st_size > MAX_STATE_BYTES:
+            raise CheckpointError("state.json is too large")
+        document = json.loads((path / "state.json").read_bytes())
+        if document["format"] != FORMAT:
+            raise ForeignCheckpoint(f"it has format {document['format']}, this version reads format {FORMAT}")
         round, stems, state = document["round"], document["files"], document["state"]
     if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
         raise CheckpointError("malformed (state.json is of another round or shape)")
@@ -237,15 +241,6 @@ def read_state(path: Path) -> dict[str, Any]:
     """The state in a state.json, whose digest and format are not checked. Raises CheckpointError and UserError."""
     with _torn():
         return dict(json.loads(path.read_bytes())["state"])
-
-
-def _load_state(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_STATE_BYTES:
-        raise CheckpointError("state.json is too large")
-    document: dict[str, Any] = json.loads(path.read_bytes())
-    if document["format"] != FORMAT:
-        raise ForeignCheckpoint(f"it has format {document['format']}, this version reads format {FORMAT}")
-    return document
 
 
 def _copy(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

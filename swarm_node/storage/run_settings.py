@@ -76,16 +76,14 @@ class RunSettings:
 
     def _for_checkpoints(self, config: NodeConfig) -> dict[str, Any]:
         """Settings for checkpoints; without the tasks if the swarm, not the user, chose them."""
-        return config.model_dump(
-            mode="json", include=CHECKPOINT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE}
-        )
+        include = CHECKPOINT_KEYS - self._without
+        return config.model_dump(mode="json", include=include, exclude={"policy": OF_THE_MACHINE})
 
     def _changed(self) -> list[tuple[str, tuple[Any, Any]]]:
         if self._before is None:
             return []
-        before, after = (
-            flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (self._before, self._config)
-        )
+        both = (self._before, self._config)
+        before, after = (flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in both)
         return [(key, (before.get(key), after[key])) for key in after if after[key] != before.get(key)]
 
     def _kept_name(self) -> str:
@@ -97,9 +95,8 @@ class RunSettings:
 def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:
     """`config` with the settings in a checkpoint. The `tasks` of a member are those that its user chose; empty = all.
     Raises UserError if the settings are of another version."""
-    theirs = (
-        {key: checkpoint[key] for key in CHECKPOINT_KEYS & checkpoint.keys()} if isinstance(checkpoint, dict) else {}
-    )
+    found = checkpoint if isinstance(checkpoint, dict) else {}
+    theirs = {key: found[key] for key in CHECKPOINT_KEYS & found.keys()}
     if config.swarm:
         theirs.setdefault("tasks", [])
     policy = theirs.get("policy")

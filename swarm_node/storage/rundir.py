@@ -155,9 +155,8 @@ class RunDir:
         except BlockingIOError as error:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             self.close()
-            raise UserError(
-                f"{self.path} is in use by process {holder}: stop it, or choose another --run-dir"
-            ) from error
+            used = f"{self.path} is in use by process {holder}"
+            raise UserError(f"{used}: stop it, or choose another --run-dir") from error
         except OSError:
             self.close()
             raise

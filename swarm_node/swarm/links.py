@@ -122,8 +122,7 @@ def _joined_by(run: RunDir) -> str:
     """The name by which `run` joined its swarm; empty if that is not known."""
     try:
         with run.swarm.open("rb") as file:
-            line = file.readline(MAX_MANIFEST_BYTES)
-        return str(json.loads(line.removeprefix(b"# joined by ")))
+            return str(json.loads(file.readline(MAX_MANIFEST_BYTES).removeprefix(b"# joined by ")))
     except (OSError, ValueError):  # no manifest, or one without such a line
         return ""
 

@@ -68,7 +68,7 @@ class Member:
         self.transport = transport
         self.policy = policy
         self.name = config.name or "node"
-        self.serves_relay = config.network.serve_relay
+        self._roles = ["trainer", "relay"] if config.network.serve_relay else ["trainer"]
         self.now = now
         self._spoken = spoken
         self.swarm = swarm = manifest.swarm_id  # kept, because it is a hash
@@ -194,7 +194,7 @@ class Member:
             swarm=self.swarm,
             created=self.now(),
             name=self.name,
-            roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
+            roles=self._roles,
             shards=self.shards,
             cohort="" if self.averager is None else self.averager.place.cohort,
             family=self.policy.family,
@@ -222,11 +222,11 @@ class Member:
         }
         refused: list[str] = []
         for name, value in totals.items():
-            if name.startswith("rejected/"):
-                averaged = 0 if averager is None else averager.refused[name.removeprefix("rejected/")]
-                if value > averaged:  # refusals of averaging have metrics of their own
-                    figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
-                    refused.append(name.removeprefix("rejected/"))
+            reason = name.removeprefix("rejected/")
+            own = value - (0 if averager is None else averager.refused[reason])
+            if reason != name and own > 0:  # refusals of averaging have metrics of their own
+                figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + own
+                refused.append(reason)
         say_first_refusals(self._say_once, refused, self.transport.refusals())
         self._figures = figures
         if figures.get("swarm/rejected/newer"):

@@ -112,9 +112,8 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     try:
         (needed,) = Footprint(config, plan).costs(((0, plan.config.num_hidden_layers),))
     except UserError:  # a model family that cannot be split into stages
-        needed = stage_bytes(
-            plan.size if plan.lora else 0, 0 if plan.lora else plan.size, itemsize, bool(config.grpo.beta)
-        )
+        frozen = plan.size if plan.lora else 0
+        needed = stage_bytes(frozen, plan.size - frozen, itemsize, bool(config.grpo.beta))
     free = free_memory()
     needs = f"{model} needs {_gib(needed)} before sampling"
     detail = (

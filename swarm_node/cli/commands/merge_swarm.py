@@ -238,7 +238,6 @@ def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
 
 
 def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say) -> list[str | TaskConfig]:
-    """Tasks of the swarm. Raises UserError."""
     try:
         manifest = fetch_manifest(transport, swarm, say, MANIFEST_S)
     except PeerUnreachable as error:

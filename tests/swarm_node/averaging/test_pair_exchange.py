@@ -35,7 +35,7 @@ class Clock:
 
 
 def exchange(partner: str = "peer2", ours: bool = True, draining: bool = False) -> PairExchange:
-    copy = FragmentCopy.of(0, torch.ones(100), torch.zeros(100), 0.0, torch.zeros(2, dtype=torch.bool), 5, 0, 0)
+    copy = FragmentCopy(0, torch.ones(100), torch.zeros(100), 1.0, torch.zeros(0, dtype=torch.int64), 5, 0, 0)
     return PairExchange(7, partner, ours, copy, "float32", False, "seed", 160.0, Clock(), draining)
 
 
