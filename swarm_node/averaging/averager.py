@@ -217,8 +217,7 @@ class Averager(ABC):
         self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
 
     def copies(self, fragments: Iterable[int]) -> list[Tensor]:
-        """Copies of `fragments` as of one moment, for any thread. Raises RemoteProtocolError `busy` if weights are
-        changing."""
+        """Copies of `fragments` as of one moment, for any thread. Raises RemoteProtocolError: busy (they change)."""
         if not self._lock.acquire(timeout=COPY_S):
             raise RemoteProtocolError("busy", "weights are changing")
         try:
@@ -227,8 +226,8 @@ class Averager(ABC):
             self._lock.release()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
-        """Go on with other weights, one vector for each fragment. False, with nothing changed, if the probe's loss is
-        not finite with them."""
+        """Go on with other weights, a vector for each fragment. False, and nothing changed, if the probe's loss is
+        not finite."""
         with self.changing():  # nobody gets a copy of weights on trial
             kept = self.fragments.gather_all()
             self._take(values)

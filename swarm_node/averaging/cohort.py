@@ -58,8 +58,7 @@ def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[
 
 
 def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:
-    """Cohort id -> fragments and method, for all settings with which peers in `swarm` may average `tensors`
-    that began with `start`.
+    """Cohort id -> fragments and method, for all settings with which peers may average `tensors` that began as `start`.
 
     Cards tell only the id, a hash. A node that averages nothing itself, but fetches weights, finds the settings by
     trying all of them, at most 512, rather than by one more field in every card."""

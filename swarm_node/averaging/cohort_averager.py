@@ -205,8 +205,7 @@ class CohortAverager(Averager):
         return round.decoders[peer].write
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        """Take part in an exchange that a member calls for. Raises RemoteProtocolError unless it is in the same phase
-        of the same round."""
+        """Take part in an exchange that a member calls for. Raises RemoteProtocolError unless its phase is ours."""
         theirs = self._head_of(peer, head)
         if peer not in self._cohort():
             raise RemoteProtocolError("group", "not of this node's cohort")

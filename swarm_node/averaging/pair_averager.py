@@ -228,8 +228,7 @@ class PairAverager(Averager):
         return Accepted(self._half(exchange), sink, partial(self.slot.end, exchange))
 
     def _checked(self, peer: str, data: bytes, size: int) -> AverageHead:
-        """The head that `peer` sent. Raises RemoteProtocolError unless it begins a pair's exchange, and `size` is that
-        of the body."""
+        """The head that `peer` sent. Raises RemoteProtocolError unless it begins a pair's exchange, of `size` bytes."""
         head = self._head_of(peer, data)
         check_head(head, size, self.fragments.sizes[head.fragment], self._both)
         return head

@@ -30,8 +30,7 @@ Reducer = Callable[[Tensor, Tensor], Tensor]
 
 
 def find_reducer(name: str) -> Reducer | None:
-    """The user's function that `averaging.reducer` names, None if it names none. Raises UserError if it cannot be
-    loaded."""
+    """The user's function that `averaging.reducer` names, if any. Raises UserError if it cannot be loaded."""
     if ":" not in name:
         return None
     function = load_function(name, "averaging.reducer")

@@ -46,9 +46,8 @@ def load_config(
 
 
 def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) -> NodeConfig:
-    """The configuration for the start of a run, as a `member` of a swarm or alone. If the directory already has a run,
-    that run's own settings come right above the defaults. Raises UserError also for a start alone in the directory of a
-    member."""
+    """The configuration for the start of a run, as a `member` of a swarm or alone. If the directory has a run, that
+    run's own settings come right above the defaults. Raises UserError; also if a member's run would go on alone."""
     table = _together(layers)
     where = {key: table[key] for key in ("run_dir", "name") if key in table}
     directory = NodeConfig.model_validate(where | {"swarm": "any" if member else None}).directory

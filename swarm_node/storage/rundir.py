@@ -210,8 +210,7 @@ class RunDir:
                 self.health.unlink(missing_ok=True)
 
     def read_health(self) -> tuple[str, int] | None:
-        """(IP address, port or 0) at which the node answers /healthz; None if that is unknown, or no process holds the
-        run."""
+        """(IP address, port or 0) at which the node answers /healthz; None if unknown, or no process holds the run."""
         if not self.in_use:  # a file that is there was left by a process that was killed
             return None
         try:

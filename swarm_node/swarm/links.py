@@ -159,8 +159,7 @@ def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) ->
 
 
 def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:
-    """One address each of up to `MAX_NAMED` reachable members, for links: bootstrap nodes before the peers in `first`
-    before all others."""
+    """An address each of up to `MAX_NAMED` reachable members, for links: bootstrap nodes, then `first`, then others."""
     ranked = [*(peer for peer, card in members.items() if "bootstrap" in card.roles), *first, *sorted(members)]
     found: dict[str, str] = {}
     for peer in dict.fromkeys(ranked):

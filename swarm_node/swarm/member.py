@@ -68,7 +68,7 @@ class Member:
         self.transport = transport
         self.policy = policy
         self.name = config.name or "node"
-        self._roles = ["trainer", "relay"] if config.network.serve_relay else ["trainer"]
+        self.serves_relay = config.network.serve_relay
         self.now = now
         self._spoken = spoken
         self.swarm = swarm = manifest.swarm_id  # kept, because it is a hash
@@ -165,8 +165,7 @@ class Member:
         probe: Callable[[], float | None],
     ) -> Averager:
         """Join the cohort of the peers whose weights can be averaged with `weights`, which must still be as all of them
-        began. `changed` and `probe` are those of `Averager`. Raises UserError if there are more fragments than
-        values."""
+        began. `changed` and `probe` are those of `Averager`. Raises UserError as `join_cohort`."""
         self.late_join = join_cohort(
             config,
             self.swarm,
@@ -194,7 +193,7 @@ class Member:
             swarm=self.swarm,
             created=self.now(),
             name=self.name,
-            roles=self._roles,
+            roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
             shards=self.shards,
             cohort="" if self.averager is None else self.averager.place.cohort,
             family=self.policy.family,

@@ -118,8 +118,7 @@ def _who_is_there(swarm: str, members: Members, found: Mapping[str, Members]) ->
 def choose(
     found: Mapping[str, Members], policy: Policy, swarm: str, wanted: str | None, say: Say
 ) -> tuple[str, Fragments]:
-    """The cohort `wanted`, or the largest one that trains this `policy`, and the fragments of its weights. Raises
-    UserError if there is none."""
+    """The cohort `wanted`, or else the largest that trains this `policy`, and its fragments. Raises UserError."""
     if wanted is not None and wanted not in found:
         listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
         raise UserError(f"there is no cohort {wanted} in this swarm, but {listed}")
@@ -187,8 +186,7 @@ def gather(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[dict[str, State], dict[str, int]]:
-    """Weights (mapped files in `folder`) and versions by source. `place` is (swarm, cohort). Raises UserError if fewer
-    than two arrive."""
+    """Weights (mapped files in `folder`) and versions by source. `place`: (swarm, cohort). Raises UserError."""
     start = policy.trainable_state()
     weights: dict[str, State] = {}
     versions: dict[str, int] = {}

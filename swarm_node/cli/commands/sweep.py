@@ -73,8 +73,7 @@ class Setting(NamedTuple):
 
 
 def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
-    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number. Raises UserError for a
-    wrong grid, or if `out` has other columns."""
+    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number. Raises UserError."""
     grid = read_grid(path)
     settings = list(grid_settings(grid))
     columns = ["commit", "config", *grid.grid, "seed", "peer", "round", *grid.metrics]

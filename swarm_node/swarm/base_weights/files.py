@@ -181,8 +181,7 @@ def known_listing(digest: str) -> ModelListing | None:
 
 
 def remember(listing: ModelListing) -> str:
-    """Keep the listing of a model that lies elsewhere, for directories that hold more files besides. Returns its
-    digest. Raises OSError."""
+    """Keep the listing of a model whose directory may hold more files besides. Returns its digest. Raises OSError."""
     data = encode_listing(listing)
     digest = digest_of(data)
     cache().mkdir(parents=True, exist_ok=True)
@@ -231,8 +230,7 @@ def _hashes(path: Path) -> Iterator[str]:
 
 
 class Draft:
-    """A model in `folder` of which some pieces are missing. What has arrived stays there, so a process that was killed
-    goes on from there."""
+    """A model in `folder` of which pieces are missing. What has arrived stays, also if the process is killed."""
 
     def __init__(self, folder: Path, listing: ModelListing) -> None:
         """Reads what an earlier process left there, and counts as missing what is not right."""
