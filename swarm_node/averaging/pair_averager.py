@@ -295,8 +295,7 @@ class PairAverager(Averager):
         except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
             exchange.refused = error.with_traceback(None)
             return
-        momentum = self.momentum[copy.fragment]
-        clipped = self.outer.momentum_in_place(copy.slow, momentum, copy.fast, theirs, their_slow)
+        clipped = self.outer.momentum_in_place(copy.slow, self.momentum[copy.fragment], copy.fast, theirs, their_slow)
         if apart is None or self.robust.clip:  # what was clipped off says nothing about the distance of honest peers
             apart = clipped if apart is None else min(apart, clipped)
         exchange.apart, exchange.momentum = apart, theirs
