@@ -37,11 +37,9 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from swarm_node.errors import UserError
 
@@ -62,11 +60,7 @@ CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
 LOCK_WAIT_S = 0.2  # longest wait for the lock: longer than `in_use` holds it
 
 
-class _Status(msgspec.Struct):
-    role: str = ""
-
-
-class RunDir:
+class RunDir(AbstractContextManager["RunDir"]):
     """The paths of a run. Making one touches no disk; the run itself calls `open`, readers do not."""
 
     def __init__(self, path: str | Path) -> None:
@@ -175,8 +169,8 @@ class RunDir:
         """The role in swarm.json; empty if it has none, or cannot be read."""
         try:
             with open(self.status, "rb") as file:
-                return msgspec.json.decode(file.read(MAX_STATUS_BYTES), type=_Status).role
-        except (OSError, ValueError, RecursionError):
+                return str(json.loads(file.read(MAX_STATUS_BYTES))["role"])
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
             return ""
 
     def write_paused(self, until: float | None) -> None:
@@ -224,9 +218,6 @@ class RunDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def __enter__(self) -> RunDir:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

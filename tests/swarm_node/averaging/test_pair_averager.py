@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -152,15 +152,15 @@ TORN = RemoteProtocolError("torn", "the end is missing")
 def test_a_copy_outdated_by_another_exchange_is_refused() -> None:
     node = Answering()
     node.at(1020, 0.1)
-    copy = node.averager._copy
+    copy = node.averager.copies
 
-    def meanwhile(fragment: int) -> Tensor:
-        node.averager._copy = copy  # type: ignore[method-assign]
-        fast = copy(fragment)
+    def meanwhile(fragments: Iterable[int]) -> list[Tensor]:
+        node.averager.copies = copy  # type: ignore[method-assign]
+        fast = copy(fragments)
         node.exchange(1019)
         return fast
 
-    node.averager._copy = meanwhile  # type: ignore[method-assign]
+    node.averager.copies = meanwhile  # type: ignore[method-assign]
     assert node.refusal(1020) == "busy"
     assert node.averager.counts["exchanges"] == 1
     node.exchange(1020)
