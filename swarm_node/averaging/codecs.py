@@ -174,14 +174,6 @@ def _ratios(x: Tensor, scale: Tensor) -> Tensor:
     return x * scale.float().reciprocal().nan_to_num_(posinf=0)
 
 
-def _encode_int8(x: Tensor) -> Tensor:
-    return torch.cat([part.view(torch.uint8) for part in quantise(x)], 1)
-
-
-def _decode_int8(blocks: Tensor) -> Tensor:
-    return dequantise(blocks[:, :2].view(torch.bfloat16), blocks[:, 2:].view(torch.int8))
-
-
 E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)  # magnitudes of the codes 0..7
 E3M0_PAIRS = np.stack([np.tile(np.r_[E3M0, -E3M0], 16), np.repeat(np.r_[E3M0, -E3M0], 16)], 1).view(np.uint64)[:, 0]
 """The two values of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
@@ -213,6 +205,10 @@ class _Codec(NamedTuple):
 
 _CODECS: dict[WeightCodec, _Codec] = {
     "float32": _Codec(4 * BLOCK, lambda x: x.view(torch.uint8), lambda blocks: blocks.view(torch.float32)),
-    "int8": _Codec(2 + BLOCK, _encode_int8, _decode_int8),
+    "int8": _Codec(
+        2 + BLOCK,
+        lambda x: torch.cat([part.view(torch.uint8) for part in quantise(x)], 1),
+        lambda blocks: dequantise(blocks[:, :2].view(torch.bfloat16), blocks[:, 2:].view(torch.int8)),
+    ),
     "e3m0": _Codec(2 + BLOCK // 2, _encode_e3m0, _decode_e3m0),
 }

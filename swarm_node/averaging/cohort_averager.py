@@ -149,9 +149,8 @@ class CohortAverager(Averager):
         ends = self.now() + self.config.timeout_s
         text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
         group = hashlib.sha256(text.encode()).hexdigest()[:16]
-        started = _Round(self._number, fragment, members, group, updates, ends, fast, sent, bounds, codec)
         with self._guard:
-            self._round = started
+            self._round = _Round(self._number, fragment, members, group, updates, ends, fast, sent, bounds, codec)
 
     def _go_on(self, round: _Round) -> None:
         now = self.now()
@@ -215,12 +214,11 @@ class CohortAverager(Averager):
             raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {theirs.round}")
         with self._guard:
             self._tell(peer, theirs.round)
-            round = self._round
+            round, phase = self._round, theirs.phase
             if theirs.round < self._number:
                 raise RemoteProtocolError("late", str(self._number))
             if round is None or theirs.round > round.number:
                 raise RemoteProtocolError("early", "not there yet")
-            phase = theirs.phase
             try:
                 self._fits(round, phase, peer, theirs, size)
             except RemoteProtocolError as error:

@@ -241,11 +241,10 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
         configs.append(config)
         tasks += tasks_of(run, config)
         rounds[str(run.path)] = checkpoint.round
+    first = configs[0].policy
     for other in sources[1:]:
         _check_cohort(sources[0], other)
-    first = configs[0].policy
-    policy = load_policy(first, configs[0].rollouts, say)
-    here = f"{first.model} as it is here"
+    policy, here = load_policy(first, configs[0].rollouts, say), f"{first.model} as it is here"
     _check_cohort(sources[0], RunWeights(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
     if policy.is_lora and adapter_base(first.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}

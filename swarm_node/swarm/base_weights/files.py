@@ -280,8 +280,7 @@ class Draft:
 
 @contextmanager
 def only_process(model: ManifestModel, say: Say) -> Iterator[None]:
-    """Wait until no other process of this machine fetches `model`, and keep others waiting meanwhile. The kernel
-    releases the lock of a process that dies."""
+    """Only one process of this machine fetches `model`: others wait. The kernel releases the lock if that one dies."""
     cache().mkdir(parents=True, exist_ok=True)
     with (cache() / f"{model.digest}.lock").open("w") as lock:
         try:
