@@ -50,7 +50,7 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
 
     @contextmanager
     def beside(link: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-        with Others(config, run.path / "peers", link, say).running():
+        with StageProcesses(config, run.path / "peers", link, say).running():
             yield
 
     return run_crew(own, json_output, swarm, beside)
@@ -87,8 +87,8 @@ def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
 
 
 @dataclass
-class Other:
-    """The process of another stage."""
+class StageProcess:
+    """The process of a stage other than the first."""
 
     stage: int
     process: subprocess.Popen[bytes] | None = None
@@ -98,8 +98,8 @@ class Other:
 
 
 @dataclass
-class Others:
-    """Starts the processes of the other stages, and restarts those that die."""
+class StageProcesses:
+    """Starts the processes of all stages but the first, and restarts those that die."""
 
     config: NodeConfig
     folder: Path
@@ -108,7 +108,7 @@ class Others:
     now: Callable[[], float] = time.monotonic  # in seconds
 
     def __post_init__(self) -> None:
-        self._others = [Other(stage) for stage in range(1, self.config.pipeline.stages)]
+        self._processes = [StageProcess(stage) for stage in range(1, self.config.pipeline.stages)]
         self._ended = threading.Event()
 
     @contextmanager
@@ -138,7 +138,7 @@ class Others:
     def _watch(self) -> None:
         while not self._ended.wait(PROCESS_CHECK_S):
             link = self.link()
-            for other in self._others if link else ():
+            for other in self._processes if link else ():
                 if other.again <= self.now():
                     other.started, other.again = self.now(), math.inf
                     other.process = self.launch(other.stage, link)
@@ -163,7 +163,7 @@ class Others:
                 start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
             )
 
-    def _dead(self, other: Other, code: int) -> None:
+    def _dead(self, other: StageProcess, code: int) -> None:
         """Plan when a process starts again: never if it said what the user has to do, and rarely if it never lives
         long."""
         now, log = self.now(), self.folder / f"{other.stage}.log"
@@ -176,7 +176,7 @@ class Others:
         self.say(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again")
 
     def _end(self) -> None:
-        processes = [other.process for other in self._others if other.process is not None]
+        processes = [other.process for other in self._processes if other.process is not None]
         for process in processes:
             _close_input(process)
         until = time.monotonic() + PROCESS_LEAVE_S

@@ -11,7 +11,7 @@ import pytest
 
 from swarm_node.config import NodeConfig, PipelineConfig
 from swarm_node.runtime import local_pipeline as local_crew
-from swarm_node.runtime.local_pipeline import Others
+from swarm_node.runtime.local_pipeline import StageProcesses
 from tests.support.waiting import until
 
 HANGS_S = 100.0
@@ -20,7 +20,7 @@ CODES = {1: 1, 2: 0, 3: 2}
 """Stage -> what its process ends with at once; those of other stages live."""
 
 
-class Watched(Others):
+class Watched(StageProcesses):
     """Processes that do nothing, on a clock that the test moves."""
 
     def __init__(self, folder: Path) -> None:
