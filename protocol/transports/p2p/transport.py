@@ -10,7 +10,7 @@ import importlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -229,8 +229,9 @@ class P2PTransport:
             for port in (self._dht_port, self._gossip_port):
                 if port is not None:
                     port.release()
-            for future in [future for future in list(self._calls) if not future.done()]:
-                future.set_exception(PeerUnreachable("the network is closed"))
+            for future in list(self._calls):
+                with suppress(InvalidStateError):  # it is done, or its caller has just given it up
+                    future.set_exception(PeerUnreachable("the network is closed"))
 
     async def _live(self) -> None:
         """The life of the network, from the first import to the last goodbye."""
