@@ -134,8 +134,11 @@ class Node:
         """Groups to train on: own ones and, in a swarm, those of other peers."""
         if self.exchange is None:
             return collected.kept
+        self.exchange.receiver.admit()
+        sharing, kept = self.exchange.sharing, collected.kept
+        n = sharing.own + sharing.foreign - len(kept) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
-        return collected.kept + self.exchange.choose(len(collected.kept), rng)
+        return kept + self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train one step on `groups` and end the round; its metrics. `before_update`: see `Trainer.step`."""

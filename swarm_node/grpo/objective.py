@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of the objective that these N tokens have, and sums over them for the metrics.
 
+    UserError if the loss is not one number a token with a gradient.
+
     logprobs, old     [N]; all tokens of a rollout must be here together
     sequence          [N] points into `advantages` and `weights` [B]
     reference         [N] reference log-probs, needed for `beta` > 0
@@ -149,6 +152,8 @@ def policy_loss(
         delta=config.delta,
     )
     total = loss.surrogate(tokens)
+    if not isinstance(total, Tensor) or total.shape != logprobs.shape or logprobs.requires_grad > total.requires_grad:
+        raise UserError(f"grpo.loss must give a tensor of {list(logprobs.shape)}, one number a token, with a gradient")
     factor = correction.factor(tokens)
     if factor is not None:
         total = total * factor

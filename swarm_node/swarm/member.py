@@ -149,12 +149,6 @@ class Member:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
         self.replay_buffer.gate = Gate(self.policy, self.tasks.score, logprobs, self.now)
 
-    def choose(self, own: int, rng: random.Random) -> list[Group]:
-        """Foreign groups to train on, beside `own` groups of this node."""
-        self.receiver.admit()
-        n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
-        return self.replay_buffer.choose(max(0, min(self.sharing.foreign, n)), rng)
-
     # ----------------------------------------------------------------- averaging
 
     def average(

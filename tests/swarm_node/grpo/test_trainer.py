@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.batch import Row
+from swarm_node.grpo.losses import LOSSES
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
@@ -20,7 +21,6 @@ from tests.support.tiny_policy import VOCABULARY, TinyPolicy, batch, group, make
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
 SAMPLING = Sampling(max_new_tokens=6)
-LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 
 
 def some_groups() -> list[Group]:
