@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from swarm_node.config.writing import config_reference
-from swarm_node.observability.metrics_reference import metrics_reference
+from swarm_node.observability.metrics_reference import METRICS
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = """# Configuration reference
@@ -24,7 +24,7 @@ TOML file (`--config`); a flag beats the environment, that a file, that the defa
 names the nearest known one. `swarm-node config reference` prints this page, `swarm-node config show` what is in force.
 
 """
-METRICS = """# Metrics reference
+METRICS_PAGE = """# Metrics reference
 
 A run writes one line a round to `metrics.jsonl` in its directory; in a long run, [old rounds share
 lines](../dashboard.md#long-runs). Names are TRL's where it has one. Numbers that a
@@ -42,6 +42,15 @@ ELSEWHERE = re.compile(r"\]\(\.\./([^)#]+)")
 TITLES = {"recovery.md": "# Losing a stage: all figures\n\n"}
 
 
+def metrics_reference() -> str:
+    """A Markdown table of names and meanings for each section."""
+    parts = []
+    for title, names in METRICS.items():
+        rows = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in names.items())
+        parts.append(f"## {title}\n\n| name | meaning |\n|---|---|\n{rows}\n")
+    return "\n".join(parts)
+
+
 def as_page(reference: str) -> str:
     """What is written for a terminal: headings a level higher, `<` as itself outside code, names of pages as links."""
     text = re.sub(r"^###", "##", reference, flags=re.MULTILINE)
@@ -53,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what does not lie in docs/."""
     pages = {
         "reference/configuration.md": CONFIGURATION + as_page(config_reference()),
-        "reference/metrics.md": METRICS + metrics_reference(),
+        "reference/metrics.md": METRICS_PAGE + metrics_reference(),
     }
     for source in {*MOVED, *linked()}:
         pages.setdefault(place_of(source), TITLES.get(place_of(source), "") + (ROOT / source).read_text())

@@ -27,9 +27,6 @@ ACCIDENTS = frozenset({"unreachable", "torn", "slow"})
 """Reasons for which a transfer fails though both sides meant well: the same giver is worth another try."""
 
 
-# --------------------------------------------------------------------- one transfer
-
-
 @dataclass(frozen=True)
 class Pace:
     """The slowest transfer that is waited for."""
@@ -98,9 +95,6 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, LocalProtocolError):
         return "fault", str(error)
     return ("unreachable" if isinstance(error, ProtocolError) else type(error).__name__.lower()), str(error)
-
-
-# --------------------------------------------------------------------- giving
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +178,6 @@ class UploadSlots:
         for times in (self._wait_until, self._yield_until, self._asked_until):
             for peer in [peer for peer, until in times.items() if until <= now]:
                 del times[peer]
-
-
-# --------------------------------------------------------------------- asking
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,6 @@ class Averager(ABC):
         self._muted: dict[str, float] = {}
         self._say_once = Once(say)
 
-    # ----------------------------------------------------------------- for training
-
     @abstractmethod
     def step(self, updates: int) -> None:
         """At a step boundary, after `updates` optimiser updates in all: apply what has arrived, and begin an exchange
@@ -249,8 +247,6 @@ class Averager(ABC):
         for momentum in self.momentum:
             momentum.zero_()
         self.replaced += 1  # last: a thread that reads this number copies all of the above afterwards
-
-    # ----------------------------------------------------------------- for the methods
 
     @contextmanager
     def counted(self) -> Iterator[None]:

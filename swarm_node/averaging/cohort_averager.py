@@ -94,8 +94,6 @@ class CohortAverager(Averager):
         self._round: _Round | None = None
         self.transport.accept(AVERAGE_METHOD, self.counted()(self.accept))
 
-    # ----------------------------------------------------------------- for training
-
     def step(self, updates: int) -> None:
         self.roster.look(self.transport.members(), self.now())
         try:
@@ -125,8 +123,6 @@ class CohortAverager(Averager):
 
     def under_way(self) -> bool:
         return self._round is not None
-
-    # ----------------------------------------------------------------- a round
 
     def _fragment(self) -> int:
         return self._number % self.config.fragments

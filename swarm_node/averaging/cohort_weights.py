@@ -31,23 +31,13 @@ from torch import Tensor
 from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
+from protocol.transports import transfer
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
-from protocol.transports.transfer import (
-    Donor,
-    Pace,
-    Retry,
-    UploadSlot,
-    UploadSlots,
-    expect_no_body,
-    in_time,
-    outcome,
-    reason_of,
-)
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import BodyDecoder, Readers, coded_bytes, pieces
 
-PACE = Pace(30.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second on the whole
-RETRY = Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
+PACE = transfer.Pace(30.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second on the whole
+RETRY = transfer.Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
 MAX_VERSION = 2**32  # an update a second for 136 years: no honest peer claims more
 AT_ONCE = 3  # peers whose weights `collect_weights` fetches at the same time; all of them are in memory
 COLLECT_LOOP_S = 0.1
@@ -92,7 +82,7 @@ def fetch(
 
     ours = Outgoing(weights_head(transport, peer, place, have))
     limit = min(seconds, PACE.seconds(bodies.size))
-    result.done = outcome(transport.exchange(peer, WEIGHTS_METHOD, ours, answered, limit), bodies.values)
+    result.done = transfer.outcome(transport.exchange(peer, WEIGHTS_METHOD, ours, answered, limit), bodies.values)
     return result
 
 
@@ -117,13 +107,11 @@ class LateJoin:
         self._rng = rng
         self._seek_s: float | None = None  # how long to look, from the next step on
         self._seek_until = -1.0
-        self._donors: defaultdict[str, Donor] = defaultdict(Donor)  # the peers that were asked
+        self._donors: defaultdict[str, transfer.Donor] = defaultdict(transfer.Donor)  # the peers that were asked
         self._asked_at = -1.0  # when the last was asked
         self._fetch: WeightsFetch | None = None
-        self._slots = UploadSlots(1, 1, averager.now)
+        self._slots = transfer.UploadSlots(1, 1, averager.now)
         averager.transport.accept(WEIGHTS_METHOD, averager.counted()(self.accept))
-
-    # ----------------------------------------------------------------- asking
 
     def seek(self, seconds: float = SEEK_S) -> None:
         """Look for a peer whose weights this node can go on with, from the next step on."""
@@ -146,7 +134,7 @@ class LateJoin:
         try:
             values = fetch.done.result()
         except ProtocolError as error:
-            self._failed(fetch.peer, *reason_of(error))
+            self._failed(fetch.peer, *transfer.reason_of(error))
             return None
         if not self.averager.replace(values):
             self._failed(fetch.peer, "probe", "nothing could be computed with them")
@@ -186,24 +174,24 @@ class LateJoin:
         sizes = self.averager.fragments.sizes
         return fetch(self.averager.transport, self._place, peer, sizes, least, self.version)
 
-    # ----------------------------------------------------------------- giving
-
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Answer a peer that asks for the weights. Raises RemoteProtocolError: cohort, size, early (not trained yet),
         busy."""
         check_place(decode_head(head, WeightsHead), self._place)
-        expect_no_body(size)
+        transfer.expect_no_body(size)
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")
         whole = sum(coded_bytes("float32", n) for n in self.averager.fragments.sizes)
         return self._slots.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
 
-    def _give(self, whole: int, slot: UploadSlot) -> Outgoing:
+    def _give(self, whole: int, slot: transfer.UploadSlot) -> Outgoing:
         version, copies = self.version, self.averager.copies(range(self.averager.config.fragments))
         head = weights_head(self.averager.transport, slot.peer, self._place, version)
-        return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: slot.until, self.averager.now))
+        return Outgoing(
+            head, whole, lambda: transfer.in_time(_body(copies), lambda taken: slot.until, self.averager.now)
+        )
 
-    def _over(self, slot: UploadSlot, size: int, error: Exception | None) -> None:
+    def _over(self, slot: transfer.UploadSlot, size: int, error: Exception | None) -> None:
         took = self.averager.now() - slot.since
         self._slots.leave(slot, wait_s=max(SAME_PEER_PAUSE_S, took), all_wait_s=GIVE_PAUSE_S)
 
@@ -234,16 +222,16 @@ def collect_weights(
     Returns peer -> why there are no weights of it.
     """
     end = clock() + seconds
-    waiting = {peer: Donor() for peer in (rng or random.Random()).sample(list(versions), len(versions))}
+    waiting = {peer: transfer.Donor() for peer in (rng or random.Random()).sample(list(versions), len(versions))}
     failed: dict[str, str] = {}
-    running: list[tuple[WeightsFetch, Donor]] = []
+    running: list[tuple[WeightsFetch, transfer.Donor]] = []
     while running or (waiting and clock() < end):
         for one, donor in [pair for pair in running if pair[0].done.done()]:
             running.remove((one, donor))
             try:
                 values = one.done.result()
             except ProtocolError as error:
-                reason, detail = reason_of(error)
+                reason, detail = transfer.reason_of(error)
                 failed[one.peer] = f"{reason} {detail}".rstrip()
                 donor.failed(reason, clock(), RETRY)
                 if donor.next_at < end:

@@ -31,7 +31,8 @@ def partner(me: str, peers: Collection[str], round: int, seed: str, hidden: Coll
     """The partner of `me` in this round among `peers`, which may include `me`. None if there is none. Peers in `hidden`
     cannot be dialled: two of them meet, through a relay, only if no other peer is left."""
     everyone = sorted({me, *peers})
-    hashes = np.array([_hash(peer, round, seed) for peer in everyone], np.uint64)
+    digests = [sha256(f"{seed} {round} {peer}".encode()).digest()[:8] for peer in everyone]
+    hashes = np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
     bits = ((len(everyone) - 1) // BUCKET).bit_length()
     bucket = hashes >> np.uint64(64 - bits) if bits else np.zeros_like(hashes)
     mine = everyone.index(me)
@@ -64,10 +65,6 @@ def _match(hashes: NDArray[np.uint64], can_be_dialled: NDArray[np.bool_]) -> NDA
         partners[left[mutual]] = left[heaviest[mutual]]
         left, weights = left[~mutual], weights[~mutual][:, ~mutual]
     return partners
-
-
-def _hash(peer: str, round: int, seed: str) -> int:
-    return int.from_bytes(sha256(f"{seed} {round} {peer}".encode()).digest()[:8], "big")
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

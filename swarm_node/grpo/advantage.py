@@ -70,7 +70,7 @@ def _computed(
         total[scored.isnan().all(-1)] = torch.nan
         advantage = (total - total.nanmean()) / (nanstd(total.flatten(), 0) + EPSILON)
     else:
-        advantage = baseline(_table(groups, width, lambda r: [scored_reward(r)])[..., 0])
+        advantage = baseline(_table(groups, width, lambda r: [r.reward if is_judged(r) else None])[..., 0])
     advantage = advantage.nan_to_num(0.0)
     advantage[advantage.abs() < ROUNDING] = 0.0
     return [row[: len(group.rollouts)] for row, group in zip(advantage, groups, strict=True)]
@@ -139,11 +139,6 @@ def nanmedian(r: Tensor) -> Tensor:
 def is_judged(rollout: Rollout) -> bool:
     """Whether any reward scored it: None from all of them is no reward."""
     return not rollout.rewards or any(reward is not None for reward in rollout.rewards.values())
-
-
-def scored_reward(rollout: Rollout) -> float | None:
-    """The reward that training maximises; None if reward functions were asked and none gave a score."""
-    return rollout.reward if is_judged(rollout) else None
 
 
 def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float | None]]) -> Tensor:

@@ -193,8 +193,6 @@ class Trainer:
         self.optimizer.load_state_dict(tensors, numbers["updates"])
         self.num_tokens = numbers["num_tokens"]
 
-    # ----------------------------------------------------------------- one step
-
     def _prepare(self, groups: Sequence[Group]) -> _Step | None:
         """The rollouts of `groups` that are trained on, with their tensors; None if there are none."""
         if not groups:

@@ -156,16 +156,13 @@ def _family(name: str, key: str, samples: Mapping[str, float]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    text = ",".join(f'{name}="{_quoted(value)}"' for name, value in labels.items())
+    quoted = {name: _escaped(value).replace('"', r"\"") for name, value in labels.items()}
+    text = ",".join(f'{name}="{value}"' for name, value in quoted.items())
     return f"{{{text}}}" if text else ""
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', r"\"")
 
 
 def _number(value: float) -> str:

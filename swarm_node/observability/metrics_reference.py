@@ -170,12 +170,3 @@ def labelled(key: str) -> tuple[str, dict[str, str]]:
         return key, {}
     stem = name.removesuffix("/<reason>")
     return stem, {"reason": key.removeprefix(f"{stem}/")}
-
-
-def metrics_reference() -> str:
-    """A Markdown table of names and meanings for each section."""
-    parts = []
-    for title, names in METRICS.items():
-        rows = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in names.items())
-        parts.append(f"## {title}\n\n| name | meaning |\n|---|---|\n{rows}\n")
-    return "\n".join(parts)

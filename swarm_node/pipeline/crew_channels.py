@@ -90,8 +90,6 @@ class CrewChannels:
         for channel in channels:
             channel.close()
 
-    # ----------------------------------------------------------------- events and actions
-
     def handle(self, event: Callable[[float], list[Action]]) -> None:
         """Handle an event, on any thread. While another thread handles one, that thread goes on with this event."""
         self._events.append(event)
@@ -138,8 +136,6 @@ class CrewChannels:
         if plan.mark not in self._plans:
             self.news.set()  # the plan that the main thread works by is void
         self._plans = {**dict(list(self._plans.items())[-PLANS:]), plan.mark: plan}
-
-    # ----------------------------------------------------------------- channels
 
     def _opened(self, method: str, channel: Channel) -> Listener:
         link = PeerLink(channel.peer, method)

@@ -95,9 +95,6 @@ def _frame(render: Any) -> Frame:
     return frame
 
 
-# --------------------------------------------------------------------- the environment that transformers renders in
-
-
 def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

@@ -174,9 +174,6 @@ def starter_path() -> str:
     return str(resources.files("swarm_node.policy") / "starter_model")
 
 
-# --------------------------------------------------------------------- files
-
-
 def _path(config: PolicyConfig) -> str:
     return starter_path() if config.model == "starter" else config.model
 
@@ -292,9 +289,6 @@ def _checked(path: str) -> str:
             run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "checkpoints").is_dir() else ""
             raise UserError(f"no model in {path}: it has no config.json{run}")
     return path
-
-
-# --------------------------------------------------------------------- device and dtype
 
 
 def _device(name: str) -> torch.device:

@@ -58,9 +58,6 @@ QUANTISED = frozenset({"bitsandbytes"})
 """Ways to quantise whose code is a package of the user's own. All others fetch kernels, or run what they compile."""
 
 
-# --------------------------------------------------------------------- configs
-
-
 def check_config(file: Path) -> None:
     """The config of a model or of an adapter, as it lies on disk."""
     for key, value in _entries(read_json(file)):
@@ -150,9 +147,6 @@ def bounded_modules(source: str) -> Iterator[None]:
         _made.source = None
 
 
-# --------------------------------------------------------------------- weights
-
-
 def weight_map_of(source: str, index: Path) -> dict[str, str]:
     """Tensor -> file, out of a model's index."""
     weight_map = read_json(index).get("weight_map")
@@ -194,9 +188,6 @@ def check_declared(source: str, values: int, files: list[Path]) -> None:
             f"{source}: its config asks for {values:,} parameters, but its weights have {size:,} bytes; the two do not "
             "belong together"
         )
-
-
-# --------------------------------------------------------------------- adapters
 
 
 def check_adapter(folder: Path) -> None:

@@ -90,7 +90,8 @@ class PeerAccounts:
         if reason not in UNSAID and reason not in self.said:
             self.said.add(reason)
             origin = peer or "an unproven sender"
-            self.say(f"refused: {words(reason)} ({reason}), from {origin}{_printable(detail)} (said once)")
+            shown = f": {ascii(detail[:160])[1:-1]}" if detail else ""  # a stranger's text, safe for a terminal
+            self.say(f"refused: {words(reason)} ({reason}), from {origin}{shown} (said once)")
         if account is None or peer is None or reason not in MALICIOUS:
             return
         now = self.now()
@@ -102,11 +103,6 @@ class PeerAccounts:
             if peer not in self.said_muted and len(self.said_muted) < MAX_SAID:
                 self.said_muted.add(peer)
                 self.say(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends")
-
-
-def _printable(detail: str) -> str:
-    """A stranger's text, safe for a terminal and short."""
-    return f": {ascii(detail[:160])[1:-1]}" if detail else ""
 
 
 @dataclass

@@ -10,7 +10,7 @@ import msgspec
 
 import swarm_node
 from protocol.manifest import Manifest
-from swarm_node.observability.metrics_reference import METRICS, find_metric, metrics_reference
+from swarm_node.observability.metrics_reference import METRICS, find_metric
 from swarm_node.runtime.simulation import Simulation
 from tests.support.simulated_peers import MakePeer
 
@@ -59,4 +59,4 @@ def test_a_name_stands_for_all_of_its_kind() -> None:
     assert find_metric("stages/refused/stall") == "stages/refused/<reason>"
     assert find_metric("reward_std") == "reward_std"
     assert find_metric("stages/recovered") is None and find_metric("rewards") is None
-    assert len(NAMES) == len(set(NAMES)) == metrics_reference().count("\n| `")
+    assert len(NAMES) == len(set(NAMES))

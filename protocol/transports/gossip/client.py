@@ -122,8 +122,6 @@ class GossipClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    # ------------------------------------------------------------ one life after another
-
     async def _supervise(self) -> None:
         pause = SIDECAR_RESTART_S[0]
         while not self._closing:

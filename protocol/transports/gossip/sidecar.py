@@ -94,8 +94,6 @@ class Sidecar:
                 await self._do(command, nursery)
             nursery.cancel_scope.cancel()
 
-    # ------------------------------------------------------------ from the parent
-
     async def _do(self, command: pipe.Command, nursery: trio.Nursery) -> None:
         match command:
             case pipe.Subscribe(topic):
@@ -137,8 +135,6 @@ class Sidecar:
             log.info("cannot dial %s: %r", address, error)
         finally:
             self.dials -= 1
-
-    # ------------------------------------------------------------ to the parent
 
     def _deliver(self, topic: str, data: bytes) -> None:
         self.messages_in += 1

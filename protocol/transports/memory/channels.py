@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import RemoteProtocolError
 from protocol.transports.base import Listener
-from protocol.transports.streams.channels import (
-    CLOSED,
-    MAX_CHANNELS,
-    MAX_CHANNELS_PER_PEER,
-    MAX_QUEUED_BYTES,
-    SILENCE_S,
-    SILENT,
-    SLOW,
-    parts_of,
-)
+from protocol.transports.streams import channels
 
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
@@ -43,16 +34,14 @@ class MemoryChannel:
     _queued: int = 0
     _arrival: float = 0.0  # when the message sent last arrives. No later message overtakes it.
 
-    # ----------------------------------------------------------------- the port
-
     def send(self, head: bytes, *body: bytes | memoryview) -> bool:
-        parts = parts_of(head, body)
+        parts = channels.parts_of(head, body)
         size = len(head) + sum(map(len, parts))
         if self._why:
             return False
-        if self._queued + size > MAX_QUEUED_BYTES:
-            self.owner.rejected[SLOW] += 1
-            self.stop(SLOW)
+        if self._queued + size > channels.MAX_QUEUED_BYTES:
+            self.owner.rejected[channels.SLOW] += 1
+            self.stop(channels.SLOW)
             return False
         self._queue.append((head, parts, size))
         self._queued += size
@@ -61,9 +50,7 @@ class MemoryChannel:
         return True
 
     def close(self) -> None:
-        self.stop(CLOSED)
-
-    # ----------------------------------------------------------------- from event to event
+        self.stop(channels.CLOSED)
 
     def ask(self, method: str) -> None:
         owner, other = self.owner, self.other
@@ -76,7 +63,7 @@ class MemoryChannel:
         taken = [channel.peer for channel in other.channels if channel.taken]
         opened = other.openings.get(method)
         refused = ""
-        if len(taken) >= MAX_CHANNELS or taken.count(owner.peer_id) >= MAX_CHANNELS_PER_PEER:
+        if len(taken) >= channels.MAX_CHANNELS or taken.count(owner.peer_id) >= channels.MAX_CHANNELS_PER_PEER:
             other.rejected["busy"] += 1
             refused = "busy"
         elif opened is None:
@@ -147,12 +134,12 @@ class MemoryChannel:
         for end in (self, self._far):
             if end is not None and not end._severed:
                 end._severed = True
-                self.network.clock.call_in(SILENCE_S, end._fall_silent)
+                self.network.clock.call_in(channels.SILENCE_S, end._fall_silent)
 
     def _fall_silent(self) -> None:
         if not self._why:
-            self.owner.rejected[SILENT] += 1
-            self.stop(SILENT)
+            self.owner.rejected[channels.SILENT] += 1
+            self.stop(channels.SILENT)
 
     def stop(self, why: str) -> None:
         """Say goodbye to the peer, and tell the listener in the next event."""
@@ -166,7 +153,7 @@ class MemoryChannel:
 
     def _goodbye(self) -> None:
         if not self._severed:
-            self.stop(CLOSED)
+            self.stop(channels.CLOSED)
 
     def _tell(self) -> None:
         self.owner.channels.pop(self, None)

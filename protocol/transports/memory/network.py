@@ -72,8 +72,6 @@ class MemoryNetwork:
             delay += self.rng.uniform(0.0, ours.jitter_s) + self.rng.uniform(0.0, theirs.jitter_s)
         return delay
 
-    # ----------------------------------------------------------------- faults
-
     def kill(self, peer: str) -> None:
         """End a node without a goodbye. Its card expires, and its channels close after a time of silence."""
         for channel in list(self.nodes[peer].channels):
@@ -98,8 +96,6 @@ class MemoryNetwork:
         """End the partition. Nodes that were cut off are found when somebody dials them."""
         for node in self.nodes.values():
             node.side = 0
-
-    # ----------------------------------------------------------------- connections
 
     def dial(self, node: MemoryTransport, peer: str) -> None:
         """Connect `node` with a peer, if that can be dialled. Their components merge after `SPREAD_S`."""

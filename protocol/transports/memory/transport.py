@@ -86,8 +86,6 @@ class MemoryTransport:
         self._card: PeerCard | None = None
         self._renewed = -math.inf
 
-    # ----------------------------------------------------------------- the port
-
     @property
     def bytes_out(self) -> int:
         return self.uplink.bytes_out
@@ -215,8 +213,6 @@ class MemoryTransport:
             for channel in list(self.channels):
                 channel.close()
             self._network.remove(self)
-
-    # ----------------------------------------------------------------- for the rest of the network
 
     def can_reach(self, other: MemoryTransport) -> bool:
         """Whether both nodes are alive and no partition is between them."""

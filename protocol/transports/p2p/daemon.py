@@ -95,8 +95,6 @@ class Daemon:
         self._ended: asyncio.Future[int] = asyncio.Future()  # exit code of the p2pd that runs now
         self._keeper: asyncio.Task[None] | None = None
 
-    # ---------------------------------------------------------------- life
-
     async def start(self) -> None:
         """Start p2pd and keep it running; returns when it is up. Raises LocalProtocolError for settings it refuses."""
         self.folder, self._folder_lock = _private_folder()
@@ -200,8 +198,6 @@ class Daemon:
                 p2pd._child.kill()
         for left in Path(self.folder).glob("*.sock"):
             left.unlink(missing_ok=True)  # of a p2pd that was killed
-
-    # ---------------------------------------------------------------- calls
 
     @property
     def pid(self) -> int | None:

@@ -78,8 +78,6 @@ class HivemindPlane:
         self.streams = PeerStreams(self, swarm, services)
         services.answers.servers[METHOD] = self._whereabouts.serve
 
-    # ---------------------------------------------------------------- life
-
     async def close(self) -> None:
         """Stop p2pd, whatever state it is in, within a bounded time."""
         services = self.streams.services
@@ -119,8 +117,6 @@ class HivemindPlane:
         self._dht = None
         self.connections.serving.clear()
 
-    # ---------------------------------------------------------------- addresses and connections
-
     async def look_around(self) -> None:
         """Ask p2pd at which addresses this node can be reached by now (routers, relays). Raises PeerUnreachable."""
         with suppress(ValueError):  # no address at all: dial-only and no relay yet
@@ -149,8 +145,6 @@ class HivemindPlane:
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
         await self.connections.dial(peer, addresses)
-
-    # ---------------------------------------------------------------- cards
 
     async def store_card(self, card: PeerCard, members: int = 0) -> int:
         """Sign this node's card and store it. `members` is the number of other peers known. Returns how many peers

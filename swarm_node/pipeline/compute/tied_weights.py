@@ -43,8 +43,6 @@ class TiedWeights:
     _taken: int = 0  # blocks of the other end's matrix
     _taking: Tensor | None = None  # the other end's matrix, as far as it has come
 
-    # ----------------------------------------------------------------- gradients
-
     def begin(self) -> None:
         """Begin another sum of gradients."""
         self._sent = self._added = 0
@@ -84,8 +82,6 @@ class TiedWeights:
                 return
             gradient[rows] += self._came.to(gradient)
             self._added, self._came = self._added + 1, None
-
-    # ----------------------------------------------------------------- the matrix
 
     def give(self, block: int) -> Tensor:
         """Rows [B, H] of the matrix, in float32. Raises RemoteProtocolError (order) if there is no such block."""

@@ -83,8 +83,6 @@ class Following:
         heirs = dict.fromkeys([*self.plan.spares, *(row.peer for row in self.plan.assignments)])
         return [peer for peer in heirs if peer != leader]
 
-    # ----------------------------------------------------------------- plans
-
     def accept(self, plan: Plan, sender: str, now: float) -> bool:
         """Go by a plan that the leader has sent; False if it does not fit this crew."""
         ours = self._spec.spans
@@ -153,8 +151,6 @@ class Following:
             self._sources.pop(stage, None)
             self._queue.do(DropStage(stage))
 
-    # ----------------------------------------------------------------- stages that are built
-
     def built(self, order: BuildStage, updates: int, source: Source | None) -> None:
         """A stage was built; if no order asks for it any more, it is dropped."""
         stage, present = order.stage, self._ordered.get(order.stage)
@@ -199,8 +195,6 @@ class Following:
         elif now >= self._planned_at + STRANGER_S:
             for peer in sorted(unheard):
                 self._break_with(peer, "there is no channel")
-
-    # ----------------------------------------------------------------- neighbours
 
     def neighbours(self) -> dict[str, bool]:
         """Peers whose stages talk to this peer's without the leader -> whether this one opens the channel."""

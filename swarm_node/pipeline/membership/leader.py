@@ -14,21 +14,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from protocol.crew import (
-    MAX_MEMBERS,
-    Answer,
-    Broken,
-    Hello,
-    Load,
-    Plan,
-    Probe,
-    Ready,
-    Record,
-    Refusal,
-    Report,
-    Unable,
-    Whole,
-)
+from protocol import crew
 from protocol.lineage import branch
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
@@ -43,8 +29,8 @@ class Leader:
     def __init__(
         self,
         spec: PeerSpec,
-        hello: Hello,
-        before: Plan | None,
+        hello: crew.Hello,
+        before: crew.Plan | None,
         lost: str,
         term: int,
         queue: ActionQueue,
@@ -53,7 +39,7 @@ class Leader:
         """`hello`: of this peer. `before`: the last plan that it went by; `lost`: the leader of it, if it has gone."""
         self.spec = spec
         self.term = term
-        self.plan: Plan | None = None
+        self.plan: crew.Plan | None = None
         self.roster = CrewRoster(spec.me, hello, before, lost, now)
         self.planning = Planning(spec, self.roster, queue)
         self.whole = False
@@ -83,7 +69,7 @@ class Leader:
         """Stages that are lost until the crew is whole again."""
         return set() if self.whole else self.lost.union(self.planning.held_by(""))
 
-    def send_all(self, record: Record) -> None:
+    def send_all(self, record: crew.Record) -> None:
         """Send a record to every member."""
         for member in self.roster.members.values():
             self._queue.send(member.link, record)
@@ -94,12 +80,12 @@ class Leader:
 
     # ----------------------------------------------------------------- who comes and goes
 
-    def join(self, link: PeerLink, hello: Hello, now: float) -> None:
+    def join(self, link: PeerLink, hello: crew.Hello, now: float) -> None:
         """A peer joins, or comes back. It keeps a stage that it is still to hold, and still has."""
         peer, me = link.peer, self.spec.me
         if self.roster.is_banned(peer, now):
             self._queue.counts["refused/stall"] += 1
-            self._queue.send(link, Refusal("stall", "given up a moment ago", self.spec.proof_to(peer)))
+            self._queue.send(link, crew.Refusal("stall", "given up a moment ago", self.spec.proof_to(peer)))
             return
         if self.plan is None:
             self.roster.choose_run(hello)
@@ -109,7 +95,7 @@ class Leader:
         if self.plan is None:
             self.term = self.roster.least_term(self.term)
         self.planning.fix(hello.spans)
-        self._queue.send(link, Answer(me, self.spec.proof_to(peer), self.term))
+        self._queue.send(link, crew.Answer(me, self.spec.proof_to(peer), self.term))
         for stage in self.planning.held_by(peer):
             if stage not in self.roster.members[peer].live:
                 self._lose(stage, f"peer {short(peer)} has come back without it", now)
@@ -118,7 +104,7 @@ class Leader:
         if self.plan is not None and self.plan.held_by(peer) == ():
             self._queue.send(link, self.plan)
             if self.whole:
-                self._queue.send(link, Whole(self.plan.mark))
+                self._queue.send(link, crew.Whole(self.plan.mark))
         self.planning.note_claim(peer)
 
     def left(self, link: PeerLink, why: str, now: float) -> None:
@@ -171,28 +157,28 @@ class Leader:
 
     # ----------------------------------------------------------------- what members say
 
-    def heard(self, link: PeerLink, record: Record, now: float) -> None:
+    def heard(self, link: PeerLink, record: crew.Record, now: float) -> None:
         """A record has come from a member. Those about an earlier plan are ignored."""
         peer, member = link.peer, self.roster.members.get(link.peer)
         if member is None or member.link is not link:
             return
         match record:
-            case Report(holding=holding, run=run):
+            case crew.Report(holding=holding, run=run):
                 self.roster.note(peer, holding, run)
-            case Load(held_s=held_s):
+            case crew.Load(held_s=held_s):
                 member.probed = None
                 if held_s >= self.spec.stall_s:
                     self._stalls(peer, held_s, now)
-            case Ready() | Unable() | Broken() if self.plan is None or record.plan != self.plan.mark:
+            case crew.Ready() | crew.Unable() | crew.Broken() if self.plan is None or record.plan != self.plan.mark:
                 pass
-            case Ready():
+            case crew.Ready():
                 self.ready(peer, record)
-            case Unable(stage=stage, why=why):
+            case crew.Unable(stage=stage, why=why):
                 self.unable(peer, stage, why, now)
-            case Broken():
+            case crew.Broken():
                 self._broken(peer, record, now)
 
-    def ready(self, peer: str, record: Ready) -> None:
+    def ready(self, peer: str, record: crew.Ready) -> None:
         """A stage is held by `peer`; the crew is whole when all stages are."""
         stage, plan = record.stage, self.plan
         mine = stage in self.planning.held_by(peer)
@@ -209,7 +195,7 @@ class Leader:
         if len(self._ready) == len(plan.assignments) and not self._anew and "" not in self.planning.holders:
             self.whole, self.won = True, self.term
             self.planning.settle()
-            self.send_all(Whole(plan.mark))
+            self.send_all(crew.Whole(plan.mark))
 
     def unable(self, peer: str, stage: int, why: str, now: float) -> None:
         """A stage cannot be held by `peer`."""
@@ -219,7 +205,7 @@ class Leader:
             self._lose(stage, f"peer {short(peer)} cannot take it: {why}", now)
             self.planning.vacant_since[stage] = now - self.spec.spare_wait_s  # it has waited
 
-    def _broken(self, peer: str, record: Broken, now: float) -> None:
+    def _broken(self, peer: str, record: crew.Broken, now: float) -> None:
         """Two members lost touch. One that sent an invalid message is given up; else one that reports many breaks."""
         if record.peer not in self.roster.members:
             return  # it is lost anyway
@@ -234,7 +220,7 @@ class Leader:
 
     # ----------------------------------------------------------------- plans
 
-    def arrange(self, now: float) -> Plan | None:
+    def arrange(self, now: float) -> crew.Plan | None:
         """Give vacant stages to peers that can take them. A new plan, already sent to the others, if there is one."""
         if not self.roster.gathered(now):
             return None
@@ -257,13 +243,13 @@ class Leader:
         moved = self.plan is None or [row.peer for row in self.plan.assignments] != self.planning.holders
         if moved or (self._anew and now >= self._replan_at):
             return self._issue(now)
-        spares = tuple(self.planning.spares[:MAX_MEMBERS])
+        spares = tuple(self.planning.spares[: crew.MAX_MEMBERS])
         if self.plan is not None and self.plan.spares != spares:  # all must know who succeeds the leader
             self.plan = msgspec.structs.replace(self.plan, spares=spares)
             self.send_all(self.plan)
         return None
 
-    def _issue(self, now: float) -> Plan:
+    def _issue(self, now: float) -> crew.Plan:
         planning, roster, updates = self.planning, self.roster, self.updates
         self._number += 1
         planning.fixed = True
@@ -273,8 +259,8 @@ class Leader:
             began = self.updates or stored_updates(assignments)
             roster.count_by(branch(roster.run, self.spec.draw(), began))
             assignments = planning.assignments(None, updates)  # what is past the fork does not count any more
-        spares = tuple(planning.spares[:MAX_MEMBERS])
-        plan = self.plan = Plan(self.term, self._number, assignments, planning.settings, spares, roster.run)
+        spares = tuple(planning.spares[: crew.MAX_MEMBERS])
+        plan = self.plan = crew.Plan(self.term, self._number, assignments, planning.settings, spares, roster.run)
         self.whole, self._ready, self._anew, self._replan_at = False, set(), "", now + REPLAN_S
         self._issued_at = now
         for member in self.roster.members.values():
@@ -303,7 +289,7 @@ class Leader:
             busy &= {row.peer for stage, row in enumerate(self.plan.assignments) if stage not in self._ready}
         links, mute = self.roster.probe(busy, stall_s, now)
         for link in links:
-            self._queue.send(link, Probe(self.plan.mark))
+            self._queue.send(link, crew.Probe(self.plan.mark))
         if mute:
             self.give_up(mute, "it stalls: it does not even answer", now)
         elif self.whole and busy and now - since >= 2 * stall_s:

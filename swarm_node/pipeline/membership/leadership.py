@@ -126,8 +126,6 @@ class Leadership:
         if self.rivals is not None:
             self.rivals.links.pop(link, None)
 
-    # ----------------------------------------------------------------- greetings
-
     def greeted(self, link: PeerLink, hello: Hello, now: float) -> None:
         """A peer that has opened a channel, or another leader, says Hello."""
         refusal = self.directory.admit(link.peer, hello, self.leader)
@@ -209,8 +207,6 @@ class Leadership:
         self.channels.close(link)
         self.ended(link, why, now)
         self.search.shun(link.peer, now)
-
-    # ----------------------------------------------------------------- changes of the leader
 
     def ended(self, link: PeerLink, why: str, now: float) -> None:
         """A channel with the leader, or a peer that might lead, or a member, has ended."""

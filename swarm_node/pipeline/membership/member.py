@@ -11,22 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from protocol.crew import (
-    CREW_METHOD,
-    STAGE_METHOD,
-    Answer,
-    Hello,
-    Holding,
-    Load,
-    Plan,
-    Probe,
-    Progress,
-    Record,
-    Refusal,
-    Report,
-    Source,
-    Whole,
-)
+from protocol import crew
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership.actions import Action, ActionQueue, BuildStage, PeerLink, PeerSpec
@@ -70,7 +55,7 @@ class CrewMembership:
         return self.leadership.leader
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> crew.Plan | None:
         return self.following.plan
 
     @property
@@ -123,9 +108,9 @@ class CrewMembership:
         self._channels.tidy(self.following.neighbours(), now)
         return self._settle(now)
 
-    def heard(self, link: PeerLink, record: Record, now: float) -> list[Action]:
+    def heard(self, link: PeerLink, record: crew.Record, now: float) -> list[Action]:
         """A record has come over a channel."""
-        if link.method != CREW_METHOD or (link in self._channels and type(record) not in ACCEPTED[self.role]):
+        if link.method != crew.CREW_METHOD or (link in self._channels and type(record) not in ACCEPTED[self.role]):
             self._queue.counts["stray"] += 1
         elif link in self._channels:
             self._heard(link, record, now)
@@ -135,7 +120,7 @@ class CrewMembership:
         """A channel has ended, or could not be opened."""
         if link in self._channels:
             self._channels.forget(link)
-            if link.method == STAGE_METHOD:
+            if link.method == crew.STAGE_METHOD:
                 self.following.lose_neighbour(link, why, refused=False)
             else:
                 self.leadership.ended(link, why, now)
@@ -150,7 +135,7 @@ class CrewMembership:
             self.following.refuse_leader(reason)
         elif link in self._channels:
             self._channels.close(link)
-            if link.method == STAGE_METHOD:
+            if link.method == crew.STAGE_METHOD:
                 self.following.lose_neighbour(link, reason, refused=True)
             elif link is self.following.link:
                 self.leadership.lose_leader(f"what it says is refused: {reason}", now)
@@ -170,7 +155,7 @@ class CrewMembership:
         self.following.miss_channel(mark, peer)
         return self._settle(now)
 
-    def built(self, order: BuildStage, updates: int, source: Source | None, now: float) -> list[Action]:
+    def built(self, order: BuildStage, updates: int, source: crew.Source | None, now: float) -> list[Action]:
         """A stage that was ordered is here."""
         self.following.built(order, updates, source)
         return self._settle(now)
@@ -185,12 +170,12 @@ class CrewMembership:
                 self.leadership.resign(line(why), now)
         return self._settle(now)
 
-    def report(self, holding: Holding, now: float) -> list[Action]:
+    def report(self, holding: crew.Holding, now: float) -> list[Action]:
         """This peer has these stages, replicas and checkpoints."""
         self.following.update(holding)
         if self.leader is not None:
             self.leader.roster.note(self.spec.me, self.following.holding, self.following.run)
-        self._queue.send(self.following.link, Report(self.following.holding, self.following.run))
+        self._queue.send(self.following.link, crew.Report(self.following.holding, self.following.run))
         return self._settle(now)
 
     def doubted(self, mark: int, stages: Collection[int], why: str, now: float) -> list[Action]:
@@ -199,7 +184,7 @@ class CrewMembership:
             self.leader.doubt(stages, why, now)
         return self._settle(now)
 
-    def advance(self, progress: Progress, now: float) -> list[Action]:
+    def advance(self, progress: crew.Progress, now: float) -> list[Action]:
         """The leader tells all members the progress of the run."""
         self.following.progress = progress
         if self.leader is not None:
@@ -251,7 +236,7 @@ class CrewMembership:
             self._note_ready(leader)
             if first:  # the members may have known the progress differently
                 reward = following.progress.reward if following.progress else 0.0
-                following.progress = Progress(leader.roster.round, reward)
+                following.progress = crew.Progress(leader.roster.round, reward)
                 leader.send_all(following.progress)
         following.plan = leader.plan or following.plan
         if leader.whole and not following.whole:
@@ -262,25 +247,25 @@ class CrewMembership:
         for record in self.following.take_ready():
             leader.ready(self.spec.me, record)
 
-    def _heard(self, link: PeerLink, record: Record, now: float) -> None:
+    def _heard(self, link: PeerLink, record: crew.Record, now: float) -> None:
         following = self.following
         match record:
-            case Hello():
+            case crew.Hello():
                 self.leadership.greeted(link, record, now)
-            case Answer():
+            case crew.Answer():
                 self.leadership.answered(link, record, now)
-            case Refusal():
+            case crew.Refusal():
                 self.leadership.refused(link, record, now)
             case _ if self.leader is not None:
                 self.leader.heard(link, record, now)
             case _ if link is not following.link:
                 self._queue.counts["stray"] += 1
-            case Plan():
+            case crew.Plan():
                 if following.accept(record, link.peer, now):
                     self.leadership.term = record.term
-            case Whole(plan=mark):
+            case crew.Whole(plan=mark):
                 following.confirm_whole(mark)
-            case Progress():
+            case crew.Progress():
                 following.progress = record
-            case Probe(plan=mark):
-                self._queue.send(link, Load(mark, max(0.0, self._held_s())))
+            case crew.Probe(plan=mark):
+                self._queue.send(link, crew.Load(mark, max(0.0, self._held_s())))

@@ -72,8 +72,6 @@ class CrewRoster:
         """The channel to a member; `None` if it is the leader itself, or no member."""
         return self.members[peer].link if peer in self.members else None
 
-    # ----------------------------------------------------------------- what they hold
-
     def updates(self, holders: Sequence[str]) -> int:
         """Updates that the crew has made; 0 if no stage is in memory.
 
@@ -167,8 +165,6 @@ class CrewRoster:
             elif member.probed is not None and now - member.probed >= stall_s:
                 return links, peer
         return links, ""
-
-    # ----------------------------------------------------------------- who comes and goes
 
     def enter(self, link: PeerLink, hello: Hello, astray: bool) -> CrewPeer | None:
         """A peer joins, or comes back: its earlier entry is returned."""

@@ -51,8 +51,6 @@ class HeldStages:
         self._saved: dict[int, int] = {}  # updates of the last checkpoint of each stage
         self._spans: Spans = ()
 
-    # ----------------------------------------------------------------- what is here
-
     @property
     def updates(self) -> int:
         """Updates of the stage here that has most."""
@@ -74,8 +72,6 @@ class HeldStages:
             tuple(Kept(stage, state.updates) for stage, state in sorted(self.weight_transfer.replicas.copy().items())),
             tuple(files)[:MAX_KEPT],
         )
-
-    # ----------------------------------------------------------------- coming and going
 
     def go_by(self, config: NodeConfig, reference: bool) -> None:
         """Use these options from now on, also for the stages that are here already."""
@@ -144,8 +140,6 @@ class HeldStages:
             self.checkpoints.round = max(self.checkpoints.round, int(checkpoint.state["round"]))
         return self.checkpoints.round
 
-    # ----------------------------------------------------------------- after an update
-
     def updated(self, plan: Plan) -> None:
         """Between two updates: write checkpoints and renew replicas that are due."""
         every = self.config.checkpoints.every
@@ -185,8 +179,6 @@ class HeldStages:
         for stage in list(self.workers):
             self.save(stage)
         self.checkpoints.close()
-
-    # ----------------------------------------------------------------- at the end
 
     def hand_over(self, plan: Plan, left_s: Callable[[], float]) -> dict[int, tuple[str, str]]:
         """See `offer_stages`."""

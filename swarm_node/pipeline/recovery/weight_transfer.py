@@ -31,21 +31,12 @@ from torch import Tensor
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
+from protocol.transports import transfer
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
-from protocol.transports.transfer import (
-    Pace,
-    UploadSlot,
-    UploadSlots,
-    chunks,
-    expect_no_body,
-    in_time,
-    no_body,
-    outcome,
-)
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.policy.policy import some_of
 
-PACE = Pace(20.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second
+PACE = transfer.Pace(20.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second
 AT_ONCE, PER_PEER = 8, 2  # transfers to peers of the crew at the same time, and to one of them
 OTHER_CREW_PAUSE_S = 60.0
 """Peers of other crews are served one at a time, and each waits so long before its next transfer."""
@@ -115,8 +106,8 @@ class WeightTransfer:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        self._crew_slots = UploadSlots(AT_ONCE, PER_PEER, self.now)
-        self._other_slots = UploadSlots(1, 1, self.now)  # for peers of other crews
+        self._crew_slots = transfer.UploadSlots(AT_ONCE, PER_PEER, self.now)
+        self._other_slots = transfer.UploadSlots(1, 1, self.now)  # for peers of other crews
         self._keeping: dict[int, Future[StageWeights]] = {}  # fetches of replicas, the last of each stage
         self._offers: dict[int, _Offer] = {}  # the last one of each stage
         self.transport.accept(STATE_METHOD, self._accept)
@@ -181,7 +172,9 @@ class WeightTransfer:
             return StageWeights(tensors, theirs.updates, theirs.omega)
 
         ours = Outgoing(self._head(wanted, peer))
-        return outcome(self.transport.exchange(peer, STATE_METHOD, ours, answered, PACE.seconds(size)), arrived)
+        return transfer.outcome(
+            self.transport.exchange(peer, STATE_METHOD, ours, answered, PACE.seconds(size)), arrived
+        )
 
     def keep(self, stage: int, peer: str, like: Mapping[str, Tensor]) -> None:
         """Renew the replica of `stage`, which `peer` holds, in the background, unless that is under way."""
@@ -214,14 +207,14 @@ class WeightTransfer:
             if theirs.stage != stage or size:
                 raise RemoteProtocolError("stage", f"stage {theirs.stage} and {size} bytes")
             kept = theirs.updates
-            return no_body
+            return transfer.no_body
 
         ours = Outgoing(self._keep_head(peer, stage, updates))
-        return outcome(self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout), lambda: kept)
+        return transfer.outcome(self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout), lambda: kept)
 
     def _accept_offer(self, peer: str, head: bytes, size: int) -> Accepted:
         request = decode_head(head, KeepHead)
-        expect_no_body(size)
+        transfer.expect_no_body(size)
         self._check_place(request)
         stage, updates = request.stage, request.updates
         like = self.shelf(peer, stage)
@@ -245,7 +238,7 @@ class WeightTransfer:
         if here and not offer.told:
             self.shelved()
             offer.told = True
-        return Accepted(Outgoing(self._keep_head(peer, stage, kept)), no_body, lambda error: None)
+        return Accepted(Outgoing(self._keep_head(peer, stage, kept)), transfer.no_body, lambda error: None)
 
     def _comes(self, stage: int, updates: int, like: Mapping[str, Tensor]) -> bool:
         """Whether a fetch of the stage is under way, or has just brought all of it."""
@@ -263,7 +256,7 @@ class WeightTransfer:
 
     def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
         request = decode_head(head, StateHead)
-        expect_no_body(size)
+        transfer.expect_no_body(size)
         self._check_place(request)
         if not self.allowed(peer, request.stage):
             raise RemoteProtocolError("stranger", f"stage {request.stage} is not for everybody")
@@ -271,7 +264,7 @@ class WeightTransfer:
         give = partial(self._give, _wanted(request))
         return slots.give(peer, give, lambda slot, size, error: slots.leave(slot, wait_s))
 
-    def _give(self, wanted: Wanted, slot: UploadSlot) -> Outgoing:
+    def _give(self, wanted: Wanted, slot: transfer.UploadSlot) -> Outgoing:
         state, tensors = self._given(wanted)
         head = self._head(wanted, slot.peer, state.updates, state.omega)
         return Outgoing(head, size_of(tensors), partial(self._body, state, tensors))
@@ -303,8 +296,8 @@ class WeightTransfer:
         """The bytes of `tensors`. While this runs, `state`, of which they are, lives and is shared with other peers.
         Raises RemoteProtocolError: slow."""
         began, values = self.now(), (tensor.detach().float().cpu().flatten().numpy() for tensor in tensors)
-        pieces = (piece for array in values for piece in chunks(memoryview(array.view(np.uint8))))
-        yield from in_time(pieces, lambda taken: began + PACE.seconds(taken), self.now)
+        pieces = (piece for array in values for piece in transfer.chunks(memoryview(array.view(np.uint8))))
+        yield from transfer.in_time(pieces, lambda taken: began + PACE.seconds(taken), self.now)
 
     def _head(self, wanted: Wanted, peer: str, updates: int = 0, omega: float = 0.0) -> bytes:
         version, (swarm, architecture) = version_for(peer, self.transport.members()), self.place

@@ -164,8 +164,6 @@ class Donors:
             if missing:
                 self._wait([ask.done for ask in running], FETCH_LOOP_S)
 
-    # ----------------------------------------------------------------- asking
-
     def _count(self) -> int:
         """Count the bytes that came since the last call, in all and for each piece on its way; returns the sum."""
         now, sizes = self._clock(), [len(ask.data) for ask in self._running]

@@ -166,9 +166,6 @@ def as_model(
     return Model(digest, folder, found)
 
 
-# --------------------------------------------------------------------- the cache
-
-
 def known_listing(digest: str) -> ModelListing | None:
     """The listing with that digest, if this machine has kept it."""
     for path in (cache() / digest / LISTING, cache() / f"{digest}.partial" / LISTING, cache() / f"{digest}.json"):
