@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import (
-    MAX_HEAD_BYTES,
-)
+from protocol.limits import MAX_HEAD_BYTES
 from protocol.transports.base import Channel, Listener
-from protocol.transports.memory import (
-    LinkModel,
-)
-from protocol.transports.memory import channels as memory_channels
+from protocol.transports.memory import LinkModel
+from protocol.transports.streams import channels
 from protocol.transports.streams.channels import MAX_CHANNELS_PER_PEER
 from tests.protocol.transports.memory_world import UP, World
 
@@ -192,7 +188,7 @@ def test_queues_of_channels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert heard == ["shape: 1 bytes"] and [why for _, _, why in talk.told()] == ["closed"]
     assert talk.b.rejected == {"shape": 1}
 
-    monkeypatch.setattr(memory_channels, "MAX_QUEUED_BYTES", 5000)
+    monkeypatch.setattr(channels, "MAX_QUEUED_BYTES", 5000)
     channel = talk.connect()
     assert [channel.send(b"", bytes(2000)) for _ in range(4)] == [True, True, False, False]
     talk.world.run(1.0)
