@@ -31,7 +31,7 @@ def admitted_a_round(metrics: list[list[dict[str, Any]]], begin: float, end: flo
     return float(sum(admitted) / sum(len(lines) - 1 for lines in windows))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.long
 def test_real_and_simulated_nodes_admit_alike(tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path)
