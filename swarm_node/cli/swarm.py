@@ -69,7 +69,7 @@ def new(
         return
     typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
     if not manifest.bootstrap:
-        typer.echo(f"nobody is there yet: `swarm-node bootstrap {path}` prints the link with an address", err=True)
+        typer.echo(f"no node runs yet: `swarm-node bootstrap {path}` (or `join`) prints the link for others", err=True)
 
 
 def bootstrap(settings: CommandSettings) -> None:

@@ -174,12 +174,12 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
     return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
 
 
-def next_steps(run_dir: str, crew: bool = False, held_out: bool = True) -> list[str]:
-    """Commands for the next step, each with a comment. A crew has fewer, since the weights of its policy may be
-    elsewhere; without `held_out` questions there is no evaluation."""
+def next_steps(run_dir: str, whole: bool = True, evaluates: bool = True) -> list[str]:
+    """Commands for the next step, each with a comment. `whole`: all weights are in the directory; `evaluates`: they fit
+    this machine, and there are held-out questions."""
     run = shlex.quote(run_dir)
-    commands = {} if crew else {f"export {run} DIR": "a model that transformers loads"}
-    commands |= {} if crew or not held_out else {f"eval {run}": "how it does on held-out questions"}
+    commands = {f"export {run} DIR": "a model that transformers loads"} if whole else {}
+    commands |= {f"eval {run}": "how it does on held-out questions"} if evaluates else {}
     commands |= {f"dashboard {run}": "its curves and events"}
     wide = max(map(len, commands))
     return _labelled({"next": [f"swarm-node {each:{wide}}  # {what}" for each, what in commands.items()]})

@@ -78,7 +78,7 @@ class CrewParts:
         self.leaving: Callable[[], bool] = lambda: False  # whether this node leaves the crew, or the run is over
         self.run_settings = RunSettings(run, config, asked or config, say)
         self.run_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
-        self.loading = prepare(config.policy, alone=False)  # the kind of policy and how it is loaded
+        self.loading = prepare(config.policy, alone=False, report=say)  # the kind of policy and how it is loaded
         self.footprint = Footprint(config, self.loading)
         self.spec = spec = self._peer_spec()
         model = self.loading.config
@@ -135,7 +135,7 @@ class CrewParts:
         if plan is None or stage not in plan.held_by(peer):
             raise RemoteProtocolError("stranger", f"stage {stage} is another's")
         if self.leaving():
-            raise RemoteProtocolError("leaving", "this node leaves as well")
+            raise RemoteProtocolError("leaving", "the other node leaves as well")
         if stage in self.held_stages.workers:
             raise RemoteProtocolError("stage", f"stage {stage} is here")
         self.held_stages.replicas.asked[stage] = plan.mark

@@ -31,6 +31,7 @@ class Leaving:
     leads: Callable[[], bool]  # whether this node leads, or is about to
     after_update: Callable[[], None]  # is called when stages may have changed
     begun: bool = False  # this node leaves: it takes no stage of another peer any more
+    complete: bool = False  # the run directory has, or will have, the newest weights of all stages
 
     def drain(self, stop: Stop) -> None:
         """Have other peers keep the stages of this node, as they are after the last update, if the crew may go on."""
@@ -55,7 +56,7 @@ class Leaving:
             if peer:
                 parts.say(f"{parts.status_text.called(peer)} keeps stage {stage} for whoever holds it next")
             else:
-                parts.say(parts.status_text.named(f"nobody keeps stage {stage} ({why}): it is in {parts.run.path}"))
+                parts.say(parts.status_text.named(f"only {parts.run.path} keeps stage {stage} ({why})"))
 
     def _settle(self) -> None:
         """Make the update that the others may be making already."""
@@ -78,7 +79,8 @@ class Leaving:
             return
         for stage in held_stages.workers:
             held_stages.save(stage)
-        if len(held_stages.workers) == len(plan.assignments):
+        self.complete = len(held_stages.workers) == len(plan.assignments)
+        if self.complete:
             return
         parts.say("fetching the weights of the other stages, so that the policy can be exported here")
         try:
@@ -89,9 +91,10 @@ class Leaving:
         except StopRequested:
             parts.say("stopping without the weights of all stages: the run directories of their holders have them")
             return
+        self.complete = not missing
         for stage, why in sorted(missing.items()):
-            parts.say(f"the weights of stage {stage} are not here ({why}): the run directory of its holder has them")
-        if not missing:
+            parts.say(f"stage {stage} stays with its holder ({why}): `swarm-node export` takes both run directories")
+        if self.complete:
             run = shlex.quote(str(parts.run.path))
             parts.say(f"the weights of all stages are here: `swarm-node export {run} DIR` makes a model of them")
 
@@ -112,7 +115,6 @@ class Leaving:
             plan = parts.stage_transport.plan
             if plan is not None and not parts.stage_transport.whole:
                 for stage, updates in parts.held_stages.save_copies(plan).items():
-                    what = f"the copy of stage {stage} that was kept here, after update {updates}"
-                    parts.say(f"{what}, is in {parts.run.path} now")
+                    parts.say(f"the copy of stage {stage} after update {updates} is saved in {parts.run.path} as well")
             parts.held_stages.save_all()
             parts.stage_transport.close()

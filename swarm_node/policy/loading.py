@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import is_offline_mode
+from huggingface_hub import constants, is_offline_mode
 from huggingface_hub import logging as hub_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
@@ -36,8 +36,6 @@ from swarm_node.policy.probes import bf16_slowdown, choose_paths
 LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
-ONLY_THE_SWARMS = "of members only a model that their manifest names is had"
-"""Added to the message about a hub id that leads nowhere."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
 MEASURED_WIDTH = 4096  # widest layer for which the speed of bfloat16 is measured: a gigabyte or so
@@ -52,7 +50,7 @@ def load_policy(
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
-    plan = prepare(config)
+    plan = prepare(config, report=report)
     tokenizer = load_tokenizer(config)
     vetting.check_declared(plan.base, plan.size, _vetted_weights(plan))
     model, found = _load(
@@ -120,14 +118,16 @@ class Plan:
         return f"device {_device_name(self.device)}, {str(self.dtype).removeprefix('torch.')} ({self.why})"
 
 
-def prepare(config: PolicyConfig, alone: bool = True) -> Plan:
+def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], None] | None = None) -> Plan:
     """Find the model that `config` names, decide how to load it, and set torch's threads.
 
     Without `alone`, nothing that is measured here decides, so that other machines decide alike. UserError if the model
-    cannot be found, or its config is not that of a causal language model.
+    cannot be found, or its config is not that of a causal language model. `report` is told before the hub is asked.
     """
     transformers_logging.disable_progress_bar()
     path = _path(config)
+    if report is not None and not is_offline_mode() and not Path(_checked(path)).is_dir():
+        report(f"asking {constants.ENDPOINT} for {path}; without a connection this takes a minute or more")
     adapter = adapter_base(path)
     base, revision = (path, config.revision) if adapter is None else (adapter, None)
     if adapter is not None:
@@ -260,7 +260,7 @@ def refusing(what: str, path: str) -> Iterator[None]:
             detail = f"the hub cannot be reached{' (HF_HUB_OFFLINE is set)' if is_offline_mode() else ''}"
         raise UserError(
             f"{nowhere}cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); "
-            f"{ONLY_THE_SWARMS}"
+            "other members of a swarm give a model only if the swarm's manifest names it"
         ) from exc
 
 

@@ -301,7 +301,8 @@ class Run:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
         state = self.state
         told = RunReport(self.run, state.tally, self.began_at, state.before, self.after, self.config.eval.samples)
-        told.tell(self.console, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
+        whole = self.crew is None or self.crew.leaving.complete
+        told.tell(self.console, whole, evaluates=self.crew is None and bool(self.tasks.held_out(1)))
         if self.console.json_output:
             told.dump(self.node.round)
         return told

@@ -92,7 +92,7 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
             "the manifest itself, or --bootstrap ADDRESS"
         )
     if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
-        say(f"{no_address(swarm.named)}; this node is alone until another joins through it")
+        say(f"{swarm.named} names no other node, so this one begins alone; others join by the link that it prints")
     return swarm
 
 

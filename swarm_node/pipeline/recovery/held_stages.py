@@ -13,8 +13,10 @@ from torch import Tensor
 from protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
 from protocol.errors import ProtocolError
 from protocol.lineage import Lineage, leads_to, shared
+from protocol.transports.transfer import reason_of
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
+from swarm_node.observability.reasons import words
 from swarm_node.pipeline.compute.partition import Span, shapes_of_stage, trained_shapes
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
@@ -188,8 +190,8 @@ class HeldStages:
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
         """At the end of a run: save the weights of stages that other peers hold, for an export of the policy.
 
-        Stages are fetched one after the other, since all together may be more than this machine holds. They are on
-        disk when this returns. Returns the stages that could not be fetched in time, and why."""
+        Stages are fetched one after the other, since all together may be more than this machine holds, or else taken
+        from a replica that is as new as the stages here. Returns the stages that are not on disk then, and why."""
         until = time.monotonic() + seconds
         missing = {}
         for stage, assignment in enumerate(plan.assignments):
@@ -199,12 +201,13 @@ class HeldStages:
             fetch = self.weight_transfer.fetch(assignment.peer, Wanted(stage, *plan.spans[stage], True), like)
             try:
                 weights = fetch.result(max(0.0, until - time.monotonic()))
-            except NotYet:
-                missing[stage] = f"no answer within {seconds:g} s"
-            except ProtocolError as error:
-                missing[stage] = str(error)
-            else:
-                self._save_copy(stage, plan.spans, weights)
+            except (NotYet, ProtocolError) as error:
+                replica = self.weight_transfer.replicas.get(stage)
+                if replica is None or replica.updates < self.updates or replica.tensors.keys() != like.keys():
+                    missing[stage] = "no answer in time" if isinstance(error, NotYet) else words(reason_of(error)[0])
+                    continue
+                weights = replica
+            self._save_copy(stage, plan.spans, weights)
         return missing
 
     def save_copies(self, plan: Plan) -> dict[int, int]:

@@ -233,5 +233,6 @@ def test_where_things_are_and_what_to_type() -> None:
         "          swarm-node eval 'runs/my run'        # how it does on held-out questions",
         "          swarm-node dashboard 'runs/my run'   # its curves and events",
     ]
-    assert not any(" eval " in line for line in next_steps("r", held_out=False)), "there is no question for it"
-    assert next_steps("r", crew=True) == ["next      swarm-node dashboard r  # its curves and events"]
+    assert not any(" eval " in line for line in next_steps("r", evaluates=False)), "there is no question for it"
+    [line] = next_steps("r", whole=False, evaluates=False)
+    assert line == "next      swarm-node dashboard r  # its curves and events"

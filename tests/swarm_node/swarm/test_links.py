@@ -98,7 +98,7 @@ def test_a_manifest_that_leads_to_nobody_says_so(run: RunDir, capsys: pytest.Cap
     Path("full.toml").write_bytes(render(PLAIN))
     config = NodeConfig(swarm="sums.toml", run_dir="run")
     swarm_to_join(config)
-    assert "sums.toml has no address to ask: use a link that" in capsys.readouterr().err
+    assert "sums.toml names no other node, so this one begins alone" in capsys.readouterr().err
     swarm_to_join(config.model_copy(update={"network": NetworkConfig(bootstrap=[address(2)])}))
     swarm_to_join(config.model_copy(update={"swarm": "full.toml"}))
     cached = {"addresses": [address(3)], "seen": 1.0}

@@ -489,6 +489,35 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
     assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
 
 
+@pytest.mark.parametrize(("later", "missing"), [(0, {}), (1, {1: "unreachable"})])
+def test_a_holder_that_leaves_as_well_is_replaced_by_its_copy(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int, missing: dict[int, str]
+) -> None:
+    world = World(saved("llama_tied"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    for stage, peer in enumerate((a, b)):
+        peer.take(stage)
+        peer.train(stage, seed=stage, updates=4)
+    a.held_stages.updated(world.plan(a, b))
+    world.run(5.0)
+    if later:  # the copy is not the newest
+        a.train(0, seed=0, updates=later)
+    world.network.kill("b")
+    started = WeightTransfer.fetch
+
+    def fetch(self, *args):  # nobody moves the clock while the lead waits
+        fetched = started(self, *args)
+        world.run(30.0)
+        return fetched
+
+    monkeypatch.setattr(WeightTransfer, "fetch", fetch)
+    assert a.held_stages.gather(world.plan(a, b), 0.0) == missing
+    a.held_stages.save_all()
+    copied = Kept(1, 4) in a.held_stages.holding().checkpoints
+    assert copied is not bool(missing)
+    assert a.held_stages.save_copies(world.plan(a, b)) == ({1: 4} if missing else {})
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_stage_goes_by_its_crews_agreement(saved: Saved, tmp_path: Path, lora: bool) -> None:
     world = World(saved("llama", lora), 2, tmp_path)
