@@ -157,6 +157,18 @@ def test_an_unreachable_hub_is_one_sentence(name, caplog):
     assert not caplog.records and hub_logging.get_verbosity() == hub_logging.ERROR
 
 
+def test_the_hub_is_named_before_it_is_asked(monkeypatch):
+    said, asked = [], []
+    monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(loading, "adapter_base", lambda path: asked.append(list(said)) or 1 / 0)
+    for model in ("some/model", "starter"):
+        with pytest.raises(ZeroDivisionError):
+            prepare(PolicyConfig(model=model), report=said.append)
+    [line] = said
+    assert line.startswith("asking http") and " for some/model; " in line
+    assert asked == [said, said]
+
+
 def test_a_model_with_a_tensor_missing_is_refused(tmp_path):
     save("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
