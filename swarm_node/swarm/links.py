@@ -96,14 +96,6 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
     return swarm
 
 
-def no_address(named: str) -> str:
-    """The error for a manifest without addresses, and its remedy."""
-    return (
-        f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or copy an "
-        "address from such a link into `bootstrap` of the manifest"
-    )
-
-
 def cached_addresses(run: RunDir) -> list[str]:
     try:
         return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]

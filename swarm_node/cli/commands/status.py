@@ -24,7 +24,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.links import find_swarm, no_address
+from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor
 
@@ -97,7 +97,10 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     swarm = find_swarm(named)
     addresses = [*network.bootstrap, *swarm.peers]
     if not addresses:
-        raise UserError(no_address(named))
+        raise UserError(
+            f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or copy an "
+            "address from such a link into `bootstrap` of the manifest"
+        )
     if sys.stderr.isatty():
         typer.echo("looking for members, a few seconds", err=True)
     members: Mapping[str, PeerCard] = {}
