@@ -465,6 +465,18 @@ def test_a_replica_is_renewed_when_old(saved: Saved, tmp_path: Path) -> None:
     assert ages == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
+def run_while_fetching(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time pass at each fetch: nobody moves the clock while the lead waits for it."""
+    started = WeightTransfer.fetch
+
+    def fetch(self, *args):
+        fetched = started(self, *args)
+        world.run(30.0)
+        return fetched
+
+    monkeypatch.setattr(WeightTransfer, "fetch", fetch)
+
+
 def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(saved("llama_tied"), 3, tmp_path)
     a, b, c = world.peer("a"), world.peer("b"), world.peer("c")
@@ -472,14 +484,7 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
         peer.take(stage)
         peer.train(stage, seed=stage, updates=4)
     world.network.kill("c")
-    started = WeightTransfer.fetch
-
-    def fetch(self, *args):  # nobody moves the clock while the lead waits
-        fetched = started(self, *args)
-        world.run(30.0)
-        return fetched
-
-    monkeypatch.setattr(WeightTransfer, "fetch", fetch)
+    run_while_fetching(world, monkeypatch)
     missing = a.held_stages.gather(world.plan(a, b, c), 0.0)
     a.held_stages.save_all()
     assert list(missing) == [2]
@@ -503,14 +508,7 @@ def test_a_holder_that_leaves_as_well_is_replaced_by_its_copy(
     if later:  # the copy is not the newest
         a.train(0, seed=0, updates=later)
     world.network.kill("b")
-    started = WeightTransfer.fetch
-
-    def fetch(self, *args):  # nobody moves the clock while the lead waits
-        fetched = started(self, *args)
-        world.run(30.0)
-        return fetched
-
-    monkeypatch.setattr(WeightTransfer, "fetch", fetch)
+    run_while_fetching(world, monkeypatch)
     assert a.held_stages.gather(world.plan(a, b), 0.0) == missing
     a.held_stages.save_all()
     copied = Kept(1, 4) in a.held_stages.holding().checkpoints
