@@ -116,7 +116,7 @@ def timed(nodes: Sequence[Measured], run: Callable[[], None], already: float = 0
 def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
     """Of peer `number` in `arm`. Nobody lies here: answers are not looked at for payloads unless the arm says so."""
     table: dict[str, Any] = {
-        "tasks": setting.tasks(number),
+        "tasks": list(setting.tasks(number)),
         "rewards": setting.rewards,
         "policy": {"model": str(setting.start(seed, number))},
         "rollouts": {"groups": arm.own, "max_new_tokens": setting.max_new_tokens, "max_prompt_tokens": 128},

@@ -17,8 +17,10 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import steps
 from benchmarks.format_reward import CLOSED, MARK, OPENED
 from benchmarks.warm_starts import now_and_then, plain, taught
+from swarm_node.config import TaskConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.sharing.replay_buffer import TaskStatistics, foreign_advantages
@@ -34,13 +36,13 @@ class Setting:
     """Tasks, policies and rewards of a comparison."""
 
     says: str
-    tasks: Callable[[int], list[str]]
+    tasks: Callable[[int], Sequence[str | TaskConfig]]
     """Tasks of peer i."""
     start: Callable[[int, int], Path]
     """(seed, peer) -> model directory."""
     rewards: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 3e-4
-    held_out: Sequence[str] = tuple(SIX)
+    held_out: Sequence[str | TaskConfig] = tuple(SIX)
     max_new_tokens: int = 8
     kinds: int = 1
     """Peers i and i + kinds are alike."""
@@ -73,7 +75,20 @@ def _specialist(seed: int, peer: int) -> Path:
     return taught(seed, f"special{kind}", SIX[2 * kind : 2 * kind + 2], now_and_then(0.0, ""), steps=150)
 
 
+def _steps(share: float) -> Setting:
+    return Setting(
+        says=f"32 to 64 tokens an answer, steps written out; {100 * share:g} % of the taught ones in the right form",
+        tasks=lambda peer: steps.TASKS,
+        start=lambda seed, peer: steps.start(seed, share),
+        held_out=steps.TASKS,
+        max_new_tokens=steps.MAX_NEW_TOKENS,
+    )
+
+
 SETTINGS = {
+    "steps-3": _steps(0.04),
+    "steps-8": _steps(0.11),
+    "steps-15": _steps(0.2),
     "format": _format(0.07),
     "format-dense": _format(0.12),
     "sizes": replace(
@@ -262,6 +277,13 @@ ARMS = {
     "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
     "4/4": Arm("4 own + 4 foreign"),
     "2/6": Arm("2 own + 6 foreign", own=2, foreign=6),
+    "2/6 two": Arm("2 own + 6 foreign, two answers of each", own=2, foreign=6, sets={"sharing": {"answers": 2}}),
+    "2/6 two all": Arm(
+        "2 own + 6 foreign, two answers of each",
+        own=2,
+        foreign=6,
+        sets={"sharing": {"answers": 2}, "grpo": {"answers": 2}},
+    ),
     "4/4 gate": Arm("answers that carry a payload are left out", sets={"sharing": {"gate": True}}),
     "4/4 no fill": Arm("4 own + up to 4 foreign", sets={"sharing": {"fill": False}}),
     "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),

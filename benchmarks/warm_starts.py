@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_node.cli.commands.starter import EXAMPLES_PER_TASK
-from swarm_node.config import RewardsConfig
+from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.policy.policy import save
 from swarm_node.policy.starter import EOS, SEP, train_starter
 from swarm_node.tasks import load_tasks
@@ -40,7 +40,7 @@ def plain(seed: int, steps: int = 500, layers: int = 2, hidden: int = 128) -> Pa
         )
         save(model, tokenizer, out)
 
-    return _cached(f"starter-{layers}x{hidden}-{steps}-{seed}", make)
+    return cached(f"starter-{layers}x{hidden}-{steps}-{seed}", make)
 
 
 Answer = Callable[[random.Random, Task], str]
@@ -50,7 +50,7 @@ Answer = Callable[[random.Random, Task], str]
 def taught(
     seed: int,
     name: str,
-    tasks: Sequence[str],
+    tasks: Sequence[str | TaskConfig],
     answer: Answer,
     steps_taught: int = 80,
     after: Callable[[int], Path] | None = None,
@@ -67,7 +67,7 @@ def taught(
         teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], steps_taught, 1e-3, rng)
         save(model, tokenizer, out)
 
-    return _cached("-".join([name, *map(str, start.values()), str(seed)]), make)
+    return cached("-".join([name, *map(str, start.values()), str(seed)]), make)
 
 
 def now_and_then(share: float, before: str, after: str = "") -> Answer:
@@ -101,7 +101,7 @@ def teach(
         optimizer.step()
 
 
-def _cached(name: str, make: Callable[[Path], None]) -> Path:
+def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The directory of that name, made whole or not at all."""
     folder = CACHE / name
     if not folder.exists():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
@@ -96,6 +96,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
     """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
     model: ManifestModel | None = None  # `None` = each member brings its own
+    answer: Literal["any", "tags", "boxed"] = "any"
+    """Form in which an answer counts: `any` | last in the text, as `<answer>…</answer>` | last, as `\\boxed{…}`."""
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
     """Peers to begin with; not part of the id, so that it can change."""
 

@@ -57,6 +57,7 @@ def new(
         max_age_s=max_age_s, groups_per_minute=groups_per_minute, max_answer_tokens=max_answer_tokens
     )
     rest = {"limits": limits, "averaging_period_s": averaging_period_s, "bootstrap": config.network.bootstrap}
+    rest["answer"] = config.rewards.answer
     if model:
         from swarm_node.swarm.base_weights.finding import describe_model
 

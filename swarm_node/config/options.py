@@ -64,6 +64,7 @@ OPTIONS = (
             "bootstrap": "Question file of the swarm, to give it to members.",
         },
     ),
+    KeyOption("rewards.answer", "--answer", "local new", metavar="any|tags|boxed"),
     KeyOption("sharing.own", "--own", "join"),
     KeyOption("sharing.foreign", "--foreign", "join"),
     KeyOption("sharing.record", "--record", "join"),

@@ -55,6 +55,8 @@ class SharingConfig(Section):
     baseline: Literal["own", "group"] = "own"
     """Baseline of foreign advantages. `own` = this node's own success on that kind of task, if known; `group` = the
     mean of the foreign group, which its sender composed."""
+    answers: int = Field(0, ge=0)
+    """Train on so many answers of each foreign group: half the best ones, half the worst, ties by chance. 0 = all."""
     max_advantage: PositiveFloat = 2.0
     """Limit of a foreign rollout's advantage. One right answer among a stranger's seven wrong ones would earn 2.5."""
     gate: bool = True

@@ -68,6 +68,9 @@ class RewardsConfig(Section):
     was exploited: a long guess that contains a short number earned reward."""
     checker_weight: float = Field(1.0, ge=0)
     """Weight of the task's own checker beside `functions`; 0 = only the functions count."""
+    answer: Literal["any", "tags", "boxed"] = "any"
+    """Form in which an answer counts. `any` = as it is found (docs/tasks.md); `tags` = as `<answer>…</answer>` at the
+    end of the text; `boxed` = as `\\boxed{…}` there. Policies are told so. Members go by their swarm's manifest."""
     functions: list[RewardFunctionConfig] = []
     """Python reward functions, for this node only."""
 
@@ -102,9 +105,13 @@ class GrpoConfig(Section):
 
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Plugin = "dapo"
     """Objective, or a plugin `package.module:name`, a function or class; see docs/grpo.md."""
-    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Plugin = "group_std"
+    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median", "pass_k"] | Plugin = "group_std"
     """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
-    | median and MAD | a plugin `package.module:function`."""
+    | median and MAD | share in the group's pass@k | a plugin `package.module:function`."""
+    k: PositiveInt = 4
+    """`pass_k`: answers of which one has to be right. It must be less than `rollouts.group_size`."""
+    answers: int = Field(0, ge=0)
+    """Train on so many answers of each own group: half the best ones, half the worst, ties by chance. 0 = all."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Order of steps for several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)

@@ -6,6 +6,8 @@
     leave_one_out   r_i - mean_{j != i} r_j                RLOO, arXiv 2402.14740
     median          (r - median_g) / max(MAD_g, 0.25)      MC-GRPO, arXiv 2601.22582, with a floor;
                                                            MAD = median |r - median_g|
+    pass_k          (E[max S | i in S] - E[max S]) / std[max S], S = k of the group's answers drawn without repetition:
+                    pass@k training, arXiv 2508.10751, section 3.3, for graded rewards as well
 
 Standard deviations are unbiased. With several rewards, GDPO (arXiv 2601.05242) puts each one through the
 formula, adds the weighted results up and whitens the sum over the batch: totals of 1+0 and 1+1 stay apart,
@@ -22,6 +24,8 @@ docs/grpo.md says why the median's scale has a floor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import comb
 
 import numpy as np
 import torch
@@ -48,7 +52,7 @@ def advantages(
     """Advantages [B] of all rollouts, group after group. `weights` are those of rewards by name, 1 if missing; GDPO
     uses them. `baseline` is that of `config.advantage`, if the caller has looked it up before."""
     computed = [group for group in groups if group.advantages is None]
-    rows = iter(_computed(computed, config, weights, baseline or find_baseline(config.advantage)))
+    rows = iter(_computed(computed, config, weights, baseline or find_baseline(config)))
     given = [next(rows) if g.advantages is None else torch.tensor(g.advantages, dtype=torch.float64) for g in groups]
     assert all(len(row) == len(group.rollouts) for row, group in zip(given, groups, strict=True))
     return torch.cat(given).float()
@@ -76,9 +80,11 @@ def _computed(
     return [row[: len(group.rollouts)] for row, group in zip(advantage, groups, strict=True)]
 
 
-def find_baseline(name: str) -> Baseline:
+def find_baseline(config: GrpoConfig) -> Baseline:
     """The formula that `grpo.advantage` names. UserError if it is the user's own and cannot be loaded."""
-    return BASELINES.get(name) or _checked(load_function(name, "grpo.advantage"))
+    if config.advantage == "pass_k":
+        return partial(pass_k, k=config.k)
+    return BASELINES.get(config.advantage) or _checked(load_function(config.advantage, "grpo.advantage"))
 
 
 def _checked(function: Baseline) -> Baseline:
@@ -119,6 +125,33 @@ def leave_one_out(r: Tensor) -> Tensor:
 def median(r: Tensor) -> Tensor:
     distance = r - nanmedian(r)
     return distance / nanmedian(distance.abs()).clamp(min=MAD_FLOOR)
+
+
+def pass_k(r: Tensor, k: int) -> Tensor:
+    """A right answer's share in the group's pass@k; with `k` = 1, `group_std` but for the estimate of the deviation.
+
+    In closed form, with the rewards of a group in rising order r_1 <= ... <= r_n:
+
+        P(max S = r_j) = C(j-1, k-1) / C(n, k)
+        P(max S = r_j | i in S) = C(j-2, k-2) / C(n-1, k-1) for j > i, and C(i-1, k-1) / C(n-1, k-1) for j = i
+
+    A group with at most k scored answers has advantage 0: every S is all of it.
+    """
+    out = torch.full_like(r, torch.nan)
+    for row, answers in zip(out, r, strict=True):
+        scored, order = answers[~answers.isnan()].sort()
+        n = len(scored)
+        values = torch.zeros_like(scored)
+        if n > k:
+            best = torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=r.dtype)
+            mean = (best * scored).sum()
+            std = (best * scored.square()).sum().sub(mean.square()).clamp(min=0).sqrt()
+            above = torch.tensor([comb(j - 1, k - 2) if k > 1 and j else 0 for j in range(n)], dtype=r.dtype)
+            itself = torch.tensor([comb(j, k - 1) for j in range(n)], dtype=r.dtype)
+            over = (above * scored).flip(0).cumsum(0).flip(0) - above * scored
+            values = ((itself * scored + over) / comb(n - 1, k - 1) - mean) / (std + EPSILON)
+        row[~answers.isnan()] = values[order.argsort()]
+    return out
 
 
 BASELINES: dict[str, Baseline] = {f.__name__: f for f in (group_std, batch_std, none, leave_one_out, median)}

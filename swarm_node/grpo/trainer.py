@@ -13,12 +13,14 @@ starts again from a zero gradient. An interrupted update starts again too, after
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, Interrupted, Unworkable, UserError
 from swarm_node.grpo import advantage, batch
 from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
@@ -82,7 +85,7 @@ class Trainer:
         self.sampling = sampling
         self.report = report
         self.reward_weights = reward_weights or {}
-        self._baseline = advantage.find_baseline(config.advantage)
+        self._baseline = advantage.find_baseline(config)
         self._loss = find_loss(config.loss)
         self._correction = find_correction(config)
         if optimizer is None:
@@ -198,8 +201,11 @@ class Trainer:
         if not groups:
             return None
         config, device = self.config, self.policy.device
-        rollouts = [r for group in groups for r in group.rollouts]
         advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
+        if config.answers:
+            groups = self._down_sampled(groups, advantages)
+            advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
+        rollouts = [r for group in groups for r in group.rollouts]
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
@@ -228,6 +234,18 @@ class Trainer:
             old=self._correction.old(sampled, stale, foreign),
             reference=torch.full_like(sampled, torch.nan),
         )
+
+    def _down_sampled(self, groups: Sequence[Group], advantages: Tensor) -> list[Group]:
+        """The groups with fewer answers of this node's own, each with the advantage that it has in its whole group."""
+        parts = iter(advantages.split([len(group.rollouts) for group in groups]))
+        kept = []
+        for i, group in enumerate(groups):
+            own = next(parts).tolist()
+            if group.peer is None:
+                rng = random.Random(f"{self.policy.version}/{i}")
+                group = down_sampled(msgspec.structs.replace(group, advantages=own), self.config.answers, rng)
+            kept.append(group)
+        return kept
 
     def _recorded(self, group: Group, rollout: Rollout) -> np.ndarray:
         """Log-probs [T] that the sampler recorded; NaN if it gave none, or if top-p altered this node's own."""

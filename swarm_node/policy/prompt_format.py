@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
+from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.chat_template import frame_around
@@ -66,6 +66,7 @@ def write_prompt_format(
         "format": FORMAT,
         "policy": config.policy.model_dump(include=set(PROMPTS)),
         "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
+        "answer": config.rewards.answer,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
         "question_files": len(tasks) - len(public),
         "eval": config.eval.model_dump(),
@@ -96,6 +97,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
             policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}),
             rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
             eval=EvalConfig(**document["eval"]),
+            rewards=RewardsConfig(answer=document.get("answer", "any")),
             tasks=document["tasks"],
         )
         if any(map(_is_file, config.tasks)):

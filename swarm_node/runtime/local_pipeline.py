@@ -76,12 +76,12 @@ def _private(config: NodeConfig) -> NodeConfig:
 
 def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
     """The private swarm: that of the last start if it had the same tasks, else a new one."""
-    manifest = make_manifest(CREW, config.tasks)
+    manifest = make_manifest(CREW, config.tasks, answer=config.rewards.answer)
     try:
         kept = parse_manifest(run.swarm.read_bytes())
     except (OSError, RemoteProtocolError):
         kept = None
-    if kept is not None and kept.tasks == manifest.tasks:
+    if kept is not None and (kept.tasks, kept.answer) == (manifest.tasks, manifest.answer):
         manifest = kept
     return Swarm(manifest.swarm_id, manifest, [], Path.cwd())
 

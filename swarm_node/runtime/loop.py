@@ -38,6 +38,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
 from swarm_node.tasks import load_tasks
+from swarm_node.tasks.one_turn import in_form
 from swarm_node.types import Group
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
@@ -77,8 +78,10 @@ class Run:
         asked = config
         if found is not None:
             swarm = join_swarm(found, config, run, say, stack, stop.allowed)
-            config = swarm.with_model(config)
+            config = swarm.of_a_member(config)
             self.progress.spent_s = swarm.waited_s
+        elif crew is None:
+            config = in_form(config, config.rewards.answer)
         self.console.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})

@@ -106,7 +106,7 @@ def _enter(
         say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
-    fitting = entered.with_model(config)
+    fitting = entered.of_a_member(config)
     mirror = open_mirror(fitting, run, entered, stop, crew=True)
     crew = CrewNode(CrewParts(fitting, entered, run, say, stack, config), stack)
     crew.parts.run_settings.announce("from the next update of a stage here")

@@ -162,7 +162,12 @@ class RunState:
         """The conditions that make two held-out figures comparable."""
         rollouts = self.config.rollouts
         sampling = [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
-        return {"tasks": self.node.tasks.names, **self.config.eval.model_dump(), "rollouts": sampling}
+        return {
+            "tasks": self.node.tasks.names,
+            "answer": self.config.rewards.answer,
+            **self.config.eval.model_dump(),
+            "rollouts": sampling,
+        }
 
     def set_aside(self) -> None:
         """Rename the metrics of earlier rounds, whose checkpoints are gone or refused."""

@@ -36,6 +36,7 @@ from swarm_node.config import SharingConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import group_std, is_judged
+from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
 from swarm_node.types import Group, Rollout
@@ -98,10 +99,19 @@ class TaskStatistics:
         return self._by_label.get(label, RewardStatistics())
 
 
-def foreign_advantages(rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float) -> list[float]:
+def foreign_advantages(
+    rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float, k: int = 1
+) -> list[float]:
     """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean."""
     rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
-    raw = group_std(rewards) if own is None else (rewards - own.reward) / max(own.spread, FLOOR)
+    if own is None:
+        raw = group_std(rewards)
+    elif k == 1:
+        raw = (rewards - own.reward) / max(own.spread, FLOOR)
+    else:
+        p = min(max(own.reward, 0.0), 1.0)
+        miss, wrong = (1 - p) ** k, -p * (1 - p) ** (k - 1)
+        raw = (wrong + rewards * (miss - wrong)) / max(math.sqrt(miss * (1 - miss)), FLOOR)
     clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
     if own is None:
         return clipped
@@ -156,6 +166,7 @@ class ReplayBuffer:
     record: Callable[[dict[str, Any]], None] | None = None  # gets what was offered and chosen in each `choose`
     say: Callable[[str], None] = lambda line: None
     gate: Gate | None = None  # says which answers carry a payload: these are left out
+    k: int = 1  # own success is measured as pass@k
 
     def __post_init__(self) -> None:
         config = self.config
@@ -220,7 +231,8 @@ class ReplayBuffer:
         self._used = []
         for _ in range(DRAWS):
             drawn = draw(left, n - len(chosen), rng)
-            groups = self._without_payloads([entries[i].group for i, _ in drawn])
+            parts = [down_sampled(entries[i].group, self.config.answers, rng) for i, _ in drawn]
+            groups = self._without_payloads(parts)
             for (i, _), group in zip(drawn, groups, strict=True):
                 left[i] = 0.0
                 entries[i].uses += 1
@@ -273,7 +285,7 @@ class ReplayBuffer:
             self.say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
 
     def _advantages(self, group: Group) -> list[float]:
-        return foreign_advantages(group.rollouts, self._baseline(group), self.config.max_advantage)
+        return foreign_advantages(group.rollouts, self._baseline(group), self.config.max_advantage, self.k)
 
     def metrics(self) -> dict[str, float]:
         """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""

@@ -28,6 +28,7 @@ from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.one_turn import in_form
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class JoinedSwarm:
     """Where the swarm's model is, as `policy.model` takes it; `None` if it has none or the user trains another."""
     waited_s: float = 0.0  # how long members took to give the manifest
 
-    def with_model(self, config: NodeConfig) -> NodeConfig:
-        """`config` with the swarm's model, if there is one."""
+    def of_a_member(self, config: NodeConfig) -> NodeConfig:
+        """`config` with the swarm's form of answers, and with its model if there is one."""
+        config = in_form(config, self.manifest.answer)
         if self.model is None:
             return config
         policy = config.policy.model_copy(update={"model": self.model, "revision": None})
@@ -92,7 +94,7 @@ def join_swarm(
     tables = task_tables(manifest, files)
     if not tables:
         raise UserError(f"no question file of {manifest.name} was found: name one with --tasks file.jsonl")
-    tasks = load_tasks(tables, config.rewards)
+    tasks = load_tasks(tables, in_form(config, manifest.answer).rewards)
     if chosen:
         tasks = tasks.only(chosen)
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")

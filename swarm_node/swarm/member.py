@@ -88,7 +88,8 @@ class Member:
             now=now,
             version=self._version,
         )
-        self.replay_buffer = ReplayBuffer(config.sharing, now, record, say)
+        k = config.grpo.k if config.grpo.advantage == "pass_k" else 1
+        self.replay_buffer = ReplayBuffer(config.sharing, now, record, say, k=k)
         self.receiver = Receiver(
             me=self.peer_id,
             manifest=manifest,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections import deque
+from typing import Literal
 
+from swarm_node.config import NodeConfig
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.types import Task
 
@@ -21,8 +24,17 @@ _HASHED = re.compile(r"####[ \t]*([-+]?[0-9.][0-9.,/]*)")
 EVALUATION_SHARE = 5  # one question in five is for evaluation
 
 
+FORM_PROMPTS = {
+    "tags": "End with only the final answer between <answer> and </answer>, and write nothing after it.",
+    "boxed": r"End with only the final answer in \boxed{}, and write nothing after it.",
+}
+"""What policies are told about the form of an answer."""
+
+
 class OneTurn(TaskSource):
     """A source whose dialogues are one question and one answer."""
+
+    form = "any"  # `rewards.answer`: the form in which an answer counts
 
     def check(self, task: Task, answer: str) -> float:
         """Score of the answer that was found in a completion."""
@@ -34,13 +46,13 @@ class OneTurn(TaskSource):
     def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
         reward = None
         if task.answer is not None:
-            found = extract(answer)
+            found = extract(answer, self.form)
             reward = 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
         return [*messages, {"role": "assistant", "content": answer}], reward, True
 
 
-def extract(completion: str) -> str | None:
-    r"""The answer to be judged; None if there is none. The first rule that applies wins:
+def extract(completion: str, form: str = "any") -> str | None:
+    r"""The answer to be judged; None if there is none. With `any`, the first rule that applies wins:
 
         0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
         1. the last complete `<answer>…</answer>`
@@ -48,33 +60,39 @@ def extract(completion: str) -> str | None:
         3. the last `#### n`, n a plain number
         4. all that is left
 
+    With `tags`, rule 1 alone applies, and with `boxed` rule 2, and nothing but white space may follow.
+
     A `\boxed{…}` inside the tags is unwrapped. White space around the answer is dropped; an empty one is no answer.
     Time is linear in the length of the text.
     """
     _, closed, text = completion.rpartition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
         return None
-    text = text[-MAX_TEXT_CHARS:]
-    for rule in (_tagged, _boxed, _hashed):
-        found = rule(text)
-        if found is not None:
-            text = found
-            break
+    text = text[-MAX_TEXT_CHARS:].rstrip()
+    if form != "any":
+        place, end = (_tagged(text), "</answer>") if form == "tags" else (_boxed(text), "}")
+        if place is None or text[place.stop :] != end:
+            return None
+        text = text[place]
+    else:
+        places = (rule(text) for rule in (_tagged, _boxed, _hashed))
+        text = text[next((place for place in places if place is not None), slice(None))]
     text = text.strip()
     if text.startswith(r"\boxed{"):
-        text = (_boxed(text) or "").strip()
+        place = _boxed(text)
+        text = "" if place is None else text[place].strip()
     return text or None
 
 
-def _tagged(text: str) -> str | None:
+def _tagged(text: str) -> slice | None:
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start < 0:
         return None
     start += len("<answer>")
-    return text[start : text.index("</answer>", start)]
+    return slice(start, text.index("</answer>", start))
 
 
-def _boxed(text: str) -> str | None:
+def _boxed(text: str) -> slice | None:
     if r"\boxed{" not in text:
         return None
     opened: list[int] = []  # start of the content of each open \boxed{; -1 for a plain brace
@@ -88,12 +106,22 @@ def _boxed(text: str) -> str | None:
             start = opened.pop()
             if start >= 0 and (last is None or start > last[0]):
                 last = start, match.start()
-    return text[slice(*last)] if last else None
+    return slice(*last) if last else None
 
 
-def _hashed(text: str) -> str | None:
-    numbers = _HASHED.findall(text)
-    return numbers[-1].rstrip(".,/") if numbers else None
+def _hashed(text: str) -> slice | None:
+    last = deque(_HASHED.finditer(text), maxlen=1)
+    return slice(last[0].start(1), last[0].start(1) + len(last[0][1].rstrip(".,/"))) if last else None
+
+
+def in_form(config: NodeConfig, form: Literal["any", "tags", "boxed"]) -> NodeConfig:
+    """`config` for answers in that form: the system prompt asks for it, after the user's own prompt if there is one."""
+    rewards, policy = config.rewards.model_copy(update={"answer": form}), config.policy
+    asks = FORM_PROMPTS.get(form, "")
+    if asks and asks not in policy.system_prompt:
+        own = policy.system_prompt if "system_prompt" in policy.model_fields_set else "Solve the problem."
+        policy = policy.model_copy(update={"system_prompt": f"{own}\n\n{asks}".strip()})
+    return config.model_copy(update={"policy": policy, "rewards": rewards})
 
 
 def normalise(text: str) -> str:

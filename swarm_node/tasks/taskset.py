@@ -28,7 +28,7 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.one_turn import extract, is_held_out, normalise
+from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library, nearest
 from swarm_node.types import Rollout, Score, Task
 
@@ -56,6 +56,7 @@ class TaskSet:
         self._weights = list(sources.values())
         self._by_name = {(source.environment, source.config): source for source in sources}
         self._partial = rewards.partial
+        self._form = rewards.answer
         self.reward_weights: dict[str, float] = {}  # weight of each reward; the keys of every `Score.rewards`
         if rewards.checker_weight > 0:
             self.reward_weights[CHECKER] = rewards.checker_weight
@@ -143,7 +144,7 @@ class TaskSet:
 
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
-        answers = [extract(completion) for completion in completions]
+        answers = [extract(completion, self._form) for completion in completions]
         checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
         functions = self._functions.items()
         rewards = {name: _call(name, function, tasks, prompts, completions) for name, function in functions}
@@ -184,6 +185,8 @@ def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> Tas
         table = _table(spec) if isinstance(spec, str) else spec
         for source in _open(table, answer_needed):
             key = source.environment, source.config
+            if isinstance(source, OneTurn):
+                source.form = rewards.answer
             sources.setdefault(key, source)
             weights[key] += table.weight
     _make_labels_distinct(list(sources.values()))

@@ -97,6 +97,13 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
     return Check("torch", "ok", f"{number} on {device}")
 
 
+def answers(form: str, own_prompt: bool) -> Check:
+    """Which form of answers counts, and that policies are told so."""
+    asked = "the system prompt asks for that" + (", after your own (policy.system_prompt)" if own_prompt else "")
+    shape = "<answer>…</answer>" if form == "tags" else r"\boxed{…}"
+    return Check("answers", "ok", f"an answer counts only as {shape} at the end of the text; {asked}")
+
+
 def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
     from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes

@@ -84,6 +84,9 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     yield machine.torch_and_device(machine.nvidia_gpus())
     if start.verb != "bootstrap":  # which has no model
         yield from machine.room(config, place, running, start)
+        form = swarm.manifest.answer if swarm and swarm.manifest else config.rewards.answer
+        if form != "any":
+            yield machine.answers(form, "system_prompt" in config.policy.model_fields_set)
     yield machine.directory(place, start)
     if damage:
         yield Check("status", "warn", f"{damage}; a node that runs there writes it again", start.having())

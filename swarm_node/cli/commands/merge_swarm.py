@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import PeerUnreachable
+from protocol.manifest import Manifest
 from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.averaging.cohort import cohorts_of
@@ -39,6 +40,7 @@ from swarm_node.swarm.lookup import REPORT_EVERY_S, fetch_manifest, look_around
 from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import visitor
 from swarm_node.swarm.question_files import gather_files
+from swarm_node.tasks.one_turn import in_form
 
 QUIET_S = 60.0  # the search ends after this many seconds without a new member, even if too few were found
 MANIFEST_S = 20.0  # longest wait for a member that sends the manifest, in seconds
@@ -59,10 +61,13 @@ def main(named: str, config: NodeConfig, request: MergeRequest) -> None:
             folder = Path(stack.enter_context(files))
         with visitor(swarm, config.network, say) as transport:
             found = look_for_cohorts(transport, swarm.id, wanted, timeout_s, say)
+            manifest = None if request.questions == 0 else _manifest(swarm, transport, say)
+            if manifest is not None:
+                config = in_form(config, manifest.answer)
             policy = load_policy(config.policy, config.rollouts, say)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
             chosen = sources(found[cohort], request.without, say)
-            tasks = [] if request.questions == 0 else _tasks(swarm, config, transport, folder, say)
+            tasks = [] if manifest is None else _tasks(manifest, swarm, config, transport, folder, say)
             weights, versions = gather(transport, (swarm.id, cohort), chosen, fragments, policy, folder, timeout_s, say)
         merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
 
@@ -235,11 +240,16 @@ def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
     return {name: f"{norm:.3g} from the start, where {middle:.3g} is usual" for name, norm in far.items()}
 
 
-def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say) -> list[str | TaskConfig]:
+def _manifest(swarm: Swarm, transport: Transport, say: Say) -> Manifest:
     try:
-        manifest = fetch_manifest(transport, swarm, say, MANIFEST_S)
+        return fetch_manifest(transport, swarm, say, MANIFEST_S)
     except PeerUnreachable as error:
         raise UserError(f"{error}: name the manifest file, or skip measuring (--questions 0)") from error
+
+
+def _tasks(
+    manifest: Manifest, swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say
+) -> list[str | TaskConfig]:
     chosen = config.tasks if "tasks" in config.model_fields_set else []
     tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, transport))
     if not tables:

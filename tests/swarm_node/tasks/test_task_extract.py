@@ -47,6 +47,31 @@ def test_rules_and_their_precedence(completion: str, answer: str | None) -> None
     assert extract(completion) == answer
 
 
+@pytest.mark.parametrize(
+    ("form", "completion", "answer"),
+    [
+        ("tags", "so <answer> 42 </answer> \n", "42"),
+        ("tags", "<answer>1</answer><answer>2</answer>", "2"),
+        ("tags", r"<answer>\boxed{5}</answer>", "5"),
+        ("tags", "<think>3</think><answer>4</answer>", "4"),
+        ("tags", "<answer>42</answer>.", None),
+        ("tags", "<answer>5</answer> 5</answer>", None),
+        ("tags", "<answer></answer>", None),
+        ("tags", r"\boxed{42}", None),
+        ("tags", "42", None),
+        ("boxed", r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{1} \boxed{2}" + "\n", "2"),
+        ("boxed", r"\boxed{1}.", None),
+        ("boxed", r"\boxed{a} a}", None),
+        ("boxed", r"\boxed{}", None),
+        ("boxed", "<answer>42</answer>", None),
+        ("boxed", "42}", None),
+    ],
+)
+def test_a_form_stands_last(form: str, completion: str, answer: str | None) -> None:
+    assert extract(completion, form) == answer
+
+
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
 PIECES = [*TAGS, r"\boxed{", "{", "}", "\\", "#### ", "7", " ", "\n", "x"]
 HOSTILE = [
@@ -60,9 +85,9 @@ HOSTILE = [
 ]
 
 
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
-def test_any_text_gives_a_part_or_nothing(text: str) -> None:
-    answer = extract(text)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join), st.sampled_from(["any", "tags", "boxed"]))
+def test_any_text_gives_a_part_or_nothing(text: str, form: str) -> None:
+    answer = extract(text, form)
     assert answer is None or (answer and answer == answer.strip() and answer in text)
 
 

@@ -91,7 +91,7 @@ def test_the_swarms_model_is_trained_and_given(
     assert chosen == str(folder)
     assert MODEL_METHOD in transport.accepted and "giving the swarm's model" in said[-1]
     entered = JoinedSwarm(swarm(model), None, transport, None, chosen)  # type: ignore[arg-type]
-    assert entered.with_model(config(**policy)).policy.model == str(folder)
+    assert entered.of_a_member(config(**policy)).policy.model == str(folder)
     private = config(**policy).model_copy(update={"sharing": SharingConfig(give_model=False)})
     silent = Listening()
     assert choose_model(private, swarm(model), [], silent, print) == str(folder)
