@@ -142,7 +142,10 @@ class Node:
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train one step on `groups` and end the round; its metrics. `before_update`: see `Trainer.step`."""
-        learned = self.trainer.step(groups, before_update)
+        parts = [groups[i :: self.config.grpo.minibatches] for i in range(self.config.grpo.minibatches)]
+        learned = self.trainer.step(parts[0], before_update)
+        for part in parts[1:]:
+            learned = self.trainer.step(part)
         self.round += 1
         if self.averager is not None:
             self._best += [best for group in groups if (best := _best(group)) is not None]

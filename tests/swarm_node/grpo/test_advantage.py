@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from statistics import fmean, pstdev
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from swarm_node.config import GrpoConfig
@@ -12,7 +17,7 @@ from swarm_node.grpo.advantage import advantages
 from tests.support.tiny_policy import group
 
 
-def of(*rewards: list[float | None], **options: str) -> Tensor:
+def of(*rewards: list[float | None], **options: object) -> Tensor:
     return advantages([group(r) for r in rewards], GrpoConfig(**options), {})
 
 
@@ -48,6 +53,32 @@ def test_an_even_groups_median_is_in_between():
 def test_median_of_mixed_binary_groups_stays_bounded():
     # without the floor the scale would be 0.001 and the minority's advantage 1000
     assert of([1.0, 1.0, 0.0], advantage="median").tolist() == [0.0, 0.0, -4.0]
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=8),
+    k=st.integers(1, 7),
+)
+def test_pass_k_is_the_mean_over_all_subsets(rewards, k):
+    n, found = len(rewards), of(rewards, advantage="pass_k", k=k)
+    if n <= k:
+        assert found.tolist() == [0.0] * n
+        return
+    best = {chosen: max(rewards[i] for i in chosen) for chosen in combinations(range(n), k)}
+    mean, std = fmean(best.values()), pstdev(best.values())
+    with_it = [fmean(value for chosen, value in best.items() if i in chosen) for i in range(n)]
+    expected = tensor([(value - mean) / (std + 1e-4) for value in with_it])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_pass_k_by_the_papers_closed_form():
+    # two of eight right, k = 4: miss = C(6,4)/C(8,4) = 15/70, mean 55/70, sd = sqrt(15 * 55) / 70
+    sd = (15 * 55) ** 0.5 / 70
+    right, wrong = 15 / 70 / sd, (15 / 70 - 10 / 35) / sd  # of a wrong one's others, C(5,3) of C(7,3) miss
+    found = of([1.0, 1.0] + [0.0] * 6, advantage="pass_k")
+    torch.testing.assert_close(found, tensor([right] * 2 + [wrong] * 6), atol=1e-3, rtol=0)
+    # five of eight right: every four have a right one, so nothing is left to learn
+    assert of([1.0] * 5 + [0.0] * 3, advantage="pass_k").tolist() == [0.0] * 8
 
 
 METHODS = ["group_std", "batch_std", "none", "leave_one_out", "median"]

@@ -32,6 +32,17 @@ def test_worked_values():
     assert of([1.0] + [0.0] * 7, own_success(0.8)) == pytest.approx([0.5] + [-0.5 / 7] * 7)
 
 
+def test_worked_values_of_pass_k():
+    def found(success: float) -> list[float]:
+        return foreign_advantages(group([1.0, 0.0]).rollouts, own_success(success), 9.0, k=4)
+
+    # p = 0.2: four own answers miss with 0.8^4 = 0.4096, std sqrt(0.4096 * 0.5904) = 0.4918
+    assert found(0.2) == pytest.approx([0.4096 / 0.4918, -0.2 * 0.8**3 / 0.4918], abs=1e-3)
+    # p = 0.7: they miss with 0.0081, std 0.0896, so the floor of 0.25; the wrong one is scaled down to the right one
+    assert found(0.7) == pytest.approx([0.0081 / 0.25, -0.0081 / 0.25], abs=1e-3)
+    assert found(1.0) == [0.0, 0.0]
+
+
 def test_groups_no_better_than_own_teach_nothing():
     own = RewardStatistics(100.0, 50.0, 30.0)  # mean reward 0.5
     assert of([0.4, 0.1, 0.0], own) == [0.0, 0.0, 0.0]
