@@ -23,6 +23,7 @@ from protocol.messages import PROTOCOL_VERSION
 from swarm_node.cli.commands import check_machine, check_network, doctor
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.check_machine import (
+    answers,
     compiler,
     directory,
     disk,
@@ -152,6 +153,12 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
     (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
+
+
+def test_the_form_of_answers_is_told() -> None:
+    tags, boxed = answers("tags", own_prompt=False).detail, answers("boxed", own_prompt=True).detail
+    assert "<answer>…</answer> at the end" in tags and "your own" not in tags
+    assert r"\boxed{…} at the end" in boxed and "after your own" in boxed
 
 
 def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import chat_template
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import PROMPT_FORMAT, read_prompt_format, with_system, write_prompt_format
+from swarm_node.tasks.one_turn import in_form
 from tests.support.tiny_models import save
 
 SHOWS_ALL = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -96,6 +97,15 @@ def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
     assert again.policy.prompt_template == "Q {question} A"
 
 
+def test_an_export_asks_for_its_form_of_answers(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = in_form(NodeConfig(), "tags")
+    write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    found = read_prompt_format(tmp_path)
+    assert found is not None
+    assert found[0].rewards.answer == "tags" and found[0].policy.system_prompt == config.policy.system_prompt
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -103,6 +113,7 @@ def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
         {"tasks": [{"file": "/etc/passwd"}]},
         {"format": 2},
         {"policy": {}},
+        {"answer": "rot13"},
         {"rollouts": {"temperature": "hot"}},
         {"eval": {"questions": 1, "run": "x"}},
     ],

@@ -44,6 +44,14 @@ def test_a_written_manifest_reads_back_the_same() -> None:
     assert time.strptime(read.created, "%Y-%m-%dT%H:%M:%SZ")
 
 
+def test_the_form_of_answers_makes_another_swarm() -> None:
+    usual, tags = (make_manifest("sums", ["gcd"], answer=form) for form in ("any", "tags"))
+    assert b"answer" not in render(usual) and parse_manifest(render(tags), tags.swarm_id).answer == "tags"
+    assert usual.swarm_id != tags.swarm_id
+    with pytest.raises(UserError, match="nobody would accept this manifest"):
+        make_manifest("sums", ["gcd"], answer="rot13")
+
+
 def test_tables_follow_the_manifest_without_missing_files() -> None:
     Path("q.jsonl").write_bytes(QUESTIONS)
     manifest = make_manifest("sums", ["small/gcd", "q.jsonl"])

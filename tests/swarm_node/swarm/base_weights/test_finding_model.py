@@ -26,6 +26,7 @@ from swarm_node.swarm.base_weights.files import Model, list_model, remember, sta
 from swarm_node.swarm.base_weights.finding import at_hand, choose_model, find_model, give_what_is_here
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
 from swarm_node.swarm.join import JoinedSwarm
+from swarm_node.tasks.one_turn import FORM_PROMPTS
 from tests.support.fake_transport import FakeTransport
 from tests.support.model_folders import make_model
 
@@ -92,6 +93,10 @@ def test_the_swarms_model_is_trained_and_given(
     assert MODEL_METHOD in transport.accepted and "giving the swarm's model" in said[-1]
     entered = JoinedSwarm(swarm(model), None, transport, None, chosen)  # type: ignore[arg-type]
     assert entered.of_a_member(config(**policy)).policy.model == str(folder)
+    asking = JoinedSwarm(replace(swarm(model), answer="boxed"), None, transport, None, chosen)  # type: ignore[arg-type]
+    found = asking.of_a_member(config(**policy))
+    assert found.policy.model == str(folder)
+    assert found.rewards.answer == "boxed" and found.policy.system_prompt.endswith(FORM_PROMPTS["boxed"])
     private = config(**policy).model_copy(update={"sharing": SharingConfig(give_model=False)})
     silent = Listening()
     assert choose_model(private, swarm(model), [], silent, print) == str(folder)
