@@ -4,8 +4,8 @@
     Manifest + question files -> [TaskConfig] -> load_tasks
 
 A manifest may name sets of tasks, members of sets, audited environments with limited options (`tasks.option_limits`),
-and question files by sha256. It holds no code, no path and no reward function. Every swarm finds the answer in a
-completion in the same way (`tasks.one_turn.extract`).
+and question files by sha256. It holds no code, no path and no reward function. All members
+find the answer in a completion in the same way (`tasks.one_turn.extract`).
 """
 
 from __future__ import annotations
