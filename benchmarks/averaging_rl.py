@@ -40,7 +40,8 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing import SEARCHED_FROM, against, at, held_out, interval, simulate, timed
-from benchmarks.sharing_settings import SETTINGS, Arm, Measured, Setting
+from benchmarks.sharing_arms import Arm, Measured
+from benchmarks.sharing_settings import SETTINGS, Setting
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.merge import uniform_mean
 from swarm_node.runtime.simulation import START, Peer

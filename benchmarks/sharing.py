@@ -32,7 +32,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import RESULTS, machine, table
-from benchmarks.sharing_settings import ARMS, SETTINGS, Arm, Measured, Round, Setting
+from benchmarks.sharing_arms import ARMS, Arm, Measured, Round
+from benchmarks.sharing_settings import SETTINGS, Setting
 from protocol.transports.memory import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.node import Node

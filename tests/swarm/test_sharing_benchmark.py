@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import sharing
 from benchmarks.format_reward import marked, tagged
-from benchmarks.sharing_settings import ARMS, SETTINGS, Setting
+from benchmarks.sharing_arms import ARMS
+from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import RewardsConfig
 from swarm_node.runtime.simulation import Speed
 from swarm_node.tasks import load_tasks

@@ -1,0 +1,221 @@
+"""The arms that `benchmarks.sharing` compares: who trains on what.
+
+An arm is a configuration of `swarm-node` wherever there is one; the controls that no node can be configured to replace
+what a node chooses to train on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from swarm_node.node import Node
+from swarm_node.rollouts import Collected
+from swarm_node.sharing.replay_buffer import TaskStatistics, foreign_advantages
+from swarm_node.tasks.taskset import has_signal
+from swarm_node.types import Group, Rollout
+
+Round = tuple[float, float, int]
+"""Mean reward of a round; CPU seconds of the whole simulation, and own samples, up to its end."""
+
+
+class Measured(Node):
+    """A node that keeps account of what it costs and what it trains on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cpu: dict[str, float] = defaultdict(float)
+        """CPU seconds of each part of its rounds."""
+        self.began = time.process_time()
+        self.samples = self.trained = self.signal = self.foreign = 0
+        """Own answers sampled; groups trained on, those of them with a signal, and foreign ones."""
+        self.curve: list[Round] = []
+        if self.member is not None:
+            receiver = self.member.receiver
+            receiver.admit = self._timed("admit", receiver.admit)  # type: ignore[method-assign]
+
+    def collect(self) -> Collected:
+        with self._clock("generate"):
+            collected = super().collect()
+        self.samples += sum(len(group.rollouts) for group in collected.groups)
+        return collected
+
+    def share(self, collected: Collected) -> None:
+        with self._clock("publish"):
+            super().share(collected)
+
+    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        self.trained += len(groups)
+        self.signal += sum(has_signal(group.rollouts) or group.advantages is not None for group in groups)
+        self.foreign += sum(group.peer is not None for group in groups)
+        with self._clock("train"):
+            return super().learn(groups, before_update)
+
+    def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
+        line = super().record(collected, learned, seconds)
+        self.curve.append((line["reward"], time.process_time() - self.began, self.samples))
+        return line
+
+    @contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        """Add the CPU time of the block to `part`, less what parts within it took."""
+        start, inner = time.process_time(), sum(self.cpu.values())
+        yield
+        self.cpu[part] += time.process_time() - start - (sum(self.cpu.values()) - inner)
+
+    def _timed(self, part: str, function: Callable[[], int]) -> Callable[[], int]:
+        def timed() -> int:
+            with self._clock(part):
+                return function()
+
+        return timed
+
+
+# --------------------------------------------------------------------- controls
+
+
+class ReplaysItself(Measured):
+    """Beside its own new groups, J of its own earlier ones with a signal, treated as foreign ones are: as much data as
+    sharing gives, and nobody else's. Unlike those, each is used again and again: there are too few."""
+
+    J = 4
+    KEPT = 64
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.earlier: list[Group] = []
+        self.statistics = TaskStatistics()
+
+    def choose(self, collected: Collected) -> list[Group]:
+        self.statistics.observe(collected.groups)
+        rng = random.Random(f"replay/{self.config.seed}/{self.round}")
+        replayed = [self.replayed(g) for g in rng.sample(self.earlier, min(self.J, len(self.earlier)))]
+        self.earlier = [*self.earlier, *(g for g in collected.groups if has_signal(g.rollouts))][-self.KEPT :]
+        return collected.kept + replayed
+
+    def replayed(self, group: Group) -> Group:
+        return as_foreign(group, self.statistics, self.config.sharing.max_advantage)
+
+
+class ReplaysItsSuccesses(ReplaysItself):
+    """The same, but only the right answers of the earlier groups, pushed as they were when they were new."""
+
+    def replayed(self, group: Group) -> Group:
+        return successes(group)
+
+
+class JudgesItselfAsForeign(Measured):
+    """Own groups get the advantages that foreign ones would: is it the sharing, or just the rule?"""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.statistics = TaskStatistics()
+
+    def choose(self, collected: Collected) -> list[Group]:
+        self.statistics.observe(collected.groups)
+        bound = self.config.sharing.max_advantage
+        return [as_foreign(g, self.statistics, bound) if has_signal(g.rollouts) else g for g in collected.kept]
+
+
+class ImitatesOthers(Measured):
+    """Trains on nothing but the right answers of others, all alike: supervised training."""
+
+    def choose(self, collected: Collected) -> list[Group]:
+        return [successes(group) for group in super().choose(collected) if group.peer is not None]
+
+
+def as_foreign(group: Group, statistics: TaskStatistics, bound: float) -> Group:
+    """An own group as if it were another's: advantages against own success, ratios from 1."""
+    own = statistics.of(group.task.label)
+    advantages = foreign_advantages(group.rollouts, own if own.known else None, bound)
+    return msgspec.structs.replace(group, rollouts=unrecorded(group.rollouts), advantages=advantages)
+
+
+def successes(group: Group) -> Group:
+    """The fully right answers of `group`, each with advantage 1."""
+    right = unrecorded([rollout for rollout in group.rollouts if rollout.reward > 0.999])
+    return msgspec.structs.replace(group, rollouts=right, advantages=[1.0] * len(right))
+
+
+def unrecorded(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Without the log-probabilities at sampling."""
+    return [msgspec.structs.replace(rollout, logprobs=[]) for rollout in rollouts]
+
+
+# --------------------------------------------------------------------- arms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Who trains on what."""
+
+    says: str
+    own: int = 4
+    foreign: int = 4
+    silo: bool = False
+    """Not a member of the swarm; `own` groups a round."""
+    sets: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the configuration, by section."""
+    node: type[Measured] = Measured
+    alone: int = 0
+    """One learner only, with this many times the rounds: so many count as one."""
+    longer: int = 1
+    """Goes on for this many times the rounds, to see where it is when dearer arms end."""
+    period_s: float = 60.0
+    """Of outer rounds, where weights are averaged."""
+    rate: float = 1.0
+    """Times the setting's learning rate."""
+
+
+ARMS = {
+    "8/0": Arm("silo", own=8, foreign=0, silo=True, longer=3),
+    "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
+    "4/4": Arm("4 own + 4 foreign"),
+    "2/6": Arm("2 own + 6 foreign", own=2, foreign=6),
+    "2/6 two": Arm("2 own + 6 foreign, two answers of each", own=2, foreign=6, sets={"sharing": {"answers": 2}}),
+    "2/6 two all": Arm(
+        "2 own + 6 foreign, two answers of each",
+        own=2,
+        foreign=6,
+        sets={"sharing": {"answers": 2}, "grpo": {"answers": 2}},
+    ),
+    "4/4 gate": Arm("answers that carry a payload are left out", sets={"sharing": {"gate": True}}),
+    "4/4 no fill": Arm("4 own + up to 4 foreign", sets={"sharing": {"fill": False}}),
+    "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
+    "4/4 paper": Arm(
+        "advantages against the sender's group, unbounded",
+        sets={"sharing": {"baseline": "group", "max_advantage": 100.0}},
+    ),
+    "4/4 group": Arm("advantages against the sender's group, bounded", sets={"sharing": {"baseline": "group"}}),
+    "refill": Arm("silo that refills dead groups, x4", own=8, foreign=0, silo=True, sets={"rollouts": {"refill": 4.0}}),
+    "8/0 rule": Arm(
+        "silo, advantages as for foreign groups",
+        own=8,
+        foreign=0,
+        silo=True,
+        node=JudgesItselfAsForeign,
+        longer=2,
+    ),
+    "refill rule": Arm(
+        "refilling silo, advantages as for foreign groups",
+        own=8,
+        foreign=0,
+        silo=True,
+        sets={"rollouts": {"refill": 4.0}},
+        node=JudgesItselfAsForeign,
+    ),
+    "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
+    "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
+    "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
+    "replay": Arm("8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses),
+    "imitate": Arm("supervised on foreign successes only", sets={"sharing": {"fill": False}}, node=ImitatesOthers),
+    "pooled": Arm("one learner, 64 groups a round", own=64, foreign=0, silo=True, alone=1),
+    "pooled x8": Arm("one learner, 8 groups, 8 x the rounds", own=8, foreign=0, silo=True, alone=8),
+}
