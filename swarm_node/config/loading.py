@@ -106,6 +106,14 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
+    correction, top_p = config.grpo.correction, config.rollouts.top_p
+    if config.grpo.off_policy_mask is not None and correction != "recorded":
+        raise UserError(f'grpo.off_policy_mask needs grpo.correction = "recorded", not "{correction}"')
+    if top_p < 1 and correction != "recorded" and ":" not in correction:
+        raise UserError(
+            f'grpo.correction = "{correction}" compares with log-probabilities at sampling, which rollouts.top_p = '
+            f"{top_p} alters: set it to 1"
+        )
     if config.pipeline.crew and not config.pipeline.stages:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")
     if config.pipeline.stage != "auto" and not 0 <= config.pipeline.stage < config.pipeline.stages:

@@ -5,21 +5,27 @@ from __future__ import annotations
 from swarm_node.config import GrpoConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
+from swarm_node.grpo.corrections.icepop import IcePop
 from swarm_node.grpo.corrections.recorded import Recorded
 from swarm_node.grpo.corrections.sequence_mask import SequenceMask
+from swarm_node.grpo.corrections.truncated import Truncated
+from swarm_node.grpo.corrections.truncated_sequence import TruncatedSequence
 from swarm_node.grpo.objective import Correction
 
-CORRECTIONS: dict[str, type[Correction]] = {"recorded": Recorded}
+CORRECTIONS: dict[str, type[Correction]] = {
+    "recorded": Recorded,
+    "truncated": Truncated,
+    "truncated_sequence": TruncatedSequence,
+    "icepop": IcePop,
+}
 
 
 def find_correction(config: GrpoConfig) -> Correction:
-    """The correction that `grpo.correction` and `grpo.off_policy_mask` ask for.
+    """The correction that `grpo.correction` asks for, or `grpo.off_policy_mask`, which goes with `recorded` alone.
 
-    UserError if it is code of the user's own that cannot be loaded, or if the mask is set beside another correction.
+    UserError if it is code of the user's own that cannot be loaded.
     """
     if config.off_policy_mask is not None:
-        if config.correction != "recorded":
-            raise UserError('grpo.off_policy_mask needs grpo.correction = "recorded"')
         return SequenceMask(config.off_policy_mask)
     if config.correction in CORRECTIONS:
         return CORRECTIONS[config.correction]()

@@ -190,6 +190,22 @@ def test_overridden_wrong_values_are_blamed_too() -> None:
         load_config(flags={"run_dir": 3})
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["grpo.correction=icepop", "grpo.off_policy_mask=0.5"], 'grpo.off_policy_mask needs grpo.correction = "recor'),
+        (["grpo.correction=a.py:F", "grpo.off_policy_mask=0.5"], "grpo.off_policy_mask needs grpo.correction"),
+        (["grpo.correction=truncated", "rollouts.top_p=0.9"], "which rollouts.top_p = 0.9 alters"),
+    ],
+)
+def test_settings_that_contradict_each_other(sets: list[str], message: str) -> None:
+    for part in sets:
+        load_config(sets=[part])
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(sets=sets)
+    load_config(sets=["grpo.correction=a.py:F", "rollouts.top_p=0.9"])
+
+
 def test_only_reward_functions_may_judge_alone() -> None:
     sets = ["rewards.checker_weight=0", "rewards.functions=[{path='a.py:f'}]"]
     assert load_config(sets=sets).rewards.checker_weight == 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nan, tensor
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.corrections import CORRECTIONS, find_correction
-from swarm_node.grpo.objective import Correction, Tokens
+from swarm_node.grpo.losses import find_loss
+from swarm_node.grpo.objective import Correction, Tokens, policy_loss
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.types import Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make
@@ -73,5 +77,73 @@ def test_every_correction_has_a_name_in_the_configuration():
 def test_a_correction_that_cannot_be_used_is_a_user_error():
     with pytest.raises(UserError, match="must name a subclass"):
         find_correction(GrpoConfig(correction="builtins:dict"))
-    with pytest.raises(UserError, match="grpo.off_policy_mask needs"):
-        find_correction(GrpoConfig(correction=f"{__name__}:Watching", off_policy_mask=0.5))
+
+
+# ------------------------------------------------------------ importance weights
+
+WEIGHING = [name for name in CORRECTIONS if name != "recorded"]
+FIRST = tensor([0.5, 0.5, 0.2, 0.2, 0.1, 0.4, 0.4]).log()  # of the first pass
+SEQUENCE = tensor([0, 0, 1, 1, 1, 2, 2])
+CLAIMED = SEQUENCE == 2
+EXPECTED = {  # sampled with ratios 4, 0.25; 3, 2, unknown; claimed: 4, 0.5
+    "truncated": [2, 0.25, 2, 2, 1, 1, 0.5],
+    "truncated_sequence": [1, 1, 2, 2, 2, 1, 1],
+    "icepop": [4, 0, 3, 2, 1, 1, 0.5],
+}
+SAMPLED = FIRST - tensor([4.0, 0.25, 3.0, 2.0, nan, 4.0, 0.5]).log()
+
+
+def gradients(name: str, sampled: Tensor) -> Tensor:
+    """Of the loss of seven tokens at ratio 1, with respect to each log-probability: -factor, for advantages of 1."""
+    logprobs = FIRST.clone().requires_grad_()
+    config = GrpoConfig(correction=name)
+    weighing = find_loss("dapo"), find_correction(config)
+    ones, foreign = torch.ones(3), CLAIMED
+    value, _ = policy_loss(logprobs, FIRST, SEQUENCE, ones, ones, config, *weighing, sampled=sampled, foreign=foreign)
+    value.backward()
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+def test_importance_weights_by_hand(name):
+    torch.testing.assert_close(gradients(name, SAMPLED), -tensor(EXPECTED[name]).float())
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+def test_without_recorded_logprobs_nothing_is_weighed(name):
+    torch.testing.assert_close(gradients(name, torch.full((7,), nan)), -torch.ones(7))
+
+
+CLAIM = st.one_of(st.floats(-65504, 0, width=16), st.sampled_from([0.0, -1e4, math.log(0.4)]))
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+@given(claims=st.tuples(CLAIM, CLAIM))
+def test_claims_lower_the_weight_of_their_own_samples_and_change_nothing_else(name, claims):
+    claimed, unsaid = SAMPLED.clone(), SAMPLED.clone()
+    claimed[CLAIMED], unsaid[CLAIMED] = tensor(claims), nan
+    with_, without = gradients(name, claimed), gradients(name, unsaid)
+    assert torch.equal(with_[~CLAIMED], without[~CLAIMED])
+    assert (with_[CLAIMED] <= 0).all() and (with_[CLAIMED] >= without[CLAIMED]).all()
+
+
+def test_the_weight_of_a_long_sequence_neither_over_nor_underflows():
+    """Of 600 log-ratios -1, as many 1 and one 0.5, whose sum is 0.5: a product would leave float32 on the way."""
+    drift = torch.cat([torch.full((600,), -1.0), torch.full((600,), 1.0), tensor([0.5])])
+    first, zeros = torch.full_like(drift, -2.0), torch.zeros(1201, dtype=torch.long)
+    tokens = Tokens(first, first, first - drift, zeros.bool(), first, first, zeros, 1, 0.2, 0.2, None)
+    factor = CORRECTIONS["truncated_sequence"]().factor(tokens)
+    torch.testing.assert_close(factor, torch.full((1201,), math.exp(0.5)))
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+@pytest.mark.parametrize("claim", [0.0, -1e4])
+def test_absurd_claims_leave_the_step_size_alone(name, claim):
+    foreign = sent(True)
+    for rollout in foreign.rollouts:
+        rollout.logprobs = [claim] * len(rollout.token_ids)
+    own = group([1.0, 0.0, 0.0], seed=1)
+    config = GrpoConfig(correction=name)
+    claimed, unsaid = step(config, own, foreign), step(config, own, sent(False))
+    assert claimed["learning_rate"] == unsaid["learning_rate"] and math.isfinite(claimed["loss"])
