@@ -203,7 +203,7 @@ class Trainer:
         config, device = self.config, self.policy.device
         advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         if config.answers:
-            groups = self._down_sampled(groups, advantages)
+            groups = _down_sampled(groups, advantages, config.answers, self.policy.version)
             advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         rollouts = [r for group in groups for r in group.rollouts]
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
@@ -219,7 +219,7 @@ class Trainer:
         pairs = [(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
         is_foreign = np.array([group.peer is not None for group, _ in pairs])
         is_stale = np.array([group.policy_version != self.policy.version for group, _ in pairs]) & ~is_foreign
-        recorded = np.concatenate([self._recorded(group, r) for group, r in pairs])
+        recorded = np.concatenate([_recorded(group, r, self.sampling.top_p) for group, r in pairs])
         sampled, stale, foreign = (
             torch.from_numpy(each).to(device) for each in (recorded, is_stale[flat.sequence], is_foreign[flat.sequence])
         )
@@ -234,26 +234,6 @@ class Trainer:
             old=self._correction.old(sampled, stale, foreign),
             reference=torch.full_like(sampled, torch.nan),
         )
-
-    def _down_sampled(self, groups: Sequence[Group], advantages: Tensor) -> list[Group]:
-        """The groups with fewer answers of this node's own, each with the advantage that it has in its whole group."""
-        parts = iter(advantages.split([len(group.rollouts) for group in groups]))
-        kept = []
-        for i, group in enumerate(groups):
-            own = next(parts).tolist()
-            if group.peer is None:
-                rng = random.Random(f"{self.policy.version}/{i}")
-                group = down_sampled(msgspec.structs.replace(group, advantages=own), self.config.answers, rng)
-            kept.append(group)
-        return kept
-
-    def _recorded(self, group: Group, rollout: Rollout) -> np.ndarray:
-        """Log-probs [T] that the sampler recorded; NaN if it gave none, or if top-p altered this node's own."""
-        n = len(rollout.token_ids)
-        is_altered = group.peer is None and self.sampling.top_p < 1.0
-        if is_altered or len(rollout.logprobs) != n:
-            return np.full(n, np.nan, dtype=np.float32)
-        return np.array(rollout.logprobs, dtype=np.float32)
 
     def _learn(self, step: _Step, before_update: Callable[[], None]) -> dict[str, float]:
         """Make the updates; their metrics, or none if these rollouts cannot be trained on."""
@@ -379,6 +359,28 @@ def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:
         for (group, rollouts), i in zip(groups, first, strict=False)
         if rollouts
     ]
+
+
+def _down_sampled(groups: Sequence[Group], advantages: Tensor, n: int, version: int) -> list[Group]:
+    """The groups with `n` answers of this node's own, each with the advantage that it has in its whole group."""
+    parts = iter(advantages.split([len(group.rollouts) for group in groups]))
+    kept = []
+    for i, group in enumerate(groups):
+        own = next(parts).tolist()
+        if group.peer is None:
+            rng = random.Random(f"{version}/{i}")
+            group = down_sampled(msgspec.structs.replace(group, advantages=own), n, rng)
+        kept.append(group)
+    return kept
+
+
+def _recorded(group: Group, rollout: Rollout, top_p: float) -> np.ndarray:
+    """Log-probs [T] that the sampler recorded; NaN if it gave none, or if `top_p` altered this node's own."""
+    n = len(rollout.token_ids)
+    is_altered = group.peer is None and top_p < 1.0
+    if is_altered or len(rollout.logprobs) != n:
+        return np.full(n, np.nan, dtype=np.float32)
+    return np.array(rollout.logprobs, dtype=np.float32)
 
 
 def default_learning_rate(lora: bool, trained: int) -> float:
