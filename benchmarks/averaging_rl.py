@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import RESULTS, machine, table
-from benchmarks.sharing import SEARCHED_FROM, against, at, held_out, interval, simulate, timed
+from benchmarks.intervals import against, interval, value_at
+from benchmarks.sharing import SEARCHED_FROM, held_out, simulate, timed
 from benchmarks.sharing_arms import Arm, Measured
 from benchmarks.sharing_settings import SETTINGS, Setting
 from protocol.transports.memory import LinkModel
@@ -197,7 +198,7 @@ def report(setting: str, peers: int, rounds: int) -> str:
                 len(runs),
                 interval([f["cum"] for f in values], ".2f"),
                 against(runs, silos, lambda f: f["cum"]),
-                f"{fmean(at(f['curve'], 2, first[seed])[0] for seed, f in runs.items()):.2f}",
+                f"{fmean(value_at([(point[2], point[1]) for point in f['curve']], first[seed]) or 0.0 for seed, f in runs.items()):.2f}",
                 f"{mean(lambda f: f['last_20']):.3f}",
                 f"{mean(lambda f: f['seconds']) / rounds:.2f}",
                 *(f"{kb:,.0f}" for kb in kilobytes),

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
+from benchmarks.intervals import interval
 from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
@@ -262,13 +263,13 @@ def cost() -> str:
     """A Markdown table: held-out pass@1 without and with the gate, no liars, and the difference over paired seeds."""
     rows = []
     for setting in COSTS:
-        found = sharing.load(setting, sharing.PEERS, sharing.ROUNDS)
+        found = sharing.load(setting)
         off, on = found.get("4/4", {}), found.get("4/4 gate", {})
         seeds = sorted(off.keys() & on.keys())
         if seeds:
             pairs = [(100 * off[s]["held_out"]["pass_1"], 100 * on[s]["held_out"]["pass_1"]) for s in seeds]
             without, with_gate = (f"{fmean(column):.1f}" for column in zip(*pairs, strict=True))
-            difference = sharing.interval([b - a for a, b in pairs], "+.1f")
+            difference = interval([b - a for a, b in pairs], "+.1f")
             rows.append([setting, ", ".join(map(str, seeds)), without, with_gate, difference])
     columns = ["setting", "seeds", "pass@1 without, points", "with", "difference"]
     return table(columns, rows)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,8 +22,30 @@ from swarm_node.sharing.replay_buffer import TaskStatistics, foreign_advantages
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout
 
-Round = tuple[float, float, int]
-"""Mean reward of a round; CPU seconds of the whole simulation, and own samples, up to its end."""
+
+class Round(NamedTuple):
+    """The end of a node's round."""
+
+    reward: float  # mean over the round's own answers, before any filter
+    cpu_s: float  # of the whole simulation up to here, looks left out
+    samples: int  # own answers sampled up to here
+    tokens: int  # of these
+
+
+@dataclass
+class Stopwatch:
+    """CPU seconds of this process since it was started, without what was left out."""
+
+    began: float = field(default_factory=time.process_time)
+
+    def seconds(self) -> float:
+        return time.process_time() - self.began
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        since = time.process_time()
+        yield
+        self.began += time.process_time() - since
 
 
 class Measured(Node):
@@ -33,10 +55,14 @@ class Measured(Node):
         super().__init__(*args, **kwargs)
         self.cpu: dict[str, float] = defaultdict(float)
         """CPU seconds of each part of its rounds."""
-        self.began = time.process_time()
-        self.samples = self.trained = self.signal = self.foreign = 0
-        """Own answers sampled; groups trained on, those of them with a signal, and foreign ones."""
+        self.stopwatch = Stopwatch()
+        self.samples = self.tokens = self.trained = self.signal = self.foreign = 0
+        """Own answers sampled, their tokens; groups trained on, those of them with a signal, and foreign ones."""
         self.curve: list[Round] = []
+        self.look_every = 0
+        """Rounds between two looks at what the policy can do; 0 = none."""
+        self.look: Callable[[], dict[str, float]] = dict
+        self.looks: list[tuple[float, dict[str, float]]] = []  # CPU seconds, what was seen
         if self.member is not None:
             receiver = self.member.receiver
             receiver.admit = self._timed("admit", receiver.admit)  # type: ignore[method-assign]
@@ -45,6 +71,7 @@ class Measured(Node):
         with self._clock("generate"):
             collected = super().collect()
         self.samples += sum(len(group.rollouts) for group in collected.groups)
+        self.tokens += collected.num_tokens
         return collected
 
     def share(self, collected: Collected) -> None:
@@ -60,7 +87,10 @@ class Measured(Node):
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         line = super().record(collected, learned, seconds)
-        self.curve.append((line["reward"], time.process_time() - self.began, self.samples))
+        self.curve.append(Round(line["reward"], self.stopwatch.seconds(), self.samples, self.tokens))
+        if self.look_every and self.round % self.look_every == 0:
+            with self.stopwatch.stopped():
+                self.looks.append((self.curve[-1].cpu_s, self.look()))
         return line
 
     @contextmanager
@@ -164,8 +194,8 @@ class Arm:
     sets: dict[str, Any] = field(default_factory=dict)
     """Further keys of the configuration, by section."""
     node: type[Measured] = Measured
-    alone: int = 0
-    """One learner only, with this many times the rounds: so many count as one."""
+    peers: int = 0
+    """Peers that are simulated; 0 = as many as of other arms."""
     longer: int = 1
     """Goes on for this many times the rounds, to see where it is when dearer arms end."""
     period_s: float = 60.0
@@ -214,8 +244,10 @@ ARMS = {
     "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
     "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
     "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
-    "replay": Arm("8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses),
+    "replay": Arm(
+        "8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses, longer=3
+    ),
     "imitate": Arm("supervised on foreign successes only", sets={"sharing": {"fill": False}}, node=ImitatesOthers),
-    "pooled": Arm("one learner, 64 groups a round", own=64, foreign=0, silo=True, alone=1),
-    "pooled x8": Arm("one learner, 8 groups, 8 x the rounds", own=8, foreign=0, silo=True, alone=8),
+    "pooled": Arm("one learner, 64 groups a round", own=64, foreign=0, silo=True, peers=1),
+    "pooled x8": Arm("one learner, 8 groups, 8 x the rounds", own=8, foreign=0, silo=True, peers=1, longer=8),
 }

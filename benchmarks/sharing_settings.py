@@ -29,6 +29,7 @@ class Setting:
     learning_rate: float = 3e-4
     held_out: Sequence[str | TaskConfig] = tuple(SIX)
     max_new_tokens: int = 8
+    rounds: int = 120  # of a member
     kinds: int = 1
     """Peers i and i + kinds are alike."""
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sharing
+from benchmarks import sharing, sharing_report
 from benchmarks.format_reward import marked, tagged
+from benchmarks.intervals import first_reach, value_at
 from benchmarks.sharing_arms import ARMS
 from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import RewardsConfig
@@ -44,21 +45,20 @@ def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting
 )
 def test_every_arm_runs(setting: Setting, name: str) -> None:
     arm = ARMS[name]
-    figures = sharing.run(setting, arm, seed=0, peers=PEERS, rounds=ROUNDS)
-    assert json.loads(json.dumps(figures)) == figures
-    peers = 1 if arm.alone else PEERS
-    assert len(figures["cum_by_peer"]) == peers
-    assert figures["cum"] == pytest.approx(sum(figures["cum_by_peer"]) / peers, abs=0.01)
-    assert figures["curve"][-1][0] == ROUNDS * arm.longer
-    assert figures["curve"][ROUNDS - 1][1] == pytest.approx(figures["cum"], abs=1e-3)
-    assert sum(figures["cpu"].values()) == pytest.approx(figures["cpu_s"], abs=0.1)
-    assert bool(figures["foreign_groups"]) == bool(arm.foreign)
+    row = sharing.run(setting, arm, seed=0, peers=PEERS, rounds=ROUNDS)
+    assert json.loads(json.dumps(row)) == row
+    assert len(row["pass_1_by_peer"]) == row["peers"] == (arm.peers or PEERS)
+    assert row["curve"][-1][0] == row["rounds"] == ROUNDS * arm.longer
+    assert row["curve"][-1][2] == pytest.approx(row["cpu_s"], abs=0.2)
+    assert sum(row["cpu"].values()) == pytest.approx(row["cpu_s"], abs=0.1)
+    assert row["looks"][-1][0] < row["cpu_s"] + 0.1 and all(0 <= p <= q <= 1 for _, p, q in row["looks"])
+    assert bool(row["groups"]["foreign"]) == bool(arm.foreign)
     if arm.silo and "refill" not in name:
-        assert figures["samples"] == (arm.alone or 1) * peers * ROUNDS * arm.own * 8
+        assert row["curve"][-1][3] == row["rounds"] * arm.own * 8
     if name in ("sender", "replay"):
-        assert arm.own < figures["trained_groups"] <= arm.own + 4
+        assert arm.own < row["groups"]["trained"] <= arm.own + 4
     if name == "imitate":
-        assert figures["trained_groups"] == figures["foreign_groups"]
+        assert row["groups"]["trained"] == row["groups"]["foreign"]
 
 
 def test_rewards_want_the_form_and_right_answer() -> None:
@@ -80,32 +80,59 @@ def test_rewards_want_the_form_and_right_answer() -> None:
         assert scores(tagged, form) == [0, 0]
 
 
-def test_figures_are_read_where_another_arm_ends() -> None:
-    points = [[2, 1.0, 10.0, 100], [4, 5.0, 20.0, 200]]
-    assert sharing.at(points, 2, 5.0) == (0.5, True)
-    assert sharing.at(points, 2, 15.0) == (3.0, True)
-    assert sharing.at(points, 3, 200) == (5.0, True)
-    assert sharing.at(points, 2, 21.0) == (5.0, False)
+def row(arm: str, rewards: list[float], cpu_s: float, pass_1: list[float]) -> dict[str, Any]:
+    """A run whose rounds cost `cpu_s` each, half of it for sampling eight answers of ten tokens."""
+    n = len(rewards)
+    return {
+        "arm": arm,
+        "rounds": n,
+        "cpu_s": n * cpu_s,
+        "cpu": {"generate": n * cpu_s / 2},
+        "held_out_before": {"pass_1": 0.0, "pass_8": 0.0},
+        "held_out": {"pass_1": pass_1[-1], "pass_8": pass_1[-1]},
+        "curve": [[i + 1, reward, (i + 1) * cpu_s, 8 * (i + 1), 80 * (i + 1)] for i, reward in enumerate(rewards)],
+        "looks": [[(i + 1) * n * cpu_s / len(pass_1), value, value] for i, value in enumerate(pass_1)],
+    }
 
 
-def test_windows_make_several_rounds_one() -> None:
-    rounds = [(0.0, 1.0, 8), (1.0, 2.0, 16), (1.0, 3.0, 24), (1.0, 4.0, 32)]
-    assert sharing.windows(rounds, 1) == rounds
-    assert sharing.windows(rounds, 2) == [(0.5, 2.0, 16), (1.0, 4.0, 32)]
+def test_an_arm_is_sooner_by_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing_report, "WINDOW", 1)
+    monkeypatch.setattr(sharing_report, "network_share", lambda: 0.25)
+    silo = row("8/0", [i / 12 for i in range(1, 13)], 1.0, [0.5, 1.0])
+    member = row("4/4", [i / 6 for i in range(1, 7)], 1.0, [0.5, 1.0])
+    level = sharing_report.end_level(silo)
+    assert level == pytest.approx(11.5 / 12)
+    assert first_reach(sharing_report.levels(silo), level) == pytest.approx(11.5)
+    # half of the rounds, each a quarter dearer by the network
+    assert first_reach(sharing_report.levels(member), level) == pytest.approx(11.5 / 2 * 1.25)
+    assert first_reach(sharing_report.levels(member, sharing_report.TOKENS), level) == pytest.approx(80 * 11.5 / 2)
+    # sampling at 80 % of the silo's time costs four times as much: 0.5 + 4 * 0.5 s a round
+    assert sharing_report.price_at(silo, 0.8) == pytest.approx(4)
+    assert first_reach(sharing_report.levels(silo, price=4), level) == pytest.approx(2.5 * 11.5)
+    assert first_reach(sharing_report.passes(silo), 0.75) == pytest.approx(9)
+    assert sharing_report.strongest({"8/0": {0: silo}, "4/4": {0: member}}) == "8/0"
+    assert sharing_report.ranged([sharing_report.times(4.0, 2.0), sharing_report.times(4.0, None)]) == (
+        "1.00 (never to 2.00)"
+    )
+
+
+def test_values_are_read_between_points() -> None:
+    points = [(10.0, 1.0), (20.0, 5.0)]
+    assert [value_at(points, x) for x in (5.0, 15.0, 20.0, 21.0)] == [1.0, 3.0, 5.0, None]
+    assert [first_reach(points, y) for y in (0.5, 3.0, 6.0)] == [10.0, 15.0, None]
 
 
 def test_finished_runs_are_reported_and_not_repeated(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "FOLDER", tmp_path)
+    for module in (sharing, sharing_report):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setitem(sharing.SETTINGS, "format", setting)
-    arguments = ["--arms", "8/0", "4/4", "--seeds", "0", "1", "100", "--peers", "2", "--rounds", "2"]
+    arguments = "--settings format --arms 8/0 4/4 --seeds 0 1 100 --peers 2 --rounds 2".split()
     sharing.main(arguments)
     monkeypatch.setattr(sharing, "run", lambda *args: pytest.fail("it is there"))
     sharing.main(arguments)
-    monkeypatch.setattr(sharing, "PLOT", tmp_path / "plot.png")
-    sharing.main(["--report", "--peers", "2", "--rounds", "2"])
+    sharing.main(["--report"])
     report = (tmp_path / "report.md").read_text()
-    assert "seeds [0, 1]" in report, "seeds on which settings were searched are left out"
-    assert "4/4: 4 own + 4 foreign" in report and "≤" in report or "x |" in report
-    assert (tmp_path / "plot.png").stat().st_size > 5000
+    assert "Seeds [0, 1]" in report, "seeds on which settings were searched are left out"
+    assert "4/4: 4 own + 4 foreign" in report and "CPU hours" in report
