@@ -160,6 +160,11 @@ def mean_own(figures: dict[str, Any], key: str = "pass_1") -> float:
     return fmean(own[key] for own in figures["own"])
 
 
+def earned_at(figures: dict[str, Any], seconds: float) -> float:
+    """Summed reward after so many virtual seconds."""
+    return value_at([(point[2], point[1]) for point in figures["curve"]], seconds) or 0.0
+
+
 def best_own(figures: dict[str, Any]) -> float:
     return max(own["pass_1"] for own in figures["own"])
 
@@ -198,7 +203,7 @@ def report(setting: str, peers: int, rounds: int) -> str:
                 len(runs),
                 interval([f["cum"] for f in values], ".2f"),
                 against(runs, silos, lambda f: f["cum"]),
-                f"{fmean(value_at([(point[2], point[1]) for point in f['curve']], first[seed]) or 0.0 for seed, f in runs.items()):.2f}",
+                f"{fmean(earned_at(f, first[seed]) for seed, f in runs.items()):.2f}",
                 f"{mean(lambda f: f['last_20']):.3f}",
                 f"{mean(lambda f: f['seconds']) / rounds:.2f}",
                 *(f"{kb:,.0f}" for kb in kilobytes),

@@ -36,7 +36,7 @@ def network_share() -> float:
 def levels(row: Row, column: int = CPU_S, price: float = 1.0) -> list[Point]:
     """(CPU seconds, answers, tokens or rounds; level) along a run; `price`: how much dearer an answer is."""
     curve = row["curve"]
-    n = max(1, round(WINDOW * len(curve) / row["rounds"]))
+    n = min(len(curve), max(1, round(WINDOW * len(curve) / row["rounds"])))
     return [
         (x_of(row, curve[i], column, price), fmean(point[REWARD] for point in curve[i - n + 1 : i + 1]))
         for i in range(n - 1, len(curve))
