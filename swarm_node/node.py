@@ -88,6 +88,8 @@ class Node:
         rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
         self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights, optimizer)
+        if self.exchange is not None:
+            self.trainer.measured = self.exchange.receiver.measure
         self.averager: Averager | None = None
         if member is not None:
             if config.sharing.gate:

@@ -32,6 +32,7 @@ from swarm_node.grpo.corrections import find_correction
 from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
+from swarm_node.grpo.off_policy import off_policy_metrics, sums_by_peer
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.oom import is_out_of_memory
@@ -50,10 +51,12 @@ class _Step:
     flat: batch.Flat
     advantages: Tensor  # [b]
     weights: Tensor  # [b] weight of each token in the loss
+    peers: list[str | None]  # [b] who sampled each; None = this node
     sampled: Tensor  # [N] log-probs recorded at sampling, by this node or by a peer; NaN where there are none
     stale: Tensor  # [N] whether an older version of this policy sampled it
     foreign: Tensor  # [N] whether a peer sampled it
     old: Tensor  # [N] log-probs that ratios are taken to, as the correction says; NaN = filled in by the first pass
+    now: Tensor  # [N] log-probs of the first pass
     reference: Tensor  # [N] log-probs under the reference policy, filled in the first pass
 
 
@@ -96,6 +99,8 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
+        self.measured: Callable[[dict[str, np.ndarray]], None] = lambda sums: None
+        """Gets `sums_by_peer` of each step with foreign rollouts."""
         self._said: set[str] = set()  # failures of `logprobs` that were reported
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -114,6 +119,7 @@ class Trainer:
         else:
             trained = len(step.flat.target) * self.config.iterations
             metrics["perf/trained_tok_s"] = trained / (time.perf_counter() - start)
+            metrics |= self._measure(step)
         self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
         return metrics | {"num_tokens": float(self.num_tokens)}
 
@@ -228,10 +234,12 @@ class Trainer:
             flat=flat,
             advantages=advantages[live].to(device),
             weights=weights[live].to(device),
+            peers=[group.peer for group, _ in pairs],
             sampled=sampled,
             stale=stale,
             foreign=foreign,
             old=self._correction.old(sampled, stale, foreign),
+            now=torch.full_like(sampled, torch.nan),
             reference=torch.full_like(sampled, torch.nan),
         )
 
@@ -310,6 +318,8 @@ class Trainer:
             now, sampled, foreign = logprobs.detach(), step.sampled[b.index], step.foreign[b.index]
             old = step.old[b.index]
             old = step.old[b.index] = torch.where(old.isnan(), now, old)
+            if iteration == 0:
+                step.now[b.index] = now
             value, sums = policy_loss(
                 logprobs,
                 old,
@@ -334,6 +344,13 @@ class Trainer:
                 totals[name] = totals[name] + part if name in totals else part
         numbers = torch.stack([total.float() for total in totals.values()]).tolist()  # one transfer for all
         return dict(zip(totals, numbers, strict=True)) | {"tokens": float(len(step.flat.target))}
+
+    def _measure(self, step: _Step) -> dict[str, float]:
+        """Metrics of how far from the policy the step was sampled; none if all of it is its own and fresh."""
+        stale, foreign, now, sampled = (x.cpu().numpy() for x in (step.stale, step.foreign, step.now, step.sampled))
+        if foreign.any():
+            self.measured(sums_by_peer(now, sampled, step.flat.sequence, step.peers))
+        return off_policy_metrics(now, sampled, step.flat.sequence, stale, foreign)
 
     def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:
         """Use less memory from now on; UserError if that is not possible."""

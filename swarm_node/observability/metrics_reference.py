@@ -49,6 +49,18 @@ METRICS: dict[str, dict[str, str]] = {
         "sampling/logp_difference": "Mean difference of log-probabilities between sampling and training, over answers "
         "of the present version. Above 1e-3 in float32, the two disagree about the model.",
     },
+    "Off-policy": {
+        "off_policy/foreign_logp": "Mean log-probability under this node's policy, in nats a token, of other peers' "
+        "tokens trained on. Missing if there were none.",
+        "off_policy/<whose>/ratio_p1": "Probability in the update over probability at sampling, of the tokens trained "
+        "on: the first percentile. `stale` = own answers of an older version, `foreign` = others' whose "
+        "log-probabilities came along (their word). Missing if there were none, as all below.",
+        "off_policy/<whose>/ratio_p50": "The median.",
+        "off_policy/<whose>/ratio_p99": "The 99th percentile.",
+        "off_policy/<whose>/second_moment": "Mean squared logarithm of that ratio.",
+        "off_policy/<whose>/ess": "Effective sample size over number of answers, with the products of ratios over each "
+        "answer as weights: 1 = on-policy.",
+    },
     "The swarm": {
         "swarm/peers": "Members seen now.",
         "swarm/trainers": "Those of them that train.",

@@ -14,8 +14,10 @@ All of this is bounded, because a stranger can make any number of keys.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from protocol.manifest import ManifestLimits
 from swarm_node.observability.reasons import words
@@ -37,6 +39,7 @@ MAX_SAID = 200  # peers whose muting is reported; of the rest only the number is
 MINUTE_S = 60.0
 MAX_MINUTES = 32  # minutes of a peer that are remembered: three times what is not too old by default, in 5 kB
 PAYLOAD_DECAY = 0.95  # about the last twenty groups of a peer are remembered
+MEASURED_DECAY = 0.95  # about the last twenty steps with answers of a peer count
 DISTRUSTED = 0.5  # trust below which a peer is named
 
 
@@ -51,9 +54,16 @@ class PeerAccount:
     age_sum: float = 0.0  # seconds between sampling and admission, over all admitted
     last_seen: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
+    measured: np.ndarray = field(default_factory=lambda: np.zeros(4))
+    """Decayed sums over its tokens that were trained on, see `grpo.off_policy.sums_by_peer`. Replaced as a whole."""
     offences: float = 0.0
     forgiven_at: float = 0.0
     muted_until: float = 0.0
+
+    def distance(self) -> dict[str, float | None]:
+        """`logp` and `second_moment` of `measured`; None without such tokens."""
+        tokens, logp, claimed, squares = self.measured.tolist()
+        return {"logp": logp / tokens if tokens else None, "second_moment": squares / claimed if claimed else None}
 
 
 @dataclass
@@ -75,6 +85,12 @@ class PeerAccounts:
             del self.accounts[next(iter(self.accounts))]
         account.last_seen = self.now()
         return account
+
+    def measure(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Take in `sums` of a step by peer; peers without an account are left out."""
+        for peer in sums.keys() & self.accounts.keys():
+            account = self.accounts[peer]
+            account.measured = MEASURED_DECAY * account.measured + sums[peer]
 
     def is_muted(self, peer: str) -> bool:
         account = self.accounts.get(peer)

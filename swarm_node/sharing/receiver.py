@@ -17,7 +17,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,10 @@ class Receiver:
         self._debt = max(0.0, self._spent() - began - allowed)
         return self._admitted - before
 
+    def measure(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Keep what a step measured of peers' tokens: `grpo.off_policy.sums_by_peer`."""
+        self._accounts.measure(sums)
+
     def metrics(self) -> dict[str, float]:
         """Running totals under `swarm/`."""
         self._tidy()
@@ -162,7 +166,8 @@ class Receiver:
 
     def by_peer(self) -> dict[str, dict[str, Any]]:
         """Figures of each peer: what it sent, and what became of it. `staleness` is the mean age at admission in
-        seconds."""
+        seconds. Of its tokens that were trained on lately, `logp` is the mean log-probability under this node's policy,
+        and `second_moment` the mean squared difference to what the peer sent, where it did; None without any."""
         return {
             peer: {
                 "received": account.received,
@@ -171,6 +176,7 @@ class Receiver:
                 "bytes": account.received_bytes,
                 "last_seen": account.last_seen,
                 "staleness": account.age_sum / account.admitted if account.admitted else None,
+                **account.distance(),
                 "muted": self._accounts.is_muted(peer),
             }
             for peer, account in list(self._accounts.accounts.items())  # all at once: another thread may be asking

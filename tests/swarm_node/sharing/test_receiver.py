@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,12 @@ def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
     assert receiver.metrics() == {"swarm/groups_received": 1.0, "swarm/groups_admitted": 1.0}
     account = receiver.by_peer()[PEER.peer_id]
     assert account["staleness"] == 3 and account["bytes"] == len(world.sent[0]) and account["last_seen"] == NOW + 3
+    assert account["logp"] is account["second_moment"] is None
+    for logp in (-1.0, -2.0):
+        receiver.measure({PEER.peer_id: np.array([10, 10 * logp, 0, 0]), "a stranger": np.ones(4)})
+    receiver.measure({PEER.peer_id: np.array([0.0, 0.0, 4.0, 2.0])})
+    (account,) = receiver.by_peer().values()  # a peer that sent nothing gets no account
+    assert account["logp"] == pytest.approx(-(0.95 * 1 + 2) / 1.95) and account["second_moment"] == 0.5
 
 
 @pytest.mark.parametrize("created", [NOW + MAX_CLOCK_SKEW_S, NOW - 600])
