@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from swarm_node.grpo.advantage import TaskStatistics, foreign_advantages
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
-from swarm_node.sharing.replay_buffer import TaskStatistics, foreign_advantages
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout
 
@@ -126,19 +126,22 @@ class ReplaysItself(Measured):
     def choose(self, collected: Collected) -> list[Group]:
         self.statistics.observe(collected.groups)
         rng = random.Random(f"replay/{self.config.seed}/{self.round}")
-        replayed = [self.replayed(g) for g in rng.sample(self.earlier, min(self.J, len(self.earlier)))]
+        bound = self.config.sharing.max_advantage
+        drawn = rng.sample(self.earlier, min(self.J, len(self.earlier)))
         self.earlier = [*self.earlier, *(g for g in collected.groups if has_signal(g.rollouts))][-self.KEPT :]
-        return collected.kept + replayed
-
-    def replayed(self, group: Group) -> Group:
-        return as_foreign(group, self.statistics, self.config.sharing.max_advantage)
+        return collected.kept + [as_foreign(group, self.statistics, bound) for group in drawn]
 
 
-class ReplaysItsSuccesses(ReplaysItself):
-    """The same, but only the right answers of the earlier groups, pushed as they were when they were new."""
+class ReplaysByOwnSuccess(Measured):
+    """`grpo.replay` with the advantages that foreign answers would have, once own success is known, instead of 1."""
 
-    def replayed(self, group: Group) -> Group:
-        return successes(group)
+    def choose(self, collected: Collected) -> list[Group]:
+        assert self.replay is not None
+        own, bound = self.replay.own, self.config.sharing.max_advantage
+        return [
+            as_foreign(g, own, bound) if g.advantages is not None and own.of(g.task.label).known else g
+            for g in super().choose(collected)
+        ]
 
 
 class JudgesItselfAsForeign(Measured):
@@ -204,6 +207,10 @@ class Arm:
     """Times the setting's learning rate."""
 
 
+def _replay(says: str, n: int, node: type[Measured] = Measured) -> Arm:
+    return Arm(says, own=8, foreign=0, silo=True, sets={"grpo": {"replay": n}}, node=node, longer=3)
+
+
 ARMS = {
     "8/0": Arm("silo", own=8, foreign=0, silo=True, longer=3),
     "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
@@ -244,8 +251,10 @@ ARMS = {
     "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
     "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
     "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
-    "replay": Arm(
-        "8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses, longer=3
+    "replay": _replay("8 own + 4 earlier own, successes only", 4),
+    "replay 8": _replay("8 own + 8 earlier own, successes only", 8),
+    "replay own": _replay(
+        "8 own + 4 earlier own, successes only, advantages against own success", 4, ReplaysByOwnSuccess
     ),
     "imitate": Arm("supervised on foreign successes only", sets={"sharing": {"fill": False}}, node=ImitatesOthers),
     "pooled": Arm("one learner, 64 groups a round", own=64, foreign=0, silo=True, peers=1),

@@ -38,6 +38,7 @@ import torch
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
+from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length
@@ -100,6 +101,8 @@ class Node:
                 self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
                 own.updating = self.averager.changing
             member.announce()
+        self.replay = Replay(config.grpo.replay) if config.grpo.replay else None
+        self._scored: list[Group] = []  # own groups behind the choice of this round, until it ends
         self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
@@ -133,14 +136,19 @@ class Node:
         self.collected = Collected()
 
     def choose(self, collected: Collected) -> list[Group]:
-        """Groups to train on: own ones and, in a swarm, those of other peers."""
+        """Groups to train on: own ones, own earlier right answers and, in a swarm, groups of other peers."""
+        replayed: list[Group] = []
+        if self.replay is not None:
+            self._scored = collected.groups
+            replayed = self.replay.draw(random.Random(f"replay/{self.config.seed or 0}/{self.round}"))
         if self.exchange is None:
-            return collected.kept
+            return collected.kept + replayed
         self.exchange.receiver.admit()
         sharing, kept = self.exchange.sharing, collected.kept
         n = sharing.own + sharing.foreign - len(kept) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
-        return kept + self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
+        foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
+        return kept + replayed + foreign
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train one step on `groups` and end the round; its metrics. `before_update`: see `Trainer.step`."""
@@ -148,6 +156,9 @@ class Node:
         learned = self.trainer.step(parts[0], before_update)
         for part in parts[1:]:
             learned = self.trainer.step(part)
+        if self.replay is not None:
+            self.replay.observe(self._scored)
+            self._scored = []
         self.round += 1
         if self.averager is not None:
             self._best += [best for group in groups if (best := _best(group)) is not None]

@@ -112,6 +112,9 @@ class GrpoConfig(Section):
     """`pass_k`: answers of which one has to be right. It must be less than `rollouts.group_size`."""
     answers: int = Field(0, ge=0)
     """Train on so many answers of each own group: half the best ones, half the worst, ties by chance. 0 = all."""
+    replay: int = Field(0, ge=0)
+    """Own earlier right answers to train on again in each round, beside the new groups; 0 = none. For nodes that train
+    alone: in a swarm, the answers of others do the same."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Order of steps for several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)

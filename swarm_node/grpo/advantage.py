@@ -16,16 +16,26 @@ which they do not when the rewards are added first.
 NaN = not scored: such a reward takes no part in any mean, and a rollout without a score has advantage 0. The only
 rollout of a group has advantage 0 too.
 
-A group that brings its advantages (`Group.advantages`: a peer's) keeps them, whatever the formula, and takes no
-part in the statistics of the batch. A formula of the user's own has the form of those in `BASELINES`.
+A group that brings its advantages (`Group.advantages`: a peer's, and a replayed one) keeps them, whatever the formula,
+and takes no part in the statistics of the batch. A formula of the user's own has the form of those in `BASELINES`.
 docs/grpo.md says why the median's scale has a floor.
+
+A peer's group is compared with this node's own success on that kind of task (`foreign_advantages`):
+
+    A_i = clip((r_i - b) / max(s, SPREAD_FLOOR), -M, +M);   b, s = mean and std of own rewards
+          then the negative ones are scaled down until they add up to no more than the positive ones do
+
+The sender composes the group, so neither its mean nor its spread may set our scale: docs/sharing.md. Rewards below b
+need a bound, since there may be 63 wrong answers for one right one. Most are texts that this policy would never write,
+and pushing those down moves probability in directions nobody chose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import comb
+from math import comb, sqrt
 
 import numpy as np
 import torch
@@ -38,6 +48,11 @@ from swarm_node.types import Group, Rollout
 
 EPSILON = 1e-4  # TRL's; it matters only for nearly equal rewards
 MAD_FLOOR = 0.25  # a quarter of the distance between right and wrong
+SPREAD_FLOOR = 0.25  # a quarter of the distance between right and wrong: the spread of a success rate of 7 %
+DECAY = 0.95
+"""Weight of earlier answers after each group: about the last twenty groups of a kind of task count. That is long enough
+for a mean, and short enough to follow a policy that learns."""
+MIN_ANSWERS = 16.0  # answers below which a mean is not worth comparing with: two groups of eight
 ROUNDING = 1e-9  # an advantage below this is rounding in a group of equal rewards, that is 0
 
 
@@ -167,6 +182,70 @@ def nanmedian(r: Tensor) -> Tensor:
     """Median of each row (kept). Of an even number of values it is the mean of the middle two; torch.median takes the
     lower."""
     return r.nanquantile(0.5, dim=1, keepdim=True)
+
+
+@dataclass
+class RewardStatistics:
+    """Decayed sums over own answers to one kind of task."""
+
+    n: float = 0.0  # answers
+    rewards: float = 0.0
+    squares: float = 0.0  # sum of squared rewards
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough answers for `reward` and `spread`."""
+        return self.n >= MIN_ANSWERS
+
+    @property
+    def reward(self) -> float:
+        return self.rewards / self.n
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the reward."""
+        return sqrt(max(0.0, self.squares / self.n - self.reward**2))
+
+
+class TaskStatistics:
+    """Reward statistics by task label. Only own answers count: a peer's say how well the peer does."""
+
+    def __init__(self, by_label: dict[str, RewardStatistics] | None = None) -> None:
+        self.by_label = by_label or {}
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take in own scored groups. Answers without a score do not count."""
+        for group in groups:
+            own = self.by_label.setdefault(group.task.label, RewardStatistics())
+            judged = [r for r in group.rollouts if is_judged(r)]
+            own.n = DECAY * own.n + len(judged)
+            own.rewards = DECAY * own.rewards + sum(r.reward for r in judged)
+            own.squares = DECAY * own.squares + sum(r.reward**2 for r in judged)
+
+    def of(self, label: str) -> RewardStatistics:
+        """Statistics of one kind of task; of no answers if there were none."""
+        return self.by_label.get(label, RewardStatistics())
+
+
+def foreign_advantages(
+    rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float, k: int = 1
+) -> list[float]:
+    """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean."""
+    rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
+    if own is None:
+        raw = group_std(rewards)
+    elif k == 1:
+        raw = (rewards - own.reward) / max(own.spread, SPREAD_FLOOR)
+    else:
+        p = min(max(own.reward, 0.0), 1.0)
+        miss, wrong = (1 - p) ** k, -p * (1 - p) ** (k - 1)
+        raw = (wrong + rewards * (miss - wrong)) / max(sqrt(miss * (1 - miss)), SPREAD_FLOOR)
+    clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
+    if own is None:
+        return clipped
+    up, down = sum(max(0.0, a) for a in clipped), sum(max(0.0, -a) for a in clipped)
+    share = min(1.0, up / down) if down else 1.0
+    return [a if a > 0 else a * share for a in clipped]
 
 
 def is_judged(rollout: Rollout) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
+from swarm_node.grpo.replay import ReplayState
 from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.tally import Tally
@@ -61,6 +62,7 @@ class RunState:
                 "model": self._identity(),
                 "run": None if self.crew is None else self.crew.held_stages.checkpoints.run,
                 "trainer": numbers,
+                "replay": self._replay(),
                 "tally": msgspec.to_builtins(self.tally),
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
@@ -116,6 +118,9 @@ class RunState:
             self.node.round = self.saved = checkpoint.round
         else:
             self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
+        if self.node.replay is not None and state.get("replay", {}).get("right_under") == self._right_under():
+            with suppress(msgspec.ValidationError):  # of another version: no answer is kept
+                self.node.replay.load(msgspec.convert(state["replay"], ReplayState))
         if self.node.averager is not None:
             try:
                 if state["policy_version"] > upto:
@@ -167,6 +172,21 @@ class RunState:
             "answer": self.config.rewards.answer,
             **self.config.eval.model_dump(),
             "rollouts": sampling,
+        }
+
+    def _replay(self) -> dict[str, Any]:
+        """The right answers that are kept; empty if none are replayed."""
+        if self.node.replay is None:
+            return {}
+        return {"right_under": self._right_under(), **msgspec.to_builtins(self.node.replay.state())}
+
+    def _right_under(self) -> dict[str, Any]:
+        """Tasks, prompts and rewards, under which an answer that is kept is right."""
+        policy = self.config.policy
+        return {
+            "tasks": self.node.tasks.names,
+            "prompt": [policy.system_prompt, policy.prompt_template],
+            "rewards": self.config.rewards.model_dump(mode="json"),
         }
 
     def set_aside(self) -> None:

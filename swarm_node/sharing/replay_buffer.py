@@ -6,15 +6,8 @@ At most as many groups wait as four rounds can use; where rounds are shorter tha
 rounds of the last seconds can use. Groups of a policy of long ago teach less. When room is needed, a peer with more
 than its share loses its oldest groups; if there is none, the oldest group of all goes.
 
-The advantages of a chosen group compare it with this node's own success:
-
-    own     A_i = clip((r_i - b) / max(s, FLOOR), -M, +M);   b, s = mean and std of own rewards on that kind of task
-            then the negative ones are scaled down until they add up to no more than the positive ones do
-    group   A_i = clip((r_i - mean_g) / (std_g + 1e-4), -M, +M);   where own answers are too few, or if asked for
-
-The sender composes the group, so neither its mean nor its spread may set our scale: docs/sharing.md. Rewards below b
-need a bound, since there may be 63 wrong answers for one right one. Most are texts that this policy would never write,
-and pushing those down moves probability in directions nobody chose.
+The advantages of a chosen group compare it with this node's own success (`grpo/advantage.py`), or with the group's mean
+where own answers are too few, or if asked for.
 """
 
 from __future__ import annotations
@@ -30,12 +23,11 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-import torch
 
 from swarm_node.config import SharingConfig
 from swarm_node.config.plugins import error_text, load_function
 from swarm_node.errors import UserError
-from swarm_node.grpo.advantage import group_std, is_judged
+from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, foreign_advantages, is_judged
 from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
@@ -49,75 +41,6 @@ DRAWS = 3
 """Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
 policy is made of each draw."""
 MAX_NAMED = 200  # peers that are named for their payloads in a run: a stranger's key costs nothing
-FLOOR = 0.25  # a quarter of the distance between right and wrong: the spread of a success rate of 7 %
-DECAY = 0.95
-"""Weight of earlier answers after each group: about the last twenty groups of a kind of task count. That is long enough
-for a mean, and short enough to follow a policy that learns."""
-MIN_ANSWERS = 16.0  # answers below which a mean is not worth comparing with: two groups of eight
-
-
-@dataclass
-class RewardStatistics:
-    """Decayed sums over own answers to one kind of task."""
-
-    n: float = 0.0  # answers
-    rewards: float = 0.0
-    squares: float = 0.0  # sum of squared rewards
-
-    @property
-    def known(self) -> bool:
-        """Whether there were enough answers for `reward` and `spread`."""
-        return self.n >= MIN_ANSWERS
-
-    @property
-    def reward(self) -> float:
-        return self.rewards / self.n
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the reward."""
-        return math.sqrt(max(0.0, self.squares / self.n - self.reward**2))
-
-
-class TaskStatistics:
-    """Reward statistics by task label. Only own answers count: a peer's say how well the peer does."""
-
-    def __init__(self) -> None:
-        self._by_label: dict[str, RewardStatistics] = {}
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Take in own scored groups. Answers without a score do not count."""
-        for group in groups:
-            own = self._by_label.setdefault(group.task.label, RewardStatistics())
-            judged = [r for r in group.rollouts if is_judged(r)]
-            own.n = DECAY * own.n + len(judged)
-            own.rewards = DECAY * own.rewards + sum(r.reward for r in judged)
-            own.squares = DECAY * own.squares + sum(r.reward**2 for r in judged)
-
-    def of(self, label: str) -> RewardStatistics:
-        """Statistics of one kind of task; of no answers if there were none."""
-        return self._by_label.get(label, RewardStatistics())
-
-
-def foreign_advantages(
-    rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float, k: int = 1
-) -> list[float]:
-    """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean."""
-    rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
-    if own is None:
-        raw = group_std(rewards)
-    elif k == 1:
-        raw = (rewards - own.reward) / max(own.spread, FLOOR)
-    else:
-        p = min(max(own.reward, 0.0), 1.0)
-        miss, wrong = (1 - p) ** k, -p * (1 - p) ** (k - 1)
-        raw = (wrong + rewards * (miss - wrong)) / max(math.sqrt(miss * (1 - miss)), FLOOR)
-    clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
-    if own is None:
-        return clipped
-    up, down = sum(max(0.0, a) for a in clipped), sum(max(0.0, -a) for a in clipped)
-    share = min(1.0, up / down) if down else 1.0
-    return [a if a > 0 else a * share for a in clipped]
 
 
 def earning(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[bool]:

@@ -207,7 +207,7 @@ SETS = (
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    node = start("local", "--rounds", "100000", run_dir=parts, sets=SETS)
+    node = start("local", "--rounds", "100000", run_dir=parts, sets=(*SETS, "grpo.replay=3"))
     node.until(lambda: node.rounds >= 5)
     code = node.stop(number)
     done = len(read_jsonl(parts / "metrics.jsonl"))
@@ -215,8 +215,10 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
         assert code == 0 and f"stopping after round {done}" in node.output
         assert newest(parts).name == f"round-{done:08}"
     rounds = done + 3
-    run_local(settings(parts, rounds), json_output=True)
-    run_local(settings(whole, rounds), json_output=True)
+    run_local(settings(parts, rounds, grpo={"replay": 3}), json_output=True)
+    run_local(settings(whole, rounds, grpo={"replay": 3}), json_output=True)
+    replays = [json.loads((newest(run) / "state.json").read_text())["state"]["replay"] for run in (parts, whole)]
+    assert replays[0] == replays[1] and replays[0]["answers"]
     assert same_tensors(newest(parts) / "policy.safetensors", newest(whole) / "policy.safetensors")
     assert same_tensors(newest(parts) / "optimizer.safetensors", newest(whole) / "optimizer.safetensors")
     ours, theirs = (read_jsonl(d / "metrics.jsonl") for d in (parts, whole))

@@ -55,7 +55,7 @@ def test_every_arm_runs(setting: Setting, name: str) -> None:
     assert bool(row["groups"]["foreign"]) == bool(arm.foreign)
     if arm.silo and "refill" not in name:
         assert row["curve"][-1][3] == row["rounds"] * arm.own * 8
-    if name in ("sender", "replay"):
+    if name in ("sender", "replay", "replay own"):
         assert arm.own < row["groups"]["trained"] <= arm.own + 4
     if name == "imitate":
         assert row["groups"]["trained"] == row["groups"]["foreign"]

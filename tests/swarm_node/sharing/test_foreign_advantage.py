@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.advantage import advantages
-from swarm_node.sharing.replay_buffer import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
+from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, advantages, foreign_advantages
+from swarm_node.sharing.replay_buffer import earning, teaches
 from tests.support.foreign_groups import group
 
 
