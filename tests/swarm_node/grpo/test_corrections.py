@@ -115,6 +115,15 @@ def test_without_recorded_logprobs_nothing_is_weighed(name):
     torch.testing.assert_close(gradients(name, torch.full((7,), nan)), -torch.ones(7))
 
 
+def test_the_objective_is_decoupled():
+    """The clip acts on now / first pass = 1.5, the weight is first pass / sampled = 1.75: 1.75 min(1.5, 1.28)."""
+    first, one = tensor([0.2]).log(), torch.ones(1)
+    config = GrpoConfig(correction="truncated")
+    step = torch.zeros(1, dtype=torch.long), one, one, config, find_loss("dapo"), find_correction(config)
+    value, _ = policy_loss(first + math.log(1.5), first, *step, sampled=first - math.log(1.75))
+    assert value.item() == pytest.approx(-1.75 * 1.28)
+
+
 CLAIM = st.one_of(st.floats(-65504, 0, width=16), st.sampled_from([0.0, -1e4, math.log(0.4)]))
 
 
