@@ -115,6 +115,18 @@ def test_without_recorded_logprobs_nothing_is_weighed(name):
     torch.testing.assert_close(gradients(name, torch.full((7,), nan)), -torch.ones(7))
 
 
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_weights_do_not_depend_on_the_microbatch(name):
+    one, correction = torch.ones(3), find_correction(GrpoConfig(correction=name))
+
+    def part(keep: Tensor) -> Tensor:
+        now, sampled, sequence, foreign = (x[keep] for x in (FIRST, SAMPLED, SEQUENCE, CLAIMED))
+        step = sequence, one, one, GrpoConfig(correction=name), find_loss("dapo"), correction
+        return policy_loss(now, now, *step, sampled=sampled, foreign=foreign)[0]
+
+    torch.testing.assert_close(part(SEQUENCE == 1) + part(SEQUENCE != 1), part(SEQUENCE >= 0))
+
+
 def test_the_objective_is_decoupled():
     """The clip acts on now / first pass = 1.5, the weight is first pass / sampled = 1.75: 1.75 min(1.5, 1.28)."""
     first, one = tensor([0.2]).log(), torch.ones(1)
