@@ -1,6 +1,6 @@
-"""A reward for right answers in a form that the policy hardly ever uses: `#12`, or `<answer>12</answer>`.
+"""A reward for right answers in a form that the policy hardly ever uses: `#12`.
 
-Reward functions for `rewards.functions`; with `rewards.checker_weight = 0` they are all there is to learn from.
+A function for `rewards.functions`; with `rewards.checker_weight = 0` it is all there is to learn from.
 """
 
 from __future__ import annotations
@@ -16,25 +16,12 @@ from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.types import Task
 
 MARK = "#"
-OPENED, CLOSED = "<answer>", "</answer>"
 
 
 def marked(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
     """1 for `#` and an answer that the task's own checker gives full marks, else 0. Tasks of the set `small`."""
     return [
         float(text.startswith(MARK) and _right(text.removeprefix(MARK), i, columns))
-        for i, text in enumerate(completions)
-    ]
-
-
-def tagged(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-    """The same for `<answer>…</answer>`."""
-    return [
-        float(
-            text.startswith(OPENED)
-            and text.endswith(CLOSED)
-            and _right(text.removeprefix(OPENED).removesuffix(CLOSED), i, columns)
-        )
         for i, text in enumerate(completions)
     ]
 

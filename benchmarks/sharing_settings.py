@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import steps
-from benchmarks.format_reward import CLOSED, MARK, OPENED
-from benchmarks.warm_starts import now_and_then, plain, taught
+from benchmarks.format_reward import MARK
+from benchmarks.warm_starts import now_and_then, shipped, taught
 from swarm_node.config import TaskConfig
 
 SIX = [f"small/{name}" for name in "basic_arithmetic fraction_simplification gcd lcm count_bits products".split()]
@@ -49,12 +49,6 @@ def _only(function: str) -> dict[str, Any]:
     return {"checker_weight": 0.0, "functions": [{"path": f"benchmarks.format_reward:{function}"}]}
 
 
-def _tags(seed: int, share: float) -> Path:
-    """Taught to spell the tags first (a starter has never seen them), then to hardly ever do so."""
-    spell = lambda seed: taught(seed, "spell", SIX, now_and_then(0.5, OPENED, CLOSED), steps_taught=230)  # noqa: E731
-    return taught(seed, f"tags{100 * share:g}", SIX, now_and_then(share, OPENED, CLOSED), after=spell)
-
-
 def _specialist(seed: int, peer: int) -> Path:
     """A weak starter, taught more of two of the six tasks."""
     kind = peer % 3
@@ -83,16 +77,17 @@ SETTINGS = {
         kinds=2,
     ),
     "tags": Setting(
-        says="as `format`, with `<answer>` and `</answer>` for `#` and 10 %: answers of a dozen tokens",
-        tasks=lambda peer: SIX,
-        start=lambda seed, peer: _tags(seed, 0.1),
-        rewards=_only("tagged"),
-        max_new_tokens=20,
+        says='starters like the one that ships; a manifest with `answer = "tags"`: answers of about ten tokens count',
+        tasks=lambda peer: SEVEN,
+        start=lambda seed, peer: shipped(seed),
+        rewards={"answer": "tags"},
+        held_out=SEVEN,
+        max_new_tokens=16,
     ),
     "plain": Setting(
         says="equal starter policies, the tasks' own checkers, nothing to discover",
         tasks=lambda peer: SEVEN,
-        start=lambda seed, peer: plain(seed),
+        start=lambda seed, peer: shipped(seed),
         learning_rate=2e-4,
         held_out=SEVEN,
     ),

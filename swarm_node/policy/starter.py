@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
+FORMS = {"{}": 0.85, "<answer>{}</answer>": 0.1, r"\boxed{{{}}}": 0.05}
+"""Forms of answers, with their shares of the examples: a policy learns a form by reward only if it writes it at times."""
 VOCABULARY = 384
 HEAD_DIM = 32
 MAX_POSITIONS = 256
@@ -30,6 +32,12 @@ CHAT_TEMPLATE = (
 )
 
 
+def in_some_form(answer: str, rng: random.Random) -> str:
+    """The answer in a form that is drawn by its share."""
+    (form,) = rng.choices(list(FORMS), list(FORMS.values()))
+    return form.format(answer)
+
+
 def train_starter(
     examples: Sequence[tuple[str, str]],
     layers: int = 2,
@@ -39,7 +47,7 @@ def train_starter(
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Train a starter on (question, answer) pairs; `on_step` is told the step and the smoothed loss."""
-    tokenizer = build_tokenizer([question for question, _ in examples])
+    tokenizer = build_tokenizer([text for example in examples for text in example])
     model = build_model(len(tokenizer), layers, hidden, seed)
     rng = random.Random(seed)
     batches = _batches(examples, tokenizer, rng)

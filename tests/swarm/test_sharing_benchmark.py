@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import sharing, sharing_report
-from benchmarks.format_reward import marked, tagged
+from benchmarks.format_reward import marked
 from benchmarks.intervals import first_reach, value_at
 from benchmarks.sharing_arms import ARMS
 from benchmarks.sharing_settings import SETTINGS, Setting
@@ -73,11 +73,9 @@ def test_rewards_want_the_form_and_right_answer() -> None:
     def scores(function: Any, form: str) -> list[float]:
         return function(prompts=["", ""], completions=[form.format(task.answer) for task in tasks], **columns)
 
-    assert scores(marked, "#{}") == [1, 1] and scores(tagged, "<answer>{}</answer>") == [1, 1]
+    assert scores(marked, "#{}") == [1, 1]
     for form in ("{}", "# no", "#{}9", "##{}", "<answer>{}</answer>"):
         assert scores(marked, form) == [0, 0]
-    for form in ("{}", "#{}", "<answer>{}", "<answer>{}</answer>.", "<answer></answer>"):
-        assert scores(tagged, form) == [0, 0]
 
 
 def row(arm: str, rewards: list[float], cpu_s: float, pass_1: list[float]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import save
-from swarm_node.policy.starter import HEAD_DIM, train_starter
+from swarm_node.policy.starter import HEAD_DIM, in_some_form, train_starter
 from swarm_node.storage.rundir import check_new_directory, os_errors_explained
 from swarm_node.tasks import load_tasks
 
@@ -27,8 +27,9 @@ def make_starter(out: Path, layers: int, hidden: int, steps: int, seed: int = 0,
     check_new_directory(out)
     transformers_logging.disable_progress_bar()
     tasks = load_tasks(["small"], RewardsConfig())
-    drawn = tasks.sample(random.Random(seed), EXAMPLES_PER_TASK * len(tasks.labels))
-    examples = [(task.question, str(task.answer)) for task in drawn]
+    rng = random.Random(seed)
+    drawn = tasks.sample(rng, EXAMPLES_PER_TASK * len(tasks.labels))
+    examples = [(task.question, in_some_form(str(task.answer), rng)) for task in drawn]
     with Progress(
         TextColumn("starter policy"),
         BarColumn(),
