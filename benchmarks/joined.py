@@ -144,19 +144,14 @@ def report() -> str:
         seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
         if not seeds:
             continue
-        mean = lambda kind, key: [fmean(n["after"][key] for n in found[kind][seed]["nodes"]) for seed in seeds]  # noqa: E731
-        joined, silos = mean("joined", "pass_1"), mean("silos", "pass_1")
-        rows.append(
-            [
-                setting,
-                len(seeds),
-                f"{fmean(joined):.3f}",
-                f"{fmean(silos):.3f}",
-                interval([a - b for a, b in zip(joined, silos, strict=True)], "+.3f"),
-                f"{fmean(mean('joined', 'pass_k')):.3f}",
-                f"{fmean(mean('silos', 'pass_k')):.3f}",
-            ]
-        )
+        means = {
+            (kind, key): [fmean(node["after"][key] for node in runs[seed]["nodes"]) for seed in seeds]
+            for kind, runs in found.items()
+            for key in ("pass_1", "pass_k")
+        }
+        more = [a - b for a, b in zip(means["joined", "pass_1"], means["silos", "pass_1"], strict=True)]
+        pass_1, pass_k = ([f"{fmean(means[kind, key]):.3f}" for kind in KINDS] for key in ("pass_1", "pass_k"))
+        rows.append([setting, len(seeds), *pass_1, interval(more, "+.3f"), *pass_k])
     return table(["setting", "seeds", "joined, pass@1", "silos", "difference", "joined, pass@8", "silos"], rows)
 
 
