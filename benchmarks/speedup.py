@@ -4,7 +4,7 @@
     python -m benchmarks.speedup --report
     python -m benchmarks.speedup --quick         # one seed of `format`, two peers, few rounds; nothing is stored
 
-`alone` is the arm `best silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each on its own virtual clock.
+`alone` is the arm `best silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each with a virtual clock.
 `pooled` is one learner that samples 8 N groups a round and trains on all of them, as if N machines were one: its CPU
 seconds are divided by N. Speed-up = CPU seconds that `alone` takes to the level at which it ends / those of a member.
 """
