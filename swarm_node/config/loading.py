@@ -114,6 +114,11 @@ def _check_together(config: NodeConfig) -> None:
             f'grpo.correction = "{correction}" compares with log-probabilities at sampling, which rollouts.top_p = '
             f"{top_p} alters: set it to 1"
         )
+    if config.grpo.advantage == "pass_k" and config.grpo.k >= config.rollouts.group_size:
+        raise UserError(
+            f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a group "
+            "with no more answers, pass@k training learns nothing"
+        )
     if config.pipeline.crew and not config.pipeline.stages:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")
     if config.pipeline.stage != "auto" and not 0 <= config.pipeline.stage < config.pipeline.stages:

@@ -196,6 +196,7 @@ def test_overridden_wrong_values_are_blamed_too() -> None:
         (["grpo.correction=icepop", "grpo.off_policy_mask=0.5"], 'grpo.off_policy_mask needs grpo.correction = "recor'),
         (["grpo.correction=a.py:F", "grpo.off_policy_mask=0.5"], "grpo.off_policy_mask needs grpo.correction"),
         (["grpo.correction=truncated", "rollouts.top_p=0.9"], "which rollouts.top_p = 0.9 alters"),
+        (["grpo.advantage=pass_k", "rollouts.group_size=4"], "must be less than rollouts.group_size (4)"),
     ],
 )
 def test_settings_that_contradict_each_other(sets: list[str], message: str) -> None:
