@@ -66,9 +66,9 @@ def _steps(share: float) -> Setting:
 
 
 SETTINGS = {
-    "steps-3": _steps(0.04),
-    "steps-8": _steps(0.11),
-    "steps-15": _steps(0.2),
+    "steps-3": _steps(0.02),
+    "steps-8": _steps(0.07),
+    "steps-15": _steps(0.155),
     "format": _format(0.07),
     "format-dense": _format(0.12),
     "sizes": replace(

@@ -30,8 +30,9 @@ TASKS = [
 MAX_NEW_TOKENS = 72
 EXAMPLES = 24_000
 """Questions that the base is taught, in both forms alike."""
-MIXED_STEPS = 60
-"""Supervised steps with the rare form in a given share of the answers."""
+MIXED_STEPS, MIXED_RATE = 100, 3e-4
+"""Supervised steps with the rare form in a given share of the answers, and their learning rate: more of either, or a
+share below 2 %, and a policy that writes the rare form no longer gets it right in 60 % of the cases."""
 
 
 def rare(task: Task) -> str:
@@ -59,7 +60,8 @@ def _written(terms: Sequence[int]) -> str:
 
 
 def base(layers: int, hidden: int, steps: int) -> Path:
-    """A policy taught both forms alike until it can do either. One for all seeds: teaching it takes minutes."""
+    """A policy taught both forms alike until it can do either: of the rare form it gets 97 % right. One for all seeds:
+    teaching it takes 19 CPU minutes."""
 
     def make(out: Path) -> None:
         rng = random.Random("steps")
@@ -78,5 +80,6 @@ def start(seed: int, share: float, layers: int = 4, hidden: int = 96, steps: int
         TASKS,
         lambda rng, task: (rare if rng.random() < share else frequent)(task),
         MIXED_STEPS,
+        rate=MIXED_RATE,
         after=lambda seed: base(layers, hidden, steps),
     )

@@ -65,6 +65,7 @@ def taught(
     answer: Answer,
     steps_taught: int = 80,
     after: Callable[[int], Path] | None = None,
+    rate: float = 1e-3,
     **start: int,
 ) -> Path:
     """`plain`, or what `after` makes of a seed, after `steps_taught` supervised steps on `tasks`, whose targets
@@ -75,7 +76,7 @@ def taught(
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         rng = random.Random(f"{name}/{seed}")
         drawn = load_tasks(list(tasks), RewardsConfig()).sample(rng, EXAMPLES_PER_TASK * len(tasks))
-        teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], steps_taught, 1e-3, rng)
+        teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], steps_taught, rate, rng)
         save(model, tokenizer, out)
 
     return cached("-".join([name, *map(str, start.values()), str(seed)]), make)
