@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -114,13 +114,15 @@ def teach(
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The directory of that name, made whole or not at all."""
+    """The directory of that name, made whole or not at all; another process may make it at the same time."""
     folder = CACHE / name
     if not folder.exists():
         torch.set_num_threads(1)
-        half = CACHE / f"{name}.part"
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
-        make(half)
-        half.rename(folder)
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.") as parent:
+            half = Path(parent) / name
+            half.mkdir()
+            make(half)
+            if not folder.exists():
+                half.rename(folder)
     return folder
