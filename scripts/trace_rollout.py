@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType, FunctionType
 
 from swarm_node.config import NodeConfig
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.node import Node
 from swarm_node.policy.policy import Policy
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
@@ -39,16 +40,17 @@ SETTLED_S, ARRIVED_S = 10.0, 0.5
 
 @contextmanager
 def traced(beginning: FunctionType) -> Iterator[set[str]]:
-    """Collect the files whose functions start from the first call of `beginning` until the block ends."""
+    """Collect the files whose functions start from the first call of `beginning` to the end of the optimiser step."""
     files: set[str] = set()
-    begun = False
+    begun = ended = False
 
     def called(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal begun
+        nonlocal begun, ended
         code = frame.f_code
         begun = begun or code is beginning.__code__
+        ended = ended or (begun and event == "return" and code is Optimizer.apply.__code__)
         is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED  # else a module's or a class's own code
-        if begun and is_function and code.co_filename.startswith(PARTS):
+        if begun and not ended and is_function and code.co_filename.startswith(PARTS):
             file = str(Path(code.co_filename).relative_to(ROOT))
             if not file.startswith(HARNESS):
                 files.add(file)

@@ -154,7 +154,8 @@ class ReplayBuffer:
         self._used = []
         for _ in range(DRAWS):
             drawn = draw(left, n - len(chosen), rng)
-            parts = [down_sampled(entries[i].group, self.config.answers, rng) for i, _ in drawn]
+            compared = [self._compared(entries[i].group) for i, _ in drawn]
+            parts = [down_sampled(group, self.config.answers, rng) for group in compared]
             groups = self._without_payloads(parts)
             for (i, _), group in zip(drawn, groups, strict=True):
                 left[i] = 0.0
@@ -173,10 +174,8 @@ class ReplayBuffer:
         return chosen
 
     def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
-        """The groups with advantages and without answers that carry a payload; None for a group that teaches nothing
-        then, or that cannot be judged."""
-        for group in groups:
-            group.advantages = self._advantages(group)
+        """The groups without answers that carry a payload; None for a group that teaches nothing then, or that cannot
+        be judged."""
         if self.gate is None:
             return list(groups)
         earns = [earning(group.rollouts, group.advantages or []) for group in groups]
@@ -195,9 +194,10 @@ class ReplayBuffer:
         if not any(payload):
             return group
         kept = [r for r, carries in zip(group.rollouts, payload, strict=True) if not carries]
-        sifted = msgspec.structs.replace(group, rollouts=kept)
-        sifted.advantages = self._advantages(sifted)
-        return sifted if any(a > 0 for a in sifted.advantages) else None
+        if not kept:
+            return None
+        sifted = self._compared(msgspec.structs.replace(group, rollouts=kept))
+        return sifted if any(a > 0 for a in sifted.advantages or []) else None
 
     def _judged(self, peer: str, payloads: int, right: int) -> None:
         before = self.trust.of(peer)
@@ -207,8 +207,10 @@ class ReplayBuffer:
             self._named.add(peer)
             self.say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
 
-    def _advantages(self, group: Group) -> list[float]:
-        return foreign_advantages(group.rollouts, self._baseline(group), self.config.max_advantage, self.k)
+    def _compared(self, group: Group) -> Group:
+        """`group` with its advantages."""
+        advantages = foreign_advantages(group.rollouts, self._baseline(group), self.config.max_advantage, self.k)
+        return msgspec.structs.replace(group, advantages=advantages)
 
     def metrics(self) -> dict[str, float]:
         """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""
