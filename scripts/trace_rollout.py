@@ -30,8 +30,9 @@ from swarm_node.sharing import Receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = f"{ROOT}/swarm_node/", f"{ROOT}/protocol/"
-HARNESS = "protocol/transports/memory/", "swarm_node/runtime/simulation.py"
-"""Files that stand for the network and its clock here: not counted."""
+ASIDE = "protocol/transports/memory/", "swarm_node/runtime/simulation.py", "swarm_node/policy/vetting.py"
+"""Files that are not counted. The first two stand for the network and its clock. The last one counts the modules that a
+model makes while it is loaded; its hook also runs when transformers slices a list of layers in a forward pass."""
 ROUNDS = 20
 """Rounds that are sampled at most until a group has both right and wrong answers."""
 SETTLED_S, ARRIVED_S = 10.0, 0.5
@@ -52,7 +53,7 @@ def traced(beginning: FunctionType) -> Iterator[set[str]]:
         is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED  # else a module's or a class's own code
         if begun and not ended and is_function and code.co_filename.startswith(PARTS):
             file = str(Path(code.co_filename).relative_to(ROOT))
-            if not file.startswith(HARNESS):
+            if not file.startswith(ASIDE):
                 files.add(file)
 
     threading.setprofile(called)
