@@ -127,7 +127,11 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
         "tasks": list(setting.tasks(number)),
         "rewards": setting.rewards,
         "policy": {"model": str(setting.start(seed, number))},
-        "rollouts": {"groups": arm.own, "max_new_tokens": setting.max_new_tokens, "max_prompt_tokens": 128},
+        "rollouts": {
+            "groups": arm.own + arm.foreign,
+            "max_new_tokens": setting.max_new_tokens,
+            "max_prompt_tokens": 128,
+        },
         "grpo": {"learning_rate": arm.rate * setting.learning_rate},
         "sharing": {"own": arm.own, "foreign": arm.foreign, "gate": False},
     }

@@ -116,8 +116,8 @@ def _check_together(config: NodeConfig) -> None:
         )
     if config.grpo.advantage == "pass_k" and config.grpo.k >= config.rollouts.group_size:
         raise UserError(
-            f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a group "
-            "with no more answers, pass@k training learns nothing"
+            f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a "
+            "group with no more answers, pass@k training learns nothing"
         )
     if config.pipeline.crew and not config.pipeline.stages:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")

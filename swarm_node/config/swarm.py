@@ -49,7 +49,8 @@ class SharingConfig(Section):
     foreign: int = Field(4, ge=0)
     """Groups of other peers to train on in each round (J). 0 = a silo, which shares but uses nothing of others."""
     fill: bool = True
-    """Sample more own groups while there are too few foreign ones (4 alone learn worse than 8)."""
+    """Sample more own groups while there are too few foreign ones, at most `rollouts.groups` (4 alone learn worse than
+    8)."""
     sampler: Literal["uniform"] | Plugin = "uniform"
     """Choice of foreign groups: `uniform` (the paper) | a plugin `package.module:function`; see docs/sharing.md."""
     baseline: Literal["own", "group"] = "own"

@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
 FORMS = {"{}": 0.85, "<answer>{}</answer>": 0.1, r"\boxed{{{}}}": 0.05}
-"""Forms of answers, with their shares of the examples: a policy learns a form by reward only if it writes it at times."""
+"""Forms of answers, with their shares of the examples: a policy learns a form by reward only if it sometimes writes it.
+"""
 VOCABULARY = 384
 HEAD_DIM = 32
 MAX_POSITIONS = 256

@@ -63,6 +63,7 @@ class Member:
         transport's, which lasts as long as the transport, for a member that may end earlier. `spoken`: the protocol
         versions that it understands. `spent`: the clock [s] that bounds admission."""
         self.sharing = config.sharing
+        self._most_own = max(config.sharing.own, config.rollouts.groups)
         self.manifest = manifest
         self.peer_id = identity.peer_id
         self.transport = transport
@@ -124,10 +125,11 @@ class Member:
     # ----------------------------------------------------------------- a round
 
     def wanted(self) -> int:
-        """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group."""
+        """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group, but
+        no more than alone."""
         self.receiver.admit()
         missing = max(0, self.sharing.foreign - self.replay_buffer.available()) if self.sharing.fill else 0
-        return self.sharing.own + missing
+        return min(self.sharing.own + missing, self._most_own)
 
     def draw(self, n: int) -> list[Task]:
         """The tasks of the next `n` slots."""
