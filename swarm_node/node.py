@@ -151,11 +151,16 @@ class Node:
         return kept + replayed + foreign
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Train one step on `groups` and end the round; its metrics. `before_update`: see `Trainer.step`."""
-        parts = [groups[i :: self.config.grpo.minibatches] for i in range(self.config.grpo.minibatches)]
-        learned = self.trainer.step(parts[0], before_update)
-        for part in parts[1:]:
-            learned = self.trainer.step(part)
+        """Train on `groups`, a step for each batch of them, and end the round. `before_update`: see `Trainer.step`.
+
+        Returns the metrics of the steps, averaged over those that have them.
+        """
+        size = self.config.grpo.batch_groups or len(groups)
+        n = max(1, round(len(groups) / size)) if groups else 1
+        first, *others = (groups[i::n] for i in range(n))
+        steps = [self.trainer.step(first, before_update), *map(self.trainer.step, others)]
+        learned = {name: fmean(step[name] for step in steps if name in step) for step in steps for name in step}
+        learned["num_tokens"] = steps[-1]["num_tokens"]
         if self.replay is not None:
             self.replay.observe(self._scored)
             self._scored = []

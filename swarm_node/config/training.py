@@ -137,8 +137,9 @@ class GrpoConfig(Section):
     """Weight of the k3 KL penalty to the reference policy; 0 = no reference policy is kept."""
     iterations: PositiveInt = 1
     """Optimiser updates on each batch of groups."""
-    minibatches: PositiveInt = 1
-    """Parts of a round's groups, each of which makes its own updates, one after the other."""
+    batch_groups: int = Field(8, ge=0)
+    """Groups of an optimiser update. A round with more makes several updates of about so many, one after the other.
+    0 = one update with all."""
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss (DAPO's overlong filter)."""
     learning_rate: PositiveFloat | None = None
