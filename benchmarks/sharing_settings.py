@@ -84,6 +84,15 @@ SETTINGS = {
         held_out=SEVEN,
         max_new_tokens=16,
     ),
+    "tags-3M": Setting(
+        says="as `tags`, policies of 3.2M parameters",
+        tasks=lambda peer: SEVEN,
+        start=lambda seed, peer: shipped(seed, layers=4, hidden=256),
+        rewards={"answer": "tags"},
+        learning_rate=1.5e-4,
+        held_out=SEVEN,
+        max_new_tokens=16,
+    ),
     "plain": Setting(
         says="equal starter policies, the tasks' own checkers, nothing to discover",
         tasks=lambda peer: SEVEN,

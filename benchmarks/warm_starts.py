@@ -29,9 +29,9 @@ BATCH = 64
 WARMUP = 10
 
 
-def shipped(seed: int) -> Path:
+def shipped(seed: int, layers: int = 2, hidden: int = 128) -> Path:
     """A starter like the one that ships with the package, from other seeds: it writes tags in 10 % of its answers."""
-    return cached(f"shipped-{seed}", lambda out: _starter(out, seed, in_some_form))
+    return cached(f"shipped-{layers}x{hidden}-{seed}", lambda out: _starter(out, seed, in_some_form, layers, hidden))
 
 
 def plain(seed: int, steps: int = 500, layers: int = 2, hidden: int = 128) -> Path:
