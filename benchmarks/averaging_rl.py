@@ -41,7 +41,7 @@ from torch import Tensor
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.intervals import against, interval, value_at
 from benchmarks.sharing import SEARCHED_FROM, held_out, simulate, timed
-from benchmarks.sharing_arms import Arm, Measured
+from benchmarks.sharing_arms import BEFORE, Arm, Measured
 from benchmarks.sharing_settings import SETTINGS, Setting
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.merge import uniform_mean
@@ -57,11 +57,14 @@ PERIOD_S = 5.0
 """Two to three rounds."""
 AVERAGED = {"method": "noloco", "alpha": 0.0, "beta": 1.0, "gamma": 1.0, "every": 1, "late_join": False}
 """The mean of the pair."""
+AVERAGING = BEFORE | {"averaging": AVERAGED}
 ONCE = {
-    "silo": Arm("8 own", own=8, foreign=0, silo=True),
-    "averaging": Arm("8 own, weights averaged", own=8, foreign=0, sets={"averaging": AVERAGED}, period_s=PERIOD_S),
-    "sharing": Arm("4 own + 4 foreign"),
-    "sharing + averaging": Arm("4 own + 4 foreign, weights averaged", sets={"averaging": AVERAGED}, period_s=PERIOD_S),
+    "silo": Arm("8 own", own=8, foreign=0, silo=True, sets=BEFORE),
+    "averaging": Arm("8 own, weights averaged", own=8, foreign=0, sets=AVERAGING, period_s=PERIOD_S),
+    "sharing": Arm("4 own + 4 foreign", own=4, foreign=4, sets=BEFORE),
+    "sharing + averaging": Arm(
+        "4 own + 4 foreign, weights averaged", own=4, foreign=4, sets=AVERAGING, period_s=PERIOD_S
+    ),
 }
 TWICE = {f"{name} x2": replace(a, says=f"{a.says}, twice the learning rate", rate=2.0) for name, a in ONCE.items()}
 ARMS = {name: arm for pair in zip(ONCE.items(), TWICE.items(), strict=True) for name, arm in pair}

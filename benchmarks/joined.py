@@ -7,7 +7,7 @@
 A bootstrap and `--nodes` processes of `swarm-node join LINK`; then as many of `swarm-node local`, on the same cores and
 from the same warm starts. A node is told to stop (SIGINT) once all its processes, p2pd and gossip included, have
 taken so many CPU seconds since its first round. It then answers held-out questions, which does not count. Members have
-the arm `new` of `benchmarks.sharing`, silos the arm `best silo`; the simulator's figures for these stand in its report.
+the arm `new` of `benchmarks.sharing`, silos the arm `silo`; the simulator's figures for these stand in its report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import NodeConfig
 
 FOLDER = RESULTS / "joined"
-KINDS = {"joined": "new", "silos": "best silo"}
+KINDS = {"joined": "new", "silos": "silo"}
 """What is run -> its arm."""
 QUESTIONS, SAMPLES = 96, 8
 START_S = 180.0  # longest wait for first rounds on a busy machine

@@ -1,6 +1,6 @@
 """Is joining worth it? Members that share, silos and controls, from the same starts, in the simulator.
 
-    python -m benchmarks.sharing [--settings format tags …] [--arms 8/0 4/4 …] [--seeds 0 1 2 3 4]
+    python -m benchmarks.sharing [--settings format tags …] [--arms silo new …] [--seeds 0 1 2 3 4]
     python -m benchmarks.sharing --report
     python -m benchmarks.sharing --quick [--settings …] [--arms …]   # a short look at each; nothing is stored
 
@@ -54,7 +54,7 @@ SPEED = Speed(generate_tok_s=300.0, train_tok_s=1000.0)
 LINK = LinkModel()
 STAGGER_S = 0.37
 """Peers begin this long after each other, so that they do not march in step."""
-QUICK_PEERS, QUICK_ROUNDS = 4, 30
+QUICK_PEERS, QUICK_ROUNDS = 4, 8
 SEARCHED_FROM = 100
 """Seeds from here on were used to search settings, and are not reported."""
 
@@ -108,7 +108,9 @@ def simulate(setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel 
         )
         for number in range(peers)
     ]
-    manifest = msgspec.structs.replace(manifest_for(members[0].config), averaging_period_s=arm.period_s)
+    manifest = msgspec.structs.replace(
+        manifest_for(members[0].config), averaging_period_s=arm.period_s or setting.period_s
+    )
     return Simulation(manifest, members, seed)
 
 
@@ -122,7 +124,7 @@ def timed(nodes: Sequence[Measured], run: Callable[[], None]) -> float:
 
 
 def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
-    """Of peer `number` in `arm`. Nobody lies here: answers are not looked at for payloads unless the arm says so."""
+    """Of peer `number` in `arm`."""
     table: dict[str, Any] = {
         "tasks": list(setting.tasks(number)),
         "rewards": setting.rewards,
@@ -133,7 +135,7 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
             "max_prompt_tokens": 128,
         },
         "grpo": {"learning_rate": arm.rate * setting.learning_rate},
-        "sharing": {"own": arm.own, "foreign": arm.foreign, "gate": False},
+        "sharing": {"own": arm.own, "foreign": arm.foreign},
     }
     for section, keys in arm.sets.items():
         table[section] = {**table.get(section, {}), **keys}
@@ -245,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report()
     elif args.quick:
         for setting in args.settings if args.settings != list(SETTINGS) else ["format"]:
-            for arm in args.arms if args.arms != list(ARMS) else ["8/0", "4/4"]:
+            for arm in args.arms if args.arms != list(ARMS) else ["silo", "new"]:
                 row = run(SETTINGS[setting], ARMS[arm], 0, QUICK_PEERS, args.rounds or QUICK_ROUNDS)
                 show({"setting": setting, "arm": arm, "seed": 0} | row)
     else:

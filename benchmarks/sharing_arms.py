@@ -6,17 +6,18 @@ what a node chooses to train on.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
 
 from swarm_node.grpo.advantage import TaskStatistics, foreign_advantages
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.tasks.taskset import has_signal
@@ -111,37 +112,24 @@ class Measured(Node):
 # --------------------------------------------------------------------- controls
 
 
-class ReplaysItself(Measured):
-    """Beside its own new groups, J of its own earlier ones with a signal, treated as foreign ones are: as much data as
-    sharing gives, and nobody else's. Unlike those, each is used again and again: there are too few."""
+class RateBySignal(Measured):
+    """The learning rate follows the number of groups with a signal, and decays: times sqrt(s / S), where s is the mean
+    number in this node's last rounds and S that of its first ones, at most MOST; to a tenth over ROUNDS rounds."""
 
-    J = 4
-    KEPT = 64
+    MOST, ROUNDS, LAST = 2.0, 60, 4
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.earlier: list[Group] = []
-        self.statistics = TaskStatistics()
+        self.signals: list[int] = []
 
-    def choose(self, collected: Collected) -> list[Group]:
-        self.statistics.observe(collected.groups)
-        rng = random.Random(f"replay/{self.config.seed}/{self.round}")
-        bound = self.config.sharing.max_advantage
-        drawn = rng.sample(self.earlier, min(self.J, len(self.earlier)))
-        self.earlier = [*self.earlier, *(g for g in collected.groups if has_signal(g.rollouts))][-self.KEPT :]
-        return collected.kept + [as_foreign(group, self.statistics, bound) for group in drawn]
-
-
-class ReplaysByOwnSuccess(Measured):
-    """`grpo.replay` with the advantages that foreign answers would have, once own success is known, instead of 1."""
-
-    def choose(self, collected: Collected) -> list[Group]:
-        assert self.replay is not None
-        own, bound = self.replay.own, self.config.sharing.max_advantage
-        return [
-            as_foreign(g, own, bound) if g.advantages is not None and own.of(g.task.label).known else g
-            for g in super().choose(collected)
-        ]
+    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        self.signals.append(sum(has_signal(g.rollouts) or g.advantages is not None for g in groups))
+        first, last = fmean(self.signals[: self.LAST]), fmean(self.signals[-self.LAST :])
+        by_signal = min(self.MOST, (last / max(first, 1.0)) ** 0.5)
+        optimizer = self.trainer.optimizer
+        assert isinstance(optimizer, Optimizer)
+        optimizer.rate_scale = by_signal * max(0.1, 1 - self.round / self.ROUNDS)
+        return super().learn(groups, before_update)
 
 
 class JudgesItselfAsForeign(Measured):
@@ -190,8 +178,8 @@ class Arm:
     """Who trains on what."""
 
     says: str
-    own: int = 4
-    foreign: int = 4
+    own: int = 8
+    foreign: int = 24
     silo: bool = False
     """Not a member of the swarm; `own` groups a round."""
     sets: dict[str, Any] = field(default_factory=dict)
@@ -200,63 +188,74 @@ class Arm:
     peers: int = 0
     """Peers that are simulated; 0 = as many as of other arms."""
     longer: int = 1
-    """Goes on for this many times the rounds, to see where it is when dearer arms end."""
-    period_s: float = 60.0
-    """Of outer rounds, where weights are averaged."""
+    """Goes on for this many times the rounds: arms with a quarter of the groups a round have four times as many."""
+    period_s: float = 0.0
+    """Of outer rounds, where weights are averaged; 0 = the setting's."""
     rate: float = 1.0
     """Times the setting's learning rate."""
 
 
-def _replay(says: str, n: int, node: type[Measured] = Measured) -> Arm:
-    return Arm(says, own=8, foreign=0, silo=True, sets={"grpo": {"replay": n}}, node=node, longer=3)
+def _sets(answers: int | None = None, own_answers: int | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Keys by section; `answers` of each foreign group and `own_answers` of each own one are trained on."""
+    table = {name: dict(keys) for name, keys in sections.items()}
+    if answers is not None:
+        table.setdefault("sharing", {})["answers"] = answers
+    if own_answers is not None:
+        table.setdefault("grpo", {})["answers"] = own_answers
+    return table
 
+
+def _silo(says: str, rate: float = 1.0, **grpo: Any) -> Arm:
+    return Arm(says, own=32, foreign=0, silo=True, sets={"grpo": grpo} if grpo else {}, rate=rate)
+
+
+ALONE: dict[str, Any] = {"averaging": {"method": "none"}}
+BEFORE = _sets(answers=0, own_answers=0, averaging={"method": "none"})
+"""As before the present defaults: all answers of each group, weights are not averaged."""
+PASS_K = {"advantage": "pass_k", "k": 4}
+STREAMING = {
+    "method": "diloco",
+    "fragments": 4,
+    "mixing": 0.5,
+    "codec": "4bit",
+    "overlap": True,
+    "outer_learning_rate": 0.7,
+    "outer_momentum": 0.9,
+}
+NOLOCO = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 
 ARMS = {
-    "8/0": Arm("silo", own=8, foreign=0, silo=True, longer=3),
-    "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
-    "4/4": Arm("4 own + 4 foreign"),
-    "2/6": Arm("2 own + 6 foreign", own=2, foreign=6),
-    "2/6 two": Arm("2 own + 6 foreign, two answers of each", own=2, foreign=6, sets={"sharing": {"answers": 2}}),
-    "2/6 two all": Arm(
-        "2 own + 6 foreign, two answers of each",
-        own=2,
-        foreign=6,
-        sets={"sharing": {"answers": 2}, "grpo": {"answers": 2}},
-    ),
-    "4/4 gate": Arm("answers that carry a payload are left out", sets={"sharing": {"gate": True}}),
-    "4/4 no fill": Arm("4 own + up to 4 foreign", sets={"sharing": {"fill": False}}),
-    "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
+    "8/0": Arm("silo, 8 groups a round, all answers", own=8, foreign=0, silo=True, sets=BEFORE, longer=4),
+    "silo": _silo("`local` as it comes: 32 groups a round, 4 updates, 4 answers of each 8"),
+    "silo whole": _silo("the same with all answers", answers=0),
+    "silo replay": _silo("and 32 own right answers again in each round", replay=32),
+    "silo pass@k": _silo("pass@k advantages, k = 4", **PASS_K),
+    "silo rate": _silo("1.5 times the learning rate", rate=1.5),
     "4/4 paper": Arm(
-        "advantages against the sender's group, unbounded",
-        sets={"sharing": {"baseline": "group", "max_advantage": 100.0}},
+        "4 own + 4 foreign, advantages against the sender's group, unbounded",
+        own=4,
+        foreign=4,
+        sets=_sets(
+            0, 0, averaging={"method": "none"}, sharing={"baseline": "group", "max_advantage": 100.0, "gate": False}
+        ),
+        longer=4,
     ),
-    "4/4 group": Arm("advantages against the sender's group, bounded", sets={"sharing": {"baseline": "group"}}),
-    "refill": Arm("silo that refills dead groups, x4", own=8, foreign=0, silo=True, sets={"rollouts": {"refill": 4.0}}),
-    "8/0 rule": Arm(
-        "silo, advantages as for foreign groups",
-        own=8,
-        foreign=0,
-        silo=True,
-        node=JudgesItselfAsForeign,
-        longer=2,
+    "4/4": Arm("4 own + 4 foreign, all answers: the default before", own=4, foreign=4, sets=BEFORE, longer=4),
+    "new": Arm("`join` as it comes: 8 own + the best answer of 24 foreign groups, averaging"),
+    "new 2/6": Arm("2 own + 6 foreign, one update a round", own=2, foreign=6, longer=4),
+    "new 4/28": Arm("4 own + 28 foreign", own=4, foreign=28),
+    "new two": Arm("the best and the worst answer of a foreign group", sets=_sets(answers=2)),
+    "new all": Arm("all answers of a foreign group", sets=_sets(answers=0)),
+    "new whole": Arm("all answers of an own group", sets=_sets(own_answers=0)),
+    "new pass@k": Arm("pass@k advantages, k = 4", sets={"grpo": PASS_K}),
+    "new rate": Arm("the learning rate follows the signal, and decays", node=RateBySignal),
+    "new aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
+    "sharing": Arm("sharing alone", sets=ALONE),
+    "averaging": Arm("averaging alone: 32 own groups, the mean of pairs", own=32, foreign=0),
+    "NoLoCo": Arm("NoLoCo's outer step (0.5, 0.7, 0.7) instead of the mean", sets={"averaging": NOLOCO}),
+    "Streaming DiLoCo": Arm("Streaming DiLoCo: the whole cohort, 4 fragments", sets={"averaging": STREAMING}),
+    "imitate": Arm(
+        "supervised on foreign successes only", sets={"sharing": {"fill": False}, **ALONE}, node=ImitatesOthers
     ),
-    "refill rule": Arm(
-        "refilling silo, advantages as for foreign groups",
-        own=8,
-        foreign=0,
-        silo=True,
-        sets={"rollouts": {"refill": 4.0}},
-        node=JudgesItselfAsForeign,
-    ),
-    "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
-    "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
-    "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
-    "replay": _replay("8 own + 4 earlier own, successes only", 4),
-    "replay 8": _replay("8 own + 8 earlier own, successes only", 8),
-    "replay own": _replay(
-        "8 own + 4 earlier own, successes only, advantages against own success", 4, ReplaysByOwnSuccess
-    ),
-    "imitate": Arm("supervised on foreign successes only", sets={"sharing": {"fill": False}}, node=ImitatesOthers),
-    "pooled": Arm("one learner, 64 groups a round", own=64, foreign=0, silo=True, peers=1),
-    "pooled x8": Arm("one learner, 8 groups, 8 x the rounds", own=8, foreign=0, silo=True, peers=1, longer=8),
+    "pooled": Arm("one learner, 256 groups a round", own=256, foreign=0, silo=True, peers=1),
 }

@@ -1,9 +1,9 @@
 """The tables of `benchmarks.sharing`: how much sooner a member is where the strongest silo ends.
 
-    level       mean reward of the last WINDOW rounds; what a silo ends with: of the last sixth of its run
+    level       mean reward of the last WINDOW answers of all peers; what a silo ends with: of the last sixth of its run
     CPU s       of one member, all of its processes; the simulator's own figure plus what p2pd and gossip take beside
                 one busy core (results/overhead.json)
-    S = 80 %    the same as if sampling took so much of the CPU time of 8/0: each answer sampled costs m times as much
+    S = 80 %    the same as if sampling took so much of the CPU time of `silo`: each answer sampled costs m times as much
 
 Ratios are paired by seed: median with range. An arm that does not get there counts as `never`.
 """
@@ -22,9 +22,9 @@ from benchmarks.sharing_arms import ARMS
 from benchmarks.sharing_settings import SETTINGS
 
 Row = dict[str, Any]
-WINDOW = 12
+WINDOW = 1536
 ROUND, REWARD, CPU_S, ANSWERS, TOKENS = range(5)  # columns of a curve
-SILO = "8/0"  # the arm by which sampling is re-priced
+SILO = "silo"  # the arm by which sampling is re-priced
 
 
 def network_share() -> float:
@@ -36,7 +36,7 @@ def network_share() -> float:
 def levels(row: Row, column: int = CPU_S, price: float = 1.0) -> list[Point]:
     """(CPU seconds, answers, tokens or rounds; level) along a run; `price`: how much dearer an answer is."""
     curve = row["curve"]
-    n = min(len(curve), max(1, round(WINDOW * len(curve) / row["rounds"])))
+    n = min(len(curve), max(1, round(len(curve) * WINDOW / (curve[-1][ANSWERS] * row["peers"]))))
     return [
         (x_of(row, curve[i], column, price), fmean(point[REWARD] for point in curve[i - n + 1 : i + 1]))
         for i in range(n - 1, len(curve))

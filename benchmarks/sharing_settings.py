@@ -29,7 +29,8 @@ class Setting:
     learning_rate: float = 3e-4
     held_out: Sequence[str | TaskConfig] = tuple(SIX)
     max_new_tokens: int = 8
-    rounds: int = 120  # of a member
+    rounds: int = 36  # of 32 groups
+    period_s: float = 5.0  # of outer rounds, where weights are averaged: two to four rounds
     kinds: int = 1
     """Peers i and i + kinds are alike."""
 
@@ -61,6 +62,7 @@ def _steps(share: float) -> Setting:
         tasks=lambda peer: steps.TASKS,
         start=lambda seed, peer: steps.start(seed, share),
         held_out=steps.TASKS,
+        period_s=40.0,
         max_new_tokens=steps.MAX_NEW_TOKENS,
     )
 

@@ -4,8 +4,8 @@
     python -m benchmarks.speedup --report
     python -m benchmarks.speedup --quick         # one seed of `format`, two peers, few rounds; nothing is stored
 
-`alone` is the arm `best silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each with a virtual clock.
-`pooled` is one learner that samples 8 N groups a round and trains on all of them, as if N machines were one: its CPU
+`alone` is the arm `silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each with a virtual clock.
+`pooled` is one learner that samples 32 N groups a round and trains on all of them, as if N machines were one: its CPU
 seconds are divided by N. Speed-up = CPU seconds that `alone` takes to the level at which it ends / those of a member.
 """
 
@@ -38,14 +38,14 @@ Row = dict[str, Any]
 def arm_of(kind: str, peers: int) -> Arm:
     if kind == "swarm":
         return ARMS["new"]
-    silo = ARMS["best silo"]
-    return silo if kind == "alone" else replace(silo, own=8 * peers, peers=1, longer=1)
+    silo = ARMS["silo"]
+    return silo if kind == "alone" else replace(silo, own=silo.own * peers, peers=1)
 
 
 def row_of(setting: str, kind: str, peers: int, seed: int, rounds: int) -> Row:
     figures = run(SETTINGS[setting], arm_of(kind, peers), seed, peers, rounds)
     head = {"setting": setting, "kind": kind, "n": peers, "seed": seed}
-    return head | {"arm": "new" if kind == "swarm" else "best silo"} | figures | {"machine": machine()}
+    return head | {"arm": "new" if kind == "swarm" else "silo"} | figures | {"machine": machine()}
 
 
 def path_of(setting: str, kind: str, peers: int, seed: int) -> Path:
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(settings, PLOT)
     elif args.quick:
         for kind, peers in (("alone", 1), ("swarm", 2), ("pooled", 2)):
-            row = row_of("format", kind, peers, 0, rounds=20)
+            row = row_of("format", kind, peers, 0, rounds=6)
             print(f"{kind} {peers}: {row['cpu_s']:.1f} CPU s, reward {end_level(row):.3f}", flush=True)
     else:
         for seed in args.seeds:

@@ -78,7 +78,8 @@ class Late:
         grpo = {"correction": CORRECTIONS[self.correction]}
         if not self.slower:
             return Arm("one learner", own=8, foreign=0, silo=True, sets={"grpo": grpo}, node=Delayed)
-        return Arm("4 own + 4 foreign", sets={"grpo": grpo, "sharing": {"token_ids": True}}, node=Delayed)
+        sharing = {"token_ids": True, "answers": 0}
+        return Arm("4 own + 4 foreign", own=4, foreign=4, sets={"grpo": grpo, "sharing": sharing}, node=Delayed)
 
 
 ON_POLICY = "delay 0 recorded"  # with any correction the same, up to rounding

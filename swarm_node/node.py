@@ -39,7 +39,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
-from swarm_node.grpo.trainer import Trainer
+from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length
 from swarm_node.tasks import TaskSet
@@ -51,12 +51,17 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
     from swarm_node.swarm.member import Member
 
 
+GROUPS_OF_SMALL, GROUPS = 32, 8  # `rollouts.groups`, if it is 0, of policies below SMALL parameters and of others
 PROBED = 8  # number of own answers by which averaged weights are judged
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
-    """`config` within what `policy` can do; `Node` and `Member` take the result."""
-    return config.model_copy(update={"rollouts": fit_length(config.rollouts, policy, say)})
+    """`config` within what `policy` can do, and with a number of groups; `Node` and `Member` take the result."""
+    rollouts = fit_length(config.rollouts, policy, say)
+    if not rollouts.groups:
+        is_small = config.pipeline.stages == 0 and policy.num_parameters() < SMALL
+        rollouts = rollouts.model_copy(update={"groups": GROUPS_OF_SMALL if is_small else GROUPS})
+    return config.model_copy(update={"rollouts": rollouts})
 
 
 class Node:

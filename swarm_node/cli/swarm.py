@@ -40,7 +40,7 @@ def new(
     averaging_period_s: Annotated[
         float,
         option("--averaging-period-s", "Seconds of one outer round, for averaging weights.", min=0.1, max=86_400),
-    ] = 60.0,
+    ] = 10.0,
     out: Annotated[
         Path | None, option("--out", "New file for the manifest; by default <name>.toml.", metavar="FILE")
     ] = None,

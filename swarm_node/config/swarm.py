@@ -44,20 +44,20 @@ class PipelineConfig(Section):
 class SharingConfig(Section):
     """Learning from the answers of other peers (arXiv 2509.08721)."""
 
-    own: PositiveInt = 4
+    own: PositiveInt = 8
     """Own groups to train on in each round (I)."""
-    foreign: int = Field(4, ge=0)
+    foreign: int = Field(24, ge=0)
     """Groups of other peers to train on in each round (J). 0 = a silo, which shares but uses nothing of others."""
     fill: bool = True
-    """Sample more own groups while there are too few foreign ones, at most `rollouts.groups` (4 alone learn worse than
-    8)."""
+    """Sample more own groups while there are too few foreign ones, at most `rollouts.groups`."""
     sampler: Literal["uniform"] | Plugin = "uniform"
     """Choice of foreign groups: `uniform` (the paper) | a plugin `package.module:function`; see docs/sharing.md."""
     baseline: Literal["own", "group"] = "own"
     """Baseline of foreign advantages. `own` = this node's own success on that kind of task, if known; `group` = the
     mean of the foreign group, which its sender composed."""
-    answers: int = Field(0, ge=0)
-    """Train on so many answers of each foreign group: half the best ones, half the worst, ties by chance. 0 = all."""
+    answers: int = Field(1, ge=0)
+    """Train on so many answers of each foreign group: half the best ones, half the worst, ties by chance. 1 = only the
+    best one. 0 = all."""
     max_advantage: PositiveFloat = 2.0
     """Limit of a foreign rollout's advantage. One right answer among a stranger's seven wrong ones would earn 2.5."""
     gate: bool = True
@@ -87,7 +87,7 @@ class SharingConfig(Section):
 class AveragingConfig(Section):
     """Averaging of weights with peers of the same cohort: equal names and shapes of trained weights, equal start."""
 
-    method: Literal["none", "noloco", "diloco", "per_step"] = "none"
+    method: Literal["none", "noloco", "diloco", "per_step"] = "noloco"
     """none | noloco (pairs, arXiv 2506.10911) | diloco (the whole cohort every `every` updates, arXiv 2311.08105) |
     per_step (the whole cohort after each update: the baseline that costs most)."""
     every: PositiveInt = 5

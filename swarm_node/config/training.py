@@ -78,8 +78,8 @@ class RewardsConfig(Section):
 class RolloutsConfig(Section):
     """Sampling of answers."""
 
-    groups: PositiveInt = 8
-    """Groups sampled in each round."""
+    groups: int = Field(0, ge=0)
+    """Groups sampled in each round; 0 = 32 for policies below 20 million parameters on one machine, else 8."""
     group_size: int = Field(8, ge=2)
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
@@ -110,7 +110,7 @@ class GrpoConfig(Section):
     | median and MAD | share in the group's pass@k | a plugin `package.module:function`."""
     k: PositiveInt = 4
     """`pass_k`: answers of which one has to be right. It must be less than `rollouts.group_size`."""
-    answers: int = Field(0, ge=0)
+    answers: int = Field(4, ge=0)
     """Train on so many answers of each own group: half the best ones, half the worst, ties by chance. 0 = all."""
     replay: int = Field(0, ge=0)
     """Own earlier right answers to train on again in each round, beside the new groups; 0 = none. For nodes that train

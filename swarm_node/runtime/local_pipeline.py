@@ -59,7 +59,7 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
 def _private(config: NodeConfig) -> NodeConfig:
     """The configuration for a network of its own, without sharing, with the processor's cores divided."""
     network = {"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
-    sharing = {"own": config.rollouts.groups, "foreign": 0}
+    sharing = {"foreign": 0}
     threads = config.policy.threads or max(1, (os.cpu_count() or 1) // config.pipeline.stages)
     return config.model_copy(
         update={
@@ -69,6 +69,7 @@ def _private(config: NodeConfig) -> NodeConfig:
             "pipeline": config.pipeline.model_copy(update={"crew": CREW}),
             "network": config.network.model_copy(update=network),
             "sharing": config.sharing.model_copy(update=sharing),
+            "averaging": config.averaging.model_copy(update={"method": "none"}),
             "policy": config.policy.model_copy(update={"threads": threads}),
         }
     )

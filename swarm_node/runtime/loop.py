@@ -91,8 +91,6 @@ class Run:
         self.config = fitted(config, self.policy, say)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
-        if member is None and self.config.averaging.method != "none":
-            say("averaging.method needs peers: training alone, nothing is averaged")
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
         self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
