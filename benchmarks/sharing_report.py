@@ -3,7 +3,7 @@
     level       mean reward of the last WINDOW answers of all peers; what a silo ends with: of the last sixth of its run
     CPU s       of one member, all of its processes; the simulator's own figure plus what p2pd and gossip take beside
                 one busy core (results/overhead.json)
-    S = 80 %    the same as if sampling took so much of the CPU time of `silo`: each answer sampled costs m times as much
+    S = 80 %    the same as if sampling took so much of the CPU time of `silo`: each sampled answer costs m times more
 
 Ratios are paired by seed: median with range. An arm that does not get there counts as `never`.
 """

@@ -68,9 +68,10 @@ def traced(beginning: FunctionType) -> Iterator[set[str]]:
 
 
 def nodes() -> tuple[Node, Node, Simulation]:
-    """Two members of one swarm over the memory transport; they sample the small tasks with the starter policy."""
-    options = {"max_new_tokens": 16, "groups": 8}
-    config = NodeConfig.model_validate({"rollouts": options, "policy": {"threads": 1}, "seed": 0})
+    """Two members of one swarm over the memory transport; they sample the small tasks with the starter policy. They
+    average no weights: that happens beside the way of rollouts."""
+    table = {"rollouts": {"max_new_tokens": 16, "groups": 8}, "averaging": {"method": "none"}}
+    config = NodeConfig.model_validate({**table, "policy": {"threads": 1}, "seed": 0})
     peers = [Peer(config.model_copy(update={"seed": seed})) for seed in range(2)]
     simulation = Simulation(manifest_for(config), peers)
     return peers[0].node, peers[1].node, simulation

@@ -71,7 +71,7 @@ class SharingConfig(Section):
     """Memory in bytes for foreign groups that wait."""
     peer_share: float = Field(0.25, gt=0, le=1)
     """Most that one peer's groups may take of that memory, and of the number of waiting groups."""
-    admit: PositiveInt = 16
+    admit: PositiveInt = 24
     """Most foreign groups examined at a time, newest first, but at least `foreign`. One takes half a millisecond if
     answers are short. This work gets at most a tenth of the time; the rest waits."""
     listen_shards: PositiveInt = 4

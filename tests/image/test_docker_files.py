@@ -31,7 +31,7 @@ def test_compose_gives_every_service_settings_that_load(name: str) -> None:
     config = load_config(env=image_env() | service["environment"])
     assert (config.name, config.swarm) == (name, "/swarm/swarm.toml")
     assert config.spot.cloud == "off"
-    assert config.averaging.method == ("none" if name == "bootstrap" else "noloco")
+    assert config.averaging.method == "noloco"
     assert service.get("command", ["join"]) == (["bootstrap"] if name == "bootstrap" else ["join"])
     assert service["stop_grace_period"] == "10s" and service["restart"] == "on-failure"
     assert [volume.partition(":")[2] for volume in service["volumes"]] == ["/data", "/swarm:ro"]

@@ -14,12 +14,14 @@ from benchmarks.format_reward import marked
 from benchmarks.intervals import first_reach, value_at
 from benchmarks.sharing_arms import ARMS
 from benchmarks.sharing_settings import SETTINGS, Setting
-from swarm_node.config import RewardsConfig
+from swarm_node.config import NodeConfig, RewardsConfig
+from swarm_node.node import fitted
+from swarm_node.policy.loading import load_policy
 from swarm_node.runtime.simulation import Speed
 from swarm_node.tasks import load_tasks
 
 ROUNDS, PEERS = 6, 2
-QUICK = "8/0", "4/4", "imitate"
+QUICK = "silo", "new", "imitate"
 """Arms of every kind: alone, shared, and of another class of node."""
 TASKS = ["small/gcd", "small/lcm"]
 
@@ -53,12 +55,25 @@ def test_every_arm_runs(setting: Setting, name: str) -> None:
     assert sum(row["cpu"].values()) == pytest.approx(row["cpu_s"], abs=0.1)
     assert row["looks"][-1][0] < row["cpu_s"] + 0.1 and all(0 <= p <= q <= 1 for _, p, q in row["looks"])
     assert bool(row["groups"]["foreign"]) == bool(arm.foreign)
-    if arm.silo and "refill" not in name:
+    if arm.silo:
         assert row["curve"][-1][3] == row["rounds"] * arm.own * 8
-    if name in ("sender", "replay", "replay own"):
-        assert arm.own < row["groups"]["trained"] <= arm.own + 4
+    if name == "silo replay":
+        assert arm.own < row["groups"]["trained"] <= arm.own + 32
     if name == "imitate":
         assert row["groups"]["trained"] == row["groups"]["foreign"]
+
+
+@pytest.mark.parametrize("name", ["silo", "new"])
+def test_what_is_called_the_default_is_the_default(setting: Setting, name: str) -> None:
+    made = sharing.config(setting, ARMS[name], 0, 0)
+    plain = NodeConfig(
+        tasks=made.tasks, rewards=made.rewards, policy=made.policy, grpo={"learning_rate": setting.learning_rate}
+    )
+    policy = load_policy(plain.policy, plain.rollouts, lambda text: None)
+    groups = fitted(plain, policy, lambda text: None).rollouts.groups
+    assert (made.grpo, made.rollouts.groups) == (plain.grpo, groups)
+    if name == "new":
+        assert (made.sharing, made.averaging) == (plain.sharing, plain.averaging)
 
 
 def test_rewards_want_the_form_and_right_answer() -> None:
@@ -83,6 +98,7 @@ def row(arm: str, rewards: list[float], cpu_s: float, pass_1: list[float]) -> di
     n = len(rewards)
     return {
         "arm": arm,
+        "peers": 1,
         "rounds": n,
         "cpu_s": n * cpu_s,
         "cpu": {"generate": n * cpu_s / 2},
@@ -133,4 +149,4 @@ def test_finished_runs_are_reported_and_not_repeated(
     sharing.main(["--report"])
     report = (tmp_path / "report.md").read_text()
     assert "Seeds [0, 1]" in report, "seeds on which settings were searched are left out"
-    assert "4/4: 4 own + 4 foreign" in report and "CPU hours" in report
+    assert "4/4: 4 own + 4 foreign, all answers" in report and "CPU hours" in report

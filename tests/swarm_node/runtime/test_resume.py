@@ -41,18 +41,18 @@ def changes(said: list[str]) -> list[str]:
 
 def test_changed_settings_are_written_with_the_first_round() -> None:
     folder = Path("run")
-    averaging = {"averaging": {"method": "noloco", "fragments": 4}}
+    averaging = {"averaging": {"method": "none", "fragments": 4}}
     assert changes(start(1, **averaging)) == []
     first = (folder / "config.toml").read_bytes()
     assert changes(start(1, seed=7)) == [] and (folder / "config.toml").read_bytes() == first, "no round was trained"
     assert changes(start(2, **averaging)) == [], "more rounds are what one resumes for"
     [said] = changes(start(3, grpo={"learning_rate": 0.5, "loss": "gspo"}))
     assert said == (
-        "changed: grpo.loss dapo -> gspo, grpo.learning_rate unset -> 0.5, averaging.method noloco -> none, "
+        "changed: grpo.loss dapo -> gspo, grpo.learning_rate unset -> 0.5, averaging.method none -> noloco, "
         "averaging.fragments 4 -> 1, from round 3; the earlier settings are kept in config-0001.toml"
     )
-    assert load_config(folder / "config-0001.toml").averaging.method == "noloco"
-    assert load_config(folder / "config.toml").averaging.method == "none"
+    assert load_config(folder / "config-0001.toml").averaging.method == "none"
+    assert load_config(folder / "config.toml").averaging.method == "noloco"
     assert "config-0002.toml" in changes(start(4))[0]
     assert changes(start(5, price_per_hour=0.5)) == [], "nothing about what is learned"
     assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}

@@ -166,7 +166,7 @@ def test_own_answers_with_negative_rewards_count_as_well() -> None:
 
 def guarded(now=lambda: NOW) -> tuple[ReplayBuffer, list[str]]:
     said: list[str] = []
-    pool = ReplayBuffer(SharingConfig(), now, say=said.append)
+    pool = ReplayBuffer(SharingConfig(foreign=4, answers=0), now, say=said.append)
     pool.gate = gate_of(Letters("4213"), plain)
     return pool, said
 
@@ -187,7 +187,7 @@ def test_each_group_has_time_of_its_own() -> None:
 
 
 def test_answers_it_cannot_judge_harm_no_trust() -> None:
-    pool = ReplayBuffer(SharingConfig(), lambda: NOW)
+    pool = ReplayBuffer(SharingConfig(foreign=4, answers=0), lambda: NOW)
     pool.gate = gate_of(Letters("42"), fails)
     pool.add(foreign(["\n42", "no"], fails, "honest"))
     assert pool.choose(4, random.Random(0)) == []
@@ -238,7 +238,7 @@ def test_tokens_outside_the_answer_are_told_apart(text: str, places: list[int]) 
 
 
 def test_nothing_foreign_is_learned_unjudged() -> None:
-    pool = ReplayBuffer(SharingConfig(), lambda: NOW)
+    pool = ReplayBuffer(SharingConfig(foreign=4, answers=0), lambda: NOW)
     pool.gate = Gate(Letters("42"), lambda *_: [], lambda groups: None)  # type: ignore[arg-type]
     pool.add(foreign(["42", "13"], plain))
     assert pool.choose(4, random.Random(0)) == []

@@ -438,7 +438,7 @@ def test_each_peer_has_quotas_of_its_own(world: World) -> None:
 
 
 def test_the_newest_groups_are_examined_first(world: World) -> None:
-    world.config = SharingConfig(admit=4)
+    world.config = SharingConfig(admit=4, foreign=4)
     receiver = world.receiver()
     groups = [world.group() for _ in range(10)]
     for group in groups:
@@ -454,7 +454,7 @@ def test_the_newest_groups_are_examined_first(world: World) -> None:
 
 def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> None:
     monkeypatch.setattr(receiver_module, "MAX_WAITING", 5)
-    world.config = SharingConfig(admit=4)
+    world.config = SharingConfig(admit=4, foreign=4)
     receiver = world.receiver()
     groups = [world.group() for _ in range(8)]
     receiver.take(sign_batch(world.batch(*groups), PEER))

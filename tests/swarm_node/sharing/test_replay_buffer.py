@@ -23,7 +23,7 @@ class Clock:
 
 def make(record=None, **options) -> tuple[ReplayBuffer, Clock]:
     clock = Clock()
-    return ReplayBuffer(SharingConfig(**options), clock, record), clock
+    return ReplayBuffer(SharingConfig(**{"foreign": 4, "answers": 0} | options), clock, record), clock
 
 
 def fill(pool: ReplayBuffer, n: int, peers: int = 1, **options) -> None:

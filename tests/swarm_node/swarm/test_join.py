@@ -70,8 +70,8 @@ def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("sections", "weights"),
     [
-        ({}, False),
-        ({"averaging": AveragingConfig(method="noloco")}, True),
+        ({}, True),
+        ({"averaging": AveragingConfig(method="none")}, False),
         ({"pipeline": PipelineConfig(stages=2, crew="home")}, True),
     ],
 )
