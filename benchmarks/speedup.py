@@ -4,7 +4,8 @@
     python -m benchmarks.speedup --report
     python -m benchmarks.speedup --quick         # one seed of `format`, two peers, few rounds; nothing is stored
 
-`alone` is the arm `silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each with a virtual clock.
+`alone` is the arm `silo` of `benchmarks.sharing`; `swarm` its arm `new` with N peers, each with a virtual clock. These
+two, with N = 8, are rows of that benchmark: what it has run is read, and what is run here it reads.
 `pooled` is one learner that samples 32 N groups a round and trains on all of them, as if N machines were one: its CPU
 seconds are divided by N. Speed-up = CPU seconds that `alone` takes to the level at which it ends / those of a member.
 """
@@ -21,9 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.intervals import first_reach
-from benchmarks.sharing import run
 from benchmarks.sharing_arms import ARMS, Arm
 from benchmarks.sharing_report import end_level, levels, ranged, times
 from benchmarks.sharing_settings import SETTINGS
@@ -31,7 +32,8 @@ from benchmarks.sharing_settings import SETTINGS
 FOLDER = RESULTS / "speedup"
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "speedup.png"
 PEERS = (2, 4, 8, 16)
-KINDS = ("alone", "swarm", "pooled")
+SHARED = {("alone", 1): "silo", ("swarm", sharing.PEERS): "new"}
+"""(kind, N) -> the arm of `benchmarks.sharing` whose rows these are."""
 Row = dict[str, Any]
 
 
@@ -43,18 +45,22 @@ def arm_of(kind: str, peers: int) -> Arm:
 
 
 def row_of(setting: str, kind: str, peers: int, seed: int, rounds: int) -> Row:
-    figures = run(SETTINGS[setting], arm_of(kind, peers), seed, peers, rounds)
+    simulated = sharing.SILOS if kind == "alone" else peers
+    figures = sharing.run(SETTINGS[setting], arm_of(kind, peers), seed, simulated, rounds)
     head = {"setting": setting, "kind": kind, "n": peers, "seed": seed}
     return head | {"arm": "new" if kind == "swarm" else "silo"} | figures | {"machine": machine()}
 
 
 def path_of(setting: str, kind: str, peers: int, seed: int) -> Path:
+    if (kind, peers) in SHARED:
+        return sharing.path_of(setting, SHARED[kind, peers], seed)
     return FOLDER / setting / f"{kind}-{peers}-{seed}.json"
 
 
 def load(setting: str) -> dict[tuple[str, int], dict[int, Row]]:
     """(kind, N) -> seed -> row."""
-    found: dict[tuple[str, int], dict[int, Row]] = {}
+    rows = sharing.load(setting)
+    found = {key: rows[arm] for key, arm in SHARED.items() if arm in rows}
     for path in sorted((FOLDER / setting).glob("*.json")):
         row = json.loads(path.read_text())
         found.setdefault((row["kind"], row["n"]), {})[row["seed"]] = row

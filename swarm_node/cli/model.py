@@ -21,7 +21,7 @@ def starter(
     out: NewModel,
     layers: Annotated[int, option("--layers", "Transformer layers.", min=1)] = 2,
     hidden: Annotated[int, option("--hidden", "Width, a multiple of 32.", min=32)] = 128,
-    steps: Annotated[int, option("--steps", "Training steps.", min=1)] = 500,
+    steps: Annotated[int, option("--steps", "Training steps.", min=1)] = 350,
     seed: Annotated[int, option("--seed", explanation("seed"), min=0)] = 0,
 ) -> None:
     """Train the starter model, or a bigger one, from nothing."""

@@ -43,7 +43,7 @@ def train_starter(
     examples: Sequence[tuple[str, str]],
     layers: int = 2,
     hidden: int = 128,
-    steps: int = 500,
+    steps: int = 350,
     seed: int = 0,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
