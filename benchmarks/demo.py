@@ -1,10 +1,10 @@
 """The demo on several seeds: does it learn, how fast, how much memory?
 
-    python -m benchmarks.demo [--seeds 3 4 5]
+    python -m benchmarks.demo [--seeds 31 32 33 34 35]
 
 Runs `swarm-node local --config configs/demo.toml` from nothing for each seed, one after the other. Reported: mean
 reward over all own groups in the first and last tenth of the rounds, held-out pass@1 and pass@8 before and after, wall
-time and CPU time of the whole command and its peak memory. The demo's settings were chosen on seeds 0, 1 and 2.
+time and CPU time of the whole command and its peak memory. Seeds 11 to 13 and 20 to 22 chose the demo's settings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(seed: int, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4, 5])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[31, 32, 33, 34, 35])
     args = parser.parse_args()
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -107,6 +107,24 @@ def report(setting: str) -> str:
     return "\n".join([*lines, table(columns, rows), ""])
 
 
+def in_short(settings: Sequence[str], arm: str = "new") -> str:
+    """Markdown: `arm` against the strongest silo of each setting, one line a setting."""
+    rows = []
+    for setting in settings:
+        found = load(setting)
+        silo = strongest(found)
+        both = sorted(set(found[silo]) & set(found.get(arm, {})))
+        if not both:
+            continue
+        pairs = [(found[silo][seed], found[arm][seed]) for seed in both]
+        sooner, sooner_1, at_equal = (cells(pairs, found.get(SILO, {}), both)[i] for i in (4, 5, 6))
+        pass_8 = (f"{fmean(pair[i]['held_out']['pass_8'] for pair in pairs):.3f}" for i in (0, 1))
+        level = f"{fmean(end_level(pair[0]) for pair in pairs):.3f}"
+        rows.append([setting, len(both), silo, level, sooner, sooner_1, at_equal, *pass_8])
+    columns = ["setting", "seeds", "strongest silo", "its level", "times as soon, reward", "pass@1"]
+    return table([*columns, "reward at equal CPU, x", "pass@8, silo", f"pass@8, {arm}"], rows)
+
+
 def cells(pairs: Sequence[tuple[Row, Row]], plain: Mapping[int, Row], seeds: Sequence[int]) -> list[str]:
     """What a row of the table says of (strongest silo, arm) by seed."""
     mean = lambda get: fmean(get(mine) for _, mine in pairs)  # noqa: E731
@@ -150,6 +168,8 @@ def write_report() -> None:
     hours = sum(
         row["cpu_s"] * row["peers"] for setting in settings for runs in load(setting).values() for row in runs.values()
     )
-    text = "\n".join([*map(report, settings), f"All rows together took {hours / 3600:.1f} CPU hours.", ""])
+    text = "\n".join(
+        [in_short(settings), "", *map(report, settings), f"All rows together took {hours / 3600:.1f} CPU hours.", ""]
+    )
     (FOLDER / "report.md").write_text(text)
     print(text)

@@ -154,7 +154,8 @@ def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig,
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * rollouts.max_new_tokens
     copies = 1 if grpo.packing and policy.packing else rollouts.group_size  # of each prompt in the rows of an update
-    trained = sampled + rollouts.groups * copies * length
+    kept = min(grpo.answers or rollouts.group_size, rollouts.group_size) / rollouts.group_size
+    trained = round(kept * sampled) + rollouts.groups * copies * length
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
     per_sampled, per_trained = _measure(policy, prompts[0], rollouts)
     seconds = rollouts.refill * (sampled * per_sampled + rollouts.groups * length * per_trained / 3)
