@@ -173,7 +173,7 @@ def test_terminals_stopped_in_turn_lose_nothing(start: Start, tmp_path: Path) ->
     export = a.until_says(r"the weights of all stages are here: `swarm-node export (\S+) DIR` makes a model of them")
     c.until_says("stage 0 rebuilt from the replica that this node kept; nothing is lost")
     c.until_rounds(1)
-    assert steps(c)[0] in (a.last("step"), a.last("step") + 1)  # not all rounds make an update
+    assert 0 <= steps(c)[0] - a.last("step") <= 4  # a round makes up to four updates, once a's groups came by gossip
     done = CliRunner().invoke(app, ["export", export[1], str(tmp_path / "model")])
     assert done.exit_code == 0 and "all 2 stages after update" in done.output, done.output
 
@@ -238,7 +238,7 @@ def test_stages_of_one_machine_change_no_reward(start: Start, tmp_path: Path) ->
             "local",
             *("--stages", stages, "--rounds", "5"),
             run_dir=tmp_path / stages,
-            sets=(*quick, "seed=3", "pipeline.wire=float32"),
+            sets=(*quick, "seed=3", "rollouts.groups=8", "pipeline.wire=float32"),
         )
         assert run.ended() == 0, run.output
         rewards.append([{k: v for k, v in line.items() if k.startswith("reward")} for line in run.metrics])
