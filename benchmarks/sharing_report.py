@@ -25,6 +25,7 @@ Row = dict[str, Any]
 WINDOW = 1536
 ROUND, REWARD, CPU_S, ANSWERS, TOKENS = range(5)  # columns of a curve
 SILO = "silo"  # the arm by which sampling is re-priced
+AVERAGING = ("silo", "averaging", "sharing", "new", "NoLoCo", "Streaming DiLoCo")
 
 
 def network_share() -> float:
@@ -125,6 +126,24 @@ def in_short(settings: Sequence[str], arm: str = "new") -> str:
     return table([*columns, "reward at equal CPU, x", "pass@8, silo", f"pass@8, {arm}"], rows)
 
 
+def of_averaging(settings: Sequence[str]) -> str:
+    """Markdown: with and without averaging, with and without sharing, over seeds that all of these arms have."""
+    rows = []
+    for setting in settings:
+        found = load(setting)
+        present = {arm: found[arm] for arm in AVERAGING if arm in found}
+        if "averaging" not in present:
+            continue
+        silo = strongest(found)
+        both = sorted(set(found[silo]).intersection(*present.values()))
+        for arm, runs in present.items() if both else ():
+            cell = cells([(found[silo][seed], runs[seed]) for seed in both], found.get(SILO, {}), both)
+            sent = fmean(runs[seed]["swarm"].get("swarm/bytes_out", 0.0) for seed in both) / 1e6
+            rows.append([setting, arm, len(both), *cell[1:6], f"{sent:.1f}"])
+    columns = ["setting", "arm", "seeds", "reward at the end", "pass@1", "pass@8", "times as soon, reward", "pass@1"]
+    return table([*columns, "MB sent"], rows)
+
+
 def cells(pairs: Sequence[tuple[Row, Row]], plain: Mapping[int, Row], seeds: Sequence[int]) -> list[str]:
     """What a row of the table says of (strongest silo, arm) by seed."""
     mean = lambda get: fmean(get(mine) for _, mine in pairs)  # noqa: E731
@@ -169,7 +188,7 @@ def write_report() -> None:
         row["cpu_s"] * row["peers"] for setting in settings for runs in load(setting).values() for row in runs.values()
     )
     text = "\n".join(
-        [in_short(settings), "", *map(report, settings), f"All rows together took {hours / 3600:.1f} CPU hours.", ""]
+        [in_short(settings), "", of_averaging(settings), "", *map(report, settings), f"All rows together took {hours / 3600:.1f} CPU hours.", ""]
     )
     (FOLDER / "report.md").write_text(text)
     print(text)
