@@ -1,13 +1,14 @@
 """Does joining pay with real processes? Members of a swarm joined by link, and silos, for the same CPU seconds.
 
-    python -m benchmarks.joined [--settings steps-8 tags] [--seeds 0 1 2] [--cpu-s 60] [--nodes 4]
+    python -m benchmarks.joined [--settings steps-8 tags] [--seeds 0 1 2] [--nodes 4]
     python -m benchmarks.joined --report
     python -m benchmarks.joined --quick          # one seed of `tags`, two nodes, few seconds; nothing is stored
 
 A bootstrap and `--nodes` processes of `swarm-node join LINK`; then as many of `swarm-node local`, on the same cores and
 from the same warm starts. A node is told to stop (SIGINT) once all its processes, p2pd and gossip included, have
-taken so many CPU seconds since its first round. It then answers held-out questions, which does not count. Members have
-the arm `new` of `benchmarks.sharing`, silos the arm `silo`; the simulator's figures for these stand in its report.
+taken CPU_S seconds since its first round. `swarm-node eval` then measures the weights that it left. Members have the
+arm `new` of `benchmarks.sharing`, silos the arm `silo`. Beside them stands what the simulator's rows of these arms have
+after as many CPU seconds.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
-from benchmarks.intervals import interval
+from benchmarks.intervals import interval, value_at
 from benchmarks.overhead import LOCAL, commands, link_of, metrics
 from benchmarks.processes import mind_signals, tree
-from benchmarks.sharing import config
 from benchmarks.sharing_arms import ARMS
+from benchmarks.sharing_report import passes
 from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import NodeConfig
 
 FOLDER = RESULTS / "joined"
 KINDS = {"joined": "new", "silos": "silo"}
 """What is run -> its arm."""
+CPU_S = {"steps-8": 24.0, "tags": 10.0}
+"""CPU seconds of each node: about as many as a member takes to the level at which the strongest silo ends, and more."""
 QUESTIONS, SAMPLES = 96, 8
 START_S = 180.0  # longest wait for first rounds on a busy machine
 LOOK_S = 0.1
@@ -45,7 +49,7 @@ Row = dict[str, Any]
 
 def settings_of(setting: Setting, kind: str, seed: int, number: int) -> NodeConfig:
     """The configuration file of node `number`. A member's tasks and form of answers are the manifest's."""
-    made = config(setting, ARMS[KINDS[kind]], seed, number)
+    made = sharing.config(setting, ARMS[KINDS[kind]], seed, number)
     evaluation = made.eval.model_copy(update={"questions": QUESTIONS, "samples": SAMPLES})
     policy = made.policy.model_copy(update={"threads": 1})
     return made.model_copy(
@@ -54,7 +58,7 @@ def settings_of(setting: Setting, kind: str, seed: int, number: int) -> NodeConf
 
 
 def run(setting: Setting, kind: str, seed: int, nodes: int, cpu_s: float) -> list[Row]:
-    """What each node got for `cpu_s`: held-out pass@1 before and after, reward, rounds, groups used."""
+    """What each node got for `cpu_s`: held-out pass@1 before and after, reward of the last sixth, rounds, groups used."""
     with commands() as (folder, start):
         link = ""
         if kind == "joined":
@@ -105,6 +109,9 @@ def outcome(process: subprocess.Popen[str], folder: Path, place: Path) -> Row:
     lines = [line for log in sorted(folder.glob("*.log")) for line in log.read_text().splitlines()]
     summaries = [json.loads(line) for line in lines if line.startswith('{"') and f'"{place}"' in line]
     (summary,) = [found for found in summaries if "held_out_after" in found]
+    measured = subprocess.run(
+        [sys.executable, "-m", "swarm_node", "eval", str(place), "--json"], check=True, capture_output=True, text=True
+    )
     rounds = metrics(place)
     last = rounds[-max(1, len(rounds) // 6) :]
     return {
@@ -112,7 +119,7 @@ def outcome(process: subprocess.Popen[str], folder: Path, place: Path) -> Row:
         "reward": round(fmean(line["reward"] for line in last), 4),
         "groups_used": round(fmean(line.get("swarm/groups_used", 0.0) for line in rounds), 2),
         "before": summary["held_out_before"]["all"],
-        "after": summary["held_out_after"]["all"],
+        "after": json.loads(measured.stdout)["held_out"]["all"],
     }
 
 
@@ -137,9 +144,9 @@ def show(setting: str, kind: str, seed: int, nodes: Sequence[Row]) -> None:
 
 
 def report() -> str:
-    """A Markdown table: pass@1 of members and silos, and the difference over seeds."""
+    """A Markdown table: pass@1 of members and silos, the difference over seeds, and the simulator's difference."""
     rows = []
-    for setting in SETTINGS:
+    for setting in CPU_S:
         found = {kind: rows_of(setting, kind) for kind in KINDS}
         seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
         if not seeds:
@@ -151,16 +158,25 @@ def report() -> str:
         }
         more = [a - b for a, b in zip(means["joined", "pass_1"], means["silos", "pass_1"], strict=True)]
         pass_1, pass_k = ([f"{fmean(means[kind, key]):.3f}" for kind in KINDS] for key in ("pass_1", "pass_k"))
-        rows.append([setting, len(seeds), *pass_1, interval(more, "+.3f"), *pass_k])
-    return table(["setting", "seeds", "joined, pass@1", "silos", "difference", "joined, pass@8", "silos"], rows)
+        cell = interval(more, "+.3f"), interval(simulated(setting, CPU_S[setting]), "+.3f")
+        rows.append([setting, len(seeds), f"{CPU_S[setting]:g}", *pass_1, *cell, *pass_k])
+    columns = ["setting", "seeds", "CPU s", "joined, pass@1", "silos", "difference", "simulated"]
+    return table([*columns, "joined, pass@8", "silos"], rows)
+
+
+def simulated(setting: str, cpu_s: float) -> list[float]:
+    """How much more pass@1 a simulated member has than a silo after `cpu_s`, by seed."""
+    found = sharing.load(setting)
+    joined, silos = (found.get(arm, {}) for arm in KINDS.values())
+    at = lambda row: value_at(passes(row), cpu_s) or 0.0  # noqa: E731
+    return [at(joined[seed]) - at(silos[seed]) for seed in sorted(joined.keys() & silos.keys())]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["steps-8", "tags"], metavar="SETTING")
+    parser.add_argument("--settings", nargs="+", choices=CPU_S, default=list(CPU_S), metavar="SETTING")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--cpu-s", type=float, default=60.0)
     parser.add_argument("--report", action="store_true", help="the table of all that has been run")
     parser.add_argument("--quick", action="store_true", help="a short look; nothing is stored")
     args = parser.parse_args(argv)
@@ -179,8 +195,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for kind in KINDS:
                 path = path_of(setting, kind, seed)
                 if not path.exists():
-                    nodes = run(SETTINGS[setting], kind, seed, args.nodes, args.cpu_s)
-                    row = {"setting": setting, "kind": kind, "seed": seed, "cpu_s": args.cpu_s, "nodes": nodes}
+                    nodes = run(SETTINGS[setting], kind, seed, args.nodes, CPU_S[setting])
+                    row = {"setting": setting, "kind": kind, "seed": seed, "cpu_s": CPU_S[setting], "nodes": nodes}
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(json.dumps(row | {"machine": machine()}) + "\n")
                     show(setting, kind, seed, nodes)
