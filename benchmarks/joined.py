@@ -58,7 +58,7 @@ def settings_of(setting: Setting, kind: str, seed: int, number: int) -> NodeConf
 
 
 def run(setting: Setting, kind: str, seed: int, nodes: int, cpu_s: float) -> list[Row]:
-    """What each node got for `cpu_s`: held-out pass@1 before and after, reward of the last sixth, rounds, groups used."""
+    """What each node got for `cpu_s`: held-out pass@1 before and after, reward at the end, rounds, groups used."""
     with commands() as (folder, start):
         link = ""
         if kind == "joined":
@@ -165,11 +165,15 @@ def report() -> str:
 
 
 def simulated(setting: str, cpu_s: float) -> list[float]:
-    """How much more pass@1 a simulated member has than a silo after `cpu_s`, by seed."""
+    """How much more pass@1 a simulated member has than a silo after `cpu_s`, or at its end if that is sooner, by seed."""
     found = sharing.load(setting)
     joined, silos = (found.get(arm, {}) for arm in KINDS.values())
-    at = lambda row: value_at(passes(row), cpu_s) or 0.0  # noqa: E731
-    return [at(joined[seed]) - at(silos[seed]) for seed in sorted(joined.keys() & silos.keys())]
+
+    def pass_1(row: Row) -> float:
+        looks = passes(row)
+        return value_at(looks, min(cpu_s, looks[-1][0])) or 0.0
+
+    return [pass_1(joined[seed]) - pass_1(silos[seed]) for seed in sorted(joined.keys() & silos.keys())]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
