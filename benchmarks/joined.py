@@ -165,7 +165,7 @@ def report() -> str:
 
 
 def simulated(setting: str, cpu_s: float) -> list[float]:
-    """How much more pass@1 a simulated member has than a silo after `cpu_s`, or at its end if that is sooner, by seed."""
+    """How much more pass@1 a simulated member has than a silo after `cpu_s`, or at its end, by seed."""
     found = sharing.load(setting)
     joined, silos = (found.get(arm, {}) for arm in KINDS.values())
 

@@ -212,7 +212,7 @@ def _silo(says: str, rate: float = 1.0, **grpo: Any) -> Arm:
 ALONE: dict[str, Any] = {"averaging": {"method": "none"}}
 BEFORE = _sets(answers=0, own_answers=0, averaging={"method": "none"})
 """As before the present defaults: all answers of each group, weights are not averaged."""
-PASS_K = {"advantage": "pass_k", "k": 4}
+PASS_K: dict[str, Any] = {"advantage": "pass_k", "k": 4}
 STREAMING = {
     "method": "diloco",
     "fragments": 4,
