@@ -250,6 +250,7 @@ ARMS = {
     "new pass@k": Arm("pass@k advantages, k = 4", sets={"grpo": PASS_K}),
     "new rate": Arm("the learning rate follows the signal, and decays", node=RateBySignal),
     "new aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
+    "new no gate": Arm("without the gate", sets={"sharing": {"gate": False}}),
     "sharing": Arm("sharing alone", sets=ALONE),
     "averaging": Arm("averaging alone: 32 own groups, the mean of pairs", own=32, foreign=0),
     "NoLoCo": Arm("NoLoCo's outer step (0.5, 0.7, 0.7) instead of the mean", sets={"averaging": NOLOCO}),

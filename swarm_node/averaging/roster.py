@@ -26,7 +26,7 @@ class CohortRoster:
         self._names: dict[str, str] = {}
         self._together = False
         self._alone_since: float | None = None
-        self._told: int | None = None  # members that average other weights, as said last
+        self._told: int | None = 0  # members that average other weights, as said last; a node alone has nothing to say
 
     def look(self, members: Mapping[str, PeerCard], now: float) -> None:
         """Note which members are here at the time `now`."""

@@ -54,7 +54,7 @@ class Leaving:
 
         for stage, (peer, why) in sorted(held_stages.hand_over(plan, left_s).items()):
             if peer:
-                parts.say(f"{parts.status_text.called(peer)} keeps stage {stage} for whoever holds it next")
+                parts.say(f"{parts.status_text.called(peer)} keeps stage {stage} for the node that holds it next")
             else:
                 parts.say(parts.status_text.named(f"only {parts.run.path} keeps stage {stage} ({why})"))
 

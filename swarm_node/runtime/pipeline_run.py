@@ -103,7 +103,7 @@ def _enter(
     try:
         run.path.chmod(0o700)
     except OSError as error:
-        say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
+        say(f"users who can read {run.path} find the crew's name there: {error.strerror}")
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     fitting = entered.of_a_member(config)

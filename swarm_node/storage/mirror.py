@@ -319,7 +319,7 @@ class Mirror:
                         self.bucket.prune(f"{self._owner}/{where}", done, kept)
                     except Exception as error:  # each driver has its own; a node that may only write there writes on
                         stay = f"old copies stay at {self._url} ({_what(error)})"
-                        self._once("old", f"{stay}: have whoever keeps it remove them")
+                        self._once("old", f"{stay}: ask its owner to remove them")
             return True
         finally:
             shutil.rmtree(leaving, ignore_errors=True)

@@ -289,7 +289,7 @@ def test_a_preempted_node_hands_its_stage_over(image: Image, figures: dict[str, 
         asked = start("health", image.config["Healthcheck"]["Test"][1:], {"SWARM_NODE_HEALTH_PORT": port}, [])
         assert asked.process.wait(60) == 0, asked.output
         figures["leave_s"] = other.stop()
-        assert re.search(r"keeps stage \d for whoever holds it next", other.output), other.output
+        assert re.search(r"keeps stage \d for the node that holds it next", other.output), other.output
         rounds = lead.rounds
         lead.until(lambda: lead.rounds >= rounds + 3, 120)
 

@@ -161,7 +161,7 @@ def test_terminals_stopped_in_turn_lose_nothing(start: Start, tmp_path: Path) ->
     a.until(lambda: a.last("step") >= 3)
 
     assert b.stop(signal.SIGTERM) == 0, b.output
-    b.until_says("a keeps stage 1 for whoever holds it next")
+    b.until_says("a keeps stage 1 for the node that holds it next")
     a.until_says("stage 1 rebuilt from the replica that this node kept; nothing is lost")
     c = crew.join("c", link)
     a.until_says(r"stage 1 passed to (c|peer …)")
@@ -169,7 +169,7 @@ def test_terminals_stopped_in_turn_lose_nothing(start: Start, tmp_path: Path) ->
     assert steps(a) == sorted(steps(a))
 
     assert a.stop(signal.SIGINT) == 0, a.output
-    a.until_says(r"(c|peer …\w+) keeps stage 0 for whoever holds it next")
+    a.until_says(r"(c|peer …\w+) keeps stage 0 for the node that holds it next")
     export = a.until_says(r"the weights of all stages are here: `swarm-node export (\S+) DIR` makes a model of them")
     c.until_says("stage 0 rebuilt from the replica that this node kept; nothing is lost")
     c.until_rounds(1)

@@ -38,6 +38,13 @@ def test_being_alone_is_said_after_a_while() -> None:
     assert said[2:] == [alone.format("2 members average")]
 
 
+def test_a_node_that_never_saw_another_says_nothing() -> None:
+    here, said = roster()
+    for now in (0.0, 200.0, 400.0):
+        here.look({}, now)
+    assert said == []
+
+
 def test_partners_that_come_and_go_are_said_once() -> None:
     here, said = roster()
     bob = {"b" * 8: card("bob", MINE)}

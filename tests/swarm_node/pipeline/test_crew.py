@@ -201,7 +201,7 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
     world.until(lambda: gone.updates == {stage: 3})
     expected = gone.weights()[stage]
     gone.end()
-    assert f"{keeper} keeps stage {stage} for whoever holds it next" in gone.said
+    assert f"{keeper} keeps stage {stage} for the node that holds it next" in gone.said
     assert stage in world.machines[keeper].node.parts.weight_transfer.replicas or taker == keeper
     world.until(lambda: stage in world.machines[taker].updates)
     assert all(torch.equal(*pair) for pair in zip(world.machines[taker].weights()[stage], expected, strict=True))
