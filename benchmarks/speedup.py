@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.report:
-        settings = [setting for setting in SETTINGS if load(setting)]
+        settings = [setting for setting in SETTINGS if (FOLDER / setting).exists()]
         text = "\n".join(map(report, settings))
         (FOLDER / "report.md").write_text(text)
         print(text)
