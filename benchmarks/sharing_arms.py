@@ -101,10 +101,10 @@ class Measured(Node):
         yield
         self.cpu[part] += time.process_time() - start - (sum(self.cpu.values()) - inner)
 
-    def _timed(self, part: str, function: Callable[[], int]) -> Callable[[], int]:
-        def timed() -> int:
+    def _timed(self, part: str, function: Callable[..., int]) -> Callable[..., int]:
+        def timed(**keys: Any) -> int:
             with self._clock(part):
-                return function()
+                return function(**keys)
 
         return timed
 

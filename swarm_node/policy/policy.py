@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -143,18 +143,26 @@ class Policy:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_completion(self, text: str, finished: bool) -> list[int] | None:
-        """Ids with which this policy would have sampled `text`, with the end-of-sequence token if `finished`.
+        """`encode_completions` of one text."""
+        return self.encode_completions([(text, finished)])[0]
+
+    def encode_completions(self, answers: Sequence[tuple[str, bool]]) -> list[list[int] | None]:
+        """For each (text, whether it ended by itself) the ids with which this policy would have sampled it, with the
+        end-of-sequence token if it ended.
 
         None if the text spells a special token, or holds text that the tokenizer has no token for: no completion of
         this policy decodes to that.
         """
         names, special = self._special
-        if any(name in text for name in names):
-            return None
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if not special.isdisjoint(ids):
-            return None
-        return ids + [self.eos_id] if finished else ids
+        possible = [i for i, (text, _) in enumerate(answers) if not any(name in text for name in names)]
+        found: list[list[int] | None] = [None] * len(answers)
+        if possible:
+            texts = [answers[i][0] for i in possible]
+            encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            for i, ids in zip(possible, encoded, strict=True):
+                if special.isdisjoint(ids):
+                    found[i] = [*ids, self.eos_id] if answers[i][1] else ids
+        return found
 
     def is_surely_longer(self, text: str, tokens: int) -> bool:
         """Whether `text` has clearly more than `tokens` tokens. It is read no further than needed: that takes little

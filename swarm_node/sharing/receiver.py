@@ -126,12 +126,14 @@ class Receiver:
 
     # ----------------------------------------------------------------- main thread
 
-    def admit(self) -> int:
-        """Examine arrived groups, newest first; how many were admitted.
+    def admit(self, enough: int | None = None) -> int:
+        """Examine arrived groups, newest first, until `enough` are admitted; how many were admitted.
 
         At most `sharing.admit` of them are examined, and no longer than this thread's share of time allows. The others
         wait for the next call.
         """
+        if enough is not None and enough <= 0:
+            return 0
         self._tidy()
         began = self._spent()
         allowed = self._allowance(began)
@@ -141,6 +143,8 @@ class Receiver:
         before = self._admitted
         for i in range(min(self._budget, len(self._waiting))):
             if i and self._spent() >= began + allowed:  # the first is examined in any case, so that some are
+                break
+            if self._admitted - before == enough:
                 break
             peer, account, batch, group, size = self._waiting.pop()
             self._waiting_bytes -= size
@@ -362,22 +366,21 @@ class Admission:
     def _encode(self, shared: SharedGroup, prompt: int, same_tokenizer: bool) -> list[Rollout]:
         """The rollouts that this policy could have sampled itself, in its own tokens."""
         room = min(self.longest, self.policy.max_positions - prompt)
-        rollouts, impossible = [], 0
-        for answer in shared.rollouts:
-            rollout = self._as_sampled(answer, room) if same_tokenizer else None
-            if rollout is None:
-                if self.policy.is_surely_longer(answer.text, room):
-                    continue
-                ids = self.policy.encode_completion(answer.text, answer.finished)
-                if not ids:
-                    impossible += 1
-                    continue
-                rollout = Rollout(ids, [], answer.finished, answer.text)
-            if len(rollout.token_ids) <= room:
-                rollouts.append(rollout)
+        answers = shared.rollouts
+        drawn = [self._as_sampled(answer, room) if same_tokenizer else None for answer in answers]
+        unread = [
+            i for i, r in enumerate(drawn) if r is None and not self.policy.is_surely_longer(answers[i].text, room)
+        ]
+        encoded = self.policy.encode_completions([(answers[i].text, answers[i].finished) for i in unread])
+        for i, ids in zip(unread, encoded, strict=True):
+            if ids:
+                drawn[i] = Rollout(ids, [], answers[i].finished, answers[i].text)
+        rollouts = [rollout for rollout in drawn if rollout is not None and len(rollout.token_ids) <= room]
         if len(rollouts) < 2:
-            n = len(shared.rollouts)
-            raise RemoteProtocolError("text" if impossible else "length", f"{len(rollouts)} of {n} rollouts fit")
+            impossible = not all(encoded)
+            raise RemoteProtocolError(
+                "text" if impossible else "length", f"{len(rollouts)} of {len(answers)} rollouts fit"
+            )
         return rollouts
 
     def _as_sampled(self, answer: SharedRollout, room: int) -> Rollout | None:

@@ -127,7 +127,7 @@ class Member:
     def wanted(self) -> int:
         """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group, but
         no more than alone."""
-        self.receiver.admit()
+        self.receiver.admit(enough=self.sharing.foreign - self.replay_buffer.available())
         missing = max(0, self.sharing.foreign - self.replay_buffer.available()) if self.sharing.fill else 0
         return min(self.sharing.own + missing, self._most_own)
 
