@@ -188,7 +188,12 @@ def write_report() -> None:
         row["cpu_s"] * row["peers"] for setting in settings for runs in load(setting).values() for row in runs.values()
     )
     text = "\n".join(
-        [in_short(settings), "", of_averaging(settings), "", *map(report, settings), f"All rows together took {hours / 3600:.1f} CPU hours.", ""]
+        [
+            *(in_short(settings), "", of_averaging(settings), ""),
+            *map(report, settings),
+            f"All rows together took {hours / 3600:.1f} CPU hours.",
+            "",
+        ]
     )
     (FOLDER / "report.md").write_text(text)
     print(text)
