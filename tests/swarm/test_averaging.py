@@ -173,7 +173,7 @@ def test_a_latecomer_begins_where_its_cohort_is(peer: MakePeer, manifest: Manife
     start = flat(peers[2]).clone()
     simulation.run(seconds=38.0)
     assert all(member.metrics[-1]["round"] > 20 for member in peers[:2])
-    simulation.run(seconds=30.0)
+    simulation.run(seconds=8.0)
     late = peers[2]
     assert any("going on with the weights of" in sentence for sentence in late.said)
     assert late.metrics[-1]["step"] > late.metrics[-1]["round"] + 8
