@@ -31,6 +31,7 @@ class Round(NamedTuple):
     cpu_s: float  # of the whole simulation up to here, looks left out
     samples: int  # own answers sampled up to here
     tokens: int  # of these
+    sampling_s: float  # CPU seconds of this node's sampling up to here
 
 
 @dataclass
@@ -88,7 +89,8 @@ class Measured(Node):
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         line = super().record(collected, learned, seconds)
-        self.curve.append(Round(line["reward"], self.stopwatch.seconds(), self.samples, self.tokens))
+        seconds = self.stopwatch.seconds()
+        self.curve.append(Round(line["reward"], seconds, self.samples, self.tokens, self.cpu["generate"]))
         if self.look_every and self.round % self.look_every == 0:
             with self.stopwatch.stopped():
                 self.looks.append((self.curve[-1].cpu_s, self.look()))
@@ -187,8 +189,9 @@ class Arm:
     node: type[Measured] = Measured
     peers: int = 0
     """Peers that are simulated; 0 = as many as of other arms."""
-    longer: int = 1
-    """Goes on for this many times the rounds: arms with a quarter of the groups a round have four times as many."""
+    longer: float = 1
+    """Goes on for this many times the setting's rounds: silos with a quarter of the groups a round have four times as
+    many, members twice as many. What is compared with `new` alone has half of them."""
     period_s: float = 0.0
     """Of outer rounds, where weights are averaged; 0 = the setting's."""
     rate: float = 1.0
@@ -238,23 +241,23 @@ ARMS = {
         sets=_sets(
             0, 0, averaging={"method": "none"}, sharing={"baseline": "group", "max_advantage": 100.0, "gate": False}
         ),
-        longer=4,
+        longer=2,
     ),
-    "4/4": Arm("4 own + 4 foreign, all answers: the default before", own=4, foreign=4, sets=BEFORE, longer=4),
+    "4/4": Arm("4 own + 4 foreign, all answers: the default before", own=4, foreign=4, sets=BEFORE, longer=2),
     "new": Arm("`join` as it comes: 8 own + the best answer of 24 foreign groups, averaging"),
-    "new 2/6": Arm("2 own + 6 foreign, one update a round", own=2, foreign=6, longer=4),
-    "new 4/28": Arm("4 own + 28 foreign", own=4, foreign=28),
-    "new two": Arm("the best and the worst answer of a foreign group", sets=_sets(answers=2)),
-    "new all": Arm("all answers of a foreign group", sets=_sets(answers=0)),
-    "new whole": Arm("all answers of an own group", sets=_sets(own_answers=0)),
-    "new pass@k": Arm("pass@k advantages, k = 4", sets={"grpo": PASS_K}),
-    "new rate": Arm("the learning rate follows the signal, and decays", node=RateBySignal),
-    "new aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
-    "new no gate": Arm("without the gate", sets={"sharing": {"gate": False}}),
     "sharing": Arm("sharing alone", sets=ALONE),
     "averaging": Arm("averaging alone: 32 own groups, the mean of pairs", own=32, foreign=0),
     "NoLoCo": Arm("NoLoCo's outer step (0.5, 0.7, 0.7) instead of the mean", sets={"averaging": NOLOCO}),
     "Streaming DiLoCo": Arm("Streaming DiLoCo: the whole cohort, 4 fragments", sets={"averaging": STREAMING}),
+    "new 2/6": Arm("2 own + 6 foreign, one update a round", own=2, foreign=6, longer=2),
+    "new 4/28": Arm("4 own + 28 foreign", own=4, foreign=28, longer=0.5),
+    "new two": Arm("the best and the worst answer of a foreign group", sets=_sets(answers=2), longer=0.5),
+    "new all": Arm("all answers of a foreign group", sets=_sets(answers=0), longer=0.5),
+    "new whole": Arm("all answers of an own group", sets=_sets(own_answers=0), longer=0.5),
+    "new pass@k": Arm("pass@k advantages, k = 4", sets={"grpo": PASS_K}, longer=0.5),
+    "new rate": Arm("the learning rate follows the signal, and decays", node=RateBySignal, longer=0.5),
+    "new aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}, longer=0.5),
+    "new no gate": Arm("without the gate", sets={"sharing": {"gate": False}}, longer=0.5),
     "imitate": Arm(
         "supervised on foreign successes only", sets={"sharing": {"fill": False}, **ALONE}, node=ImitatesOthers
     ),

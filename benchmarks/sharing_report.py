@@ -5,7 +5,8 @@
                 one busy core (results/overhead.json)
     S = 80 %    the same as if sampling took so much of the CPU time of `silo`: each sampled answer costs m times more
 
-Ratios are paired by seed: median with range. An arm that does not get there counts as `never`.
+Ratios are paired by seed, over runs with the same start: median with range. An arm that does not get there counts as
+`never`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from benchmarks.sharing_settings import SETTINGS
 
 Row = dict[str, Any]
 WINDOW = 1536
-ROUND, REWARD, CPU_S, ANSWERS, TOKENS = range(5)  # columns of a curve
+ROUND, REWARD, CPU_S, ANSWERS, TOKENS, SAMPLING_S = range(6)  # columns of a curve
 SILO = "silo"  # the arm by which sampling is re-priced
-AVERAGING = ("silo", "averaging", "sharing", "new", "NoLoCo", "Streaming DiLoCo")
+MEMBER = "new"
+AVERAGING = (SILO, "averaging", "sharing", MEMBER, "NoLoCo", "Streaming DiLoCo")
 
 
 def network_share() -> float:
@@ -76,6 +78,20 @@ def strongest(found: Mapping[str, Mapping[int, Row]]) -> str:
     return max(silos, key=lambda arm: fmean(map(end_level, found[arm].values())))
 
 
+def paired(theirs: Mapping[int, Row], mine: Mapping[int, Row]) -> dict[int, tuple[Row, Row]]:
+    """By seed, the runs that began with the same policies."""
+    both = sorted(theirs.keys() & mine.keys())
+    return {seed: (theirs[seed], mine[seed]) for seed in both if theirs[seed]["start"] == mine[seed]["start"]}
+
+
+def sampling(row: Row, until: float = 1.0) -> float:
+    """Share of the CPU time that sampling takes, until the level is `until` of that at the end; 1 = the whole run."""
+    goal = until * end_level(row)
+    reached = next((point for point in row["curve"] if point[REWARD] >= goal), None) if until < 1 else None
+    last = reached or row["curve"][-1]
+    return last[SAMPLING_S] / last[CPU_S]
+
+
 def times(theirs: float | None, mine: float | None) -> float:
     return 0.0 if mine is None or theirs is None else theirs / max(mine, 1e-9)
 
@@ -98,30 +114,28 @@ def report(setting: str) -> str:
     lines = [f"**{setting}**: {says}. Held-out pass@1 before {before:.3f}.", ""]
     rows = []
     for arm, runs in found.items():
-        both = [seed for seed in seeds if seed in runs]
-        if not both:
+        if not (pairs := paired(found[silo], runs)):
             continue
-        pairs = [(found[silo][seed], runs[seed]) for seed in both]
-        rows.append([f"{arm}: {ARMS[arm].says}", len(both), *cells(pairs, found.get(SILO, {}), both)])
-    columns = ["arm", "seeds", "CPU s", "reward at the end", "pass@1", "pass@8", "times as soon, reward", "pass@1"]
+        share = f"{100 * fmean(sampling(row) for _, row in pairs.values()):.0f}"
+        rows.append([f"{arm}: {ARMS[arm].says}", len(pairs), share, *cells(pairs, found.get(SILO, {}))])
+    columns = ["arm", "seeds", "sampling, %", "CPU s", "reward at the end", "pass@1", "pass@8"]
+    columns += ["times as soon, reward", "pass@1"]
     columns += ["reward at equal CPU, x", "at equal tokens, x", "at equal rounds, x", "S = 80 %", "S = 90 %"]
     return "\n".join([*lines, table(columns, rows), ""])
 
 
-def in_short(settings: Sequence[str], arm: str = "new") -> str:
+def in_short(settings: Sequence[str], arm: str = MEMBER) -> str:
     """Markdown: `arm` against the strongest silo of each setting, one line a setting."""
     rows = []
     for setting in settings:
         found = load(setting)
         silo = strongest(found)
-        both = sorted(set(found[silo]) & set(found.get(arm, {})))
-        if not both:
+        if not (pairs := paired(found[silo], found.get(arm, {}))):
             continue
-        pairs = [(found[silo][seed], found[arm][seed]) for seed in both]
-        sooner, sooner_1, at_equal = (cells(pairs, found.get(SILO, {}), both)[i] for i in (4, 5, 6))
-        pass_8 = (f"{fmean(pair[i]['held_out']['pass_8'] for pair in pairs):.3f}" for i in (0, 1))
-        level = f"{fmean(end_level(pair[0]) for pair in pairs):.3f}"
-        rows.append([setting, len(both), silo, level, sooner, sooner_1, at_equal, *pass_8])
+        sooner, sooner_1, at_equal = (cells(pairs, found.get(SILO, {}))[i] for i in (4, 5, 6))
+        pass_8 = (f"{fmean(pair[i]['held_out']['pass_8'] for pair in pairs.values()):.3f}" for i in (0, 1))
+        level = f"{fmean(end_level(pair[0]) for pair in pairs.values()):.3f}"
+        rows.append([setting, len(pairs), silo, level, sooner, sooner_1, at_equal, *pass_8])
     columns = ["setting", "seeds", "strongest silo", "its level", "times as soon, reward", "pass@1"]
     return table([*columns, "reward at equal CPU, x", "pass@8, silo", f"pass@8, {arm}"], rows)
 
@@ -135,39 +149,60 @@ def of_averaging(settings: Sequence[str]) -> str:
         if "averaging" not in present:
             continue
         silo = strongest(found)
-        both = sorted(set(found[silo]).intersection(*present.values()))
-        for arm, runs in present.items() if both else ():
-            cell = cells([(found[silo][seed], runs[seed]) for seed in both], found.get(SILO, {}), both)
-            sent = fmean(runs[seed]["swarm"].get("swarm/bytes_out", 0.0) for seed in both) / 1e6
-            rows.append([setting, arm, len(both), *cell[1:6], f"{sent:.1f}"])
+        common = set[int].intersection(*(set(paired(found[silo], runs)) for runs in present.values()))
+        for arm, runs in present.items() if common else ():
+            pairs = paired(found[silo], {seed: runs[seed] for seed in common})
+            sent = fmean(row["swarm"].get("swarm/bytes_out", 0.0) for _, row in pairs.values()) / 1e6
+            rows.append([setting, arm, len(pairs), *cells(pairs, found.get(SILO, {}))[1:6], f"{sent:.1f}"])
     columns = ["setting", "arm", "seeds", "reward at the end", "pass@1", "pass@8", "times as soon, reward", "pass@1"]
     return table([*columns, "MB sent"], rows)
 
 
-def cells(pairs: Sequence[tuple[Row, Row]], plain: Mapping[int, Row], seeds: Sequence[int]) -> list[str]:
-    """What a row of the table says of (strongest silo, arm) by seed."""
-    mean = lambda get: fmean(get(mine) for _, mine in pairs)  # noqa: E731
+def of_parts(settings: Sequence[str]) -> str:
+    """Markdown: members with one thing changed, in terms of `new` where the shorter run ends."""
+    rows = []
+    for setting in settings:
+        found = load(setting)
+        for arm, runs in found.items():
+            if ARMS[arm].silo or arm == MEMBER or not (pairs := paired(found.get(MEMBER, {}), runs)):
+                continue
+            both = pairs.values()
+            equal = [ranged([level_at_equal(*pair, column) for pair in both]) for column in (CPU_S, ROUND)]
+            cost = ranged([cost_of_a_round(mine) / cost_of_a_round(theirs) for theirs, mine in both])
+            rows.append([setting, f"{arm}: {ARMS[arm].says}", len(both), cost, *equal])
+    return table(["setting", "arm", "seeds", "CPU of a round, x", "reward at equal CPU, x", "at equal rounds, x"], rows)
+
+
+def cost_of_a_round(row: Row) -> float:
+    return row["cpu_s"] / row["rounds"]
+
+
+def level_at_equal(theirs: Row, mine: Row, column: int) -> float:
+    """Level of `mine` in terms of that of `theirs`, where the shorter of the two runs ends."""
+    curves = levels(theirs, column), levels(mine, column)
+    end = min(curve[-1][0] for curve in curves)
+    other, own = (value_at(curve, end) for curve in curves)
+    return (own or 0.0) / max(other or 0.0, 1e-9)
+
+
+def cells(pairs: Mapping[int, tuple[Row, Row]], plain: Mapping[int, Row]) -> list[str]:
+    """What a row of the table says of (strongest silo, arm) by seed; `plain`: the silo by which sampling is priced."""
+    both = pairs.values()
+    mean = lambda get: fmean(get(mine) for _, mine in both)  # noqa: E731
 
     def sooner(points: Callable[[Row], list[Point]], goal: Callable[[Row], float]) -> str:
-        return ranged([times(*(first_reach(points(row), goal(silo)) for row in (silo, mine))) for silo, mine in pairs])
+        return ranged([times(*(first_reach(points(row), goal(silo)) for row in (silo, mine))) for silo, mine in both])
 
     def repriced(share: float) -> str:
         ratios = []
-        for seed, (silo, mine) in zip(seeds, pairs, strict=True):
+        for seed, (silo, mine) in pairs.items():
             if seed in plain:
                 price, goal = price_at(plain[seed], share), end_level(silo)
                 ratios.append(times(*(first_reach(levels(row, CPU_S, price), goal) for row in (silo, mine))))
         return ranged(ratios)
 
     def at_equal(column: int) -> str:
-        """Level of the arm, in terms of the silo's, where the shorter of the two runs ends."""
-        ratios = []
-        for silo, mine in pairs:
-            curves = levels(silo, column), levels(mine, column)
-            end = min(curve[-1][0] for curve in curves)
-            theirs, own = (value_at(curve, end) for curve in curves)
-            ratios.append((own or 0.0) / max(theirs or 0.0, 1e-9))
-        return ranged(ratios)
+        return ranged([level_at_equal(*pair, column) for pair in both])
 
     return [
         f"{mean(lambda row: x_of(row, row['curve'][-1], CPU_S)):.1f}",
@@ -189,7 +224,7 @@ def write_report() -> None:
     )
     text = "\n".join(
         [
-            *(in_short(settings), "", of_averaging(settings), ""),
+            *(in_short(settings), "", of_averaging(settings), "", of_parts(settings), ""),
             *map(report, settings),
             f"All rows together took {hours / 3600:.1f} CPU hours.",
             "",

@@ -29,7 +29,7 @@ class Setting:
     learning_rate: float = 3e-4
     held_out: Sequence[str | TaskConfig] = tuple(SIX)
     max_new_tokens: int = 8
-    rounds: int = 36  # of 32 groups
+    rounds: int = 72  # of 32 groups
     period_s: float = 5.0  # of outer rounds, where weights are averaged: two to four rounds
     kinds: int = 1
     """Peers i and i + kinds are alike."""
@@ -63,6 +63,7 @@ def _steps(share: float) -> Setting:
         start=lambda seed, peer: steps.start(seed, share),
         held_out=steps.TASKS,
         period_s=40.0,
+        rounds=36,
         max_new_tokens=steps.MAX_NEW_TOKENS,
     )
 
@@ -93,6 +94,7 @@ SETTINGS = {
         rewards={"answer": "tags"},
         learning_rate=1.5e-4,
         held_out=SEVEN,
+        rounds=36,
         max_new_tokens=16,
     ),
     "plain": Setting(

@@ -8,7 +8,10 @@
                  first D rounds only fill the queue, so all arms make the same number of updates
     speed S C    four peers that share 4/4 with token ids, every other one S times slower, for the same virtual time
 
-C is a name of `grpo.correction`, or `none`: every ratio starts at 1, as if the groups were fresh. Nodes, settings and
+C is a name of `grpo.correction`, or `none`: every ratio starts at 1, as if the groups were fresh. `wide` is `recorded`
+with the clip range to which M2PO falls back where its second moment is far above its limit (0.3 and 0.5; arXiv
+2510.01161, official code), as it is here from 16 updates on; `slowed` is `recorded` with VCPO's learning rate, times
+the root of the effective share of the step before (arXiv 2602.17616). Nodes, settings and
 figures are those of `benchmarks.sharing`; one JSON for each (setting, arm, seed) under results/staleness; what is there
 already is not run again. Differences are in points (hundredths), paired by seed, with 95 % bootstrap intervals.
 """
@@ -31,6 +34,7 @@ from benchmarks.common import RESULTS, machine, table
 from benchmarks.intervals import interval
 from benchmarks.sharing_arms import Arm, Measured
 from benchmarks.sharing_settings import SETTINGS, Setting
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import Peer, Speed
 from swarm_node.types import Group
@@ -40,10 +44,14 @@ SEEDS = (0, 1, 2, 3, 4)
 UPDATES = 480  # of the learner
 SECONDS = 600.0  # virtual time of peers: about 300 rounds of a fast one
 PEERS = 4
-CORRECTIONS = {
-    "none": "swarm_node.grpo.objective:Correction",
-    **{name: name for name in ("recorded", "truncated", "truncated_sequence", "icepop")},
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {"correction": "swarm_node.grpo.objective:Correction"},
+    **{name: {"correction": name} for name in ("recorded", "truncated", "truncated_sequence", "icepop")},
+    "wide": {"correction": "recorded", "epsilon_low": 0.3, "epsilon_high": 0.5},
+    "slowed": {"correction": "recorded"},
 }
+"""Keys of `grpo` by the name of the correction."""
+SLOW = "wide", "slowed"  # run at the longer delays only
 
 
 class Delayed(Measured):
@@ -66,6 +74,20 @@ class Delayed(Measured):
         return groups
 
 
+class Slowed(Delayed):
+    """The learning rate follows the root of the effective share of the stale rollouts of the step before."""
+
+    share = 1.0
+
+    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        optimizer = self.trainer.optimizer
+        assert isinstance(optimizer, Optimizer)
+        optimizer.rate_scale = self.share**0.5
+        learned = super().learn(groups, before_update)
+        self.share = learned.get("off_policy/stale/ess", 1.0)
+        return learned
+
+
 @dataclass(frozen=True)
 class Late:
     """An arm of this benchmark."""
@@ -75,9 +97,10 @@ class Late:
     slower: int = 0  # every other peer is so many times slower; 0 = one learner alone
 
     def arm(self) -> Arm:
-        grpo = {"correction": CORRECTIONS[self.correction]}
+        grpo = CORRECTIONS[self.correction]
         if not self.slower:
-            return Arm("one learner", own=8, foreign=0, silo=True, sets={"grpo": grpo}, node=Delayed)
+            node = Slowed if self.correction == "slowed" else Delayed
+            return Arm("one learner", own=8, foreign=0, silo=True, sets={"grpo": grpo}, node=node)
         sharing = {"token_ids": True, "answers": 0}
         return Arm("4 own + 4 foreign", own=4, foreign=4, sets={"grpo": grpo, "sharing": sharing}, node=Delayed)
 
@@ -85,8 +108,18 @@ class Late:
 ON_POLICY = "delay 0 recorded"  # with any correction the same, up to rounding
 ARMS = {
     ON_POLICY: Late("recorded"),
-    **{f"delay {delay} {name}": Late(name, delay) for delay in (4, 16, 64) for name in CORRECTIONS},
-    **{f"speed {s} {name}": Late(name, slower=s) for s in (1, 10) for name in CORRECTIONS if name != "none"},
+    **{
+        f"delay {delay} {name}": Late(name, delay)
+        for delay in (4, 16, 64)
+        for name in CORRECTIONS
+        if delay > 4 or name not in SLOW
+    },
+    **{
+        f"speed {s} {name}": Late(name, slower=s)
+        for s in (1, 10)
+        for name in CORRECTIONS
+        if name not in ("none", *SLOW)
+    },
 }
 """A peer's own groups are fresh, so `none` is `recorded` there."""
 QUICK = ON_POLICY, "delay 16 recorded", "delay 16 truncated", "speed 10 truncated"
