@@ -80,12 +80,12 @@ class Measured(Node):
         with self._clock("publish"):
             super().share(collected)
 
-    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def learn(self, groups: Sequence[Group], *calls: Any) -> dict[str, float]:
         self.trained += len(groups)
         self.signal += sum(has_signal(group.rollouts) or group.advantages is not None for group in groups)
         self.foreign += sum(group.peer is not None for group in groups)
         with self._clock("train"):
-            return super().learn(groups, before_update)
+            return super().learn(groups, *calls)
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         line = super().record(collected, learned, seconds)
@@ -124,14 +124,14 @@ class RateBySignal(Measured):
         super().__init__(*args, **kwargs)
         self.signals: list[int] = []
 
-    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def learn(self, groups: Sequence[Group], *calls: Any) -> dict[str, float]:
         self.signals.append(sum(has_signal(g.rollouts) or g.advantages is not None for g in groups))
         first, last = fmean(self.signals[: self.LAST]), fmean(self.signals[-self.LAST :])
         by_signal = min(self.MOST, (last / max(first, 1.0)) ** 0.5)
         optimizer = self.trainer.optimizer
         assert isinstance(optimizer, Optimizer)
         optimizer.rate_scale = by_signal * max(0.1, 1 - self.round / self.ROUNDS)
-        return super().learn(groups, before_update)
+        return super().learn(groups, *calls)
 
 
 class JudgesItselfAsForeign(Measured):

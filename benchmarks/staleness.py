@@ -79,11 +79,11 @@ class Slowed(Delayed):
 
     share = 1.0
 
-    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def learn(self, groups: Sequence[Group], *calls: Any) -> dict[str, float]:
         optimizer = self.trainer.optimizer
         assert isinstance(optimizer, Optimizer)
         optimizer.rate_scale = self.share**0.5
-        learned = super().learn(groups, before_update)
+        learned = super().learn(groups, *calls)
         self.share = learned.get("off_policy/stale/ess", 1.0)
         return learned
 

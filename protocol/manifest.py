@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import FieldInfo
 
+from protocol.answer_form import AnswerForm
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CHARS_PER_TOKEN, MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS, MAX_TOKENS
 from protocol.messages import Address, Hash64
@@ -96,8 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
     """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
     model: ManifestModel | None = None  # `None` = each member brings its own
-    answer: Literal["any", "tags", "boxed"] = "any"
-    """Form in which an answer counts: `any` | last in the text, as `<answer>…</answer>` | last, as `\\boxed{…}`."""
+    answer: AnswerForm = "any"  # form in which an answer counts
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
     """Peers to begin with; not part of the id, so that it can change."""
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.trainer import SMALL, Trainer
@@ -155,15 +155,30 @@ class Node:
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
         return kept + replayed + foreign
 
-    def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def learn(
+        self,
+        groups: Sequence[Group],
+        before_update: Callable[[], None] = lambda: None,
+        go_on: Callable[[float], None] = lambda seconds: None,
+    ) -> dict[str, float]:
         """Train on `groups`, a step for each batch of them, and end the round. `before_update`: see `Trainer.step`.
+
+        `go_on` is called before each further step with the seconds that the rest will take. It may raise StopRequested,
+        as the step may after it: the round then ends with the updates that were made.
 
         Returns the metrics of the steps, averaged over those that have them.
         """
         size = self.config.grpo.batch_groups or len(groups)
         n = max(1, round(len(groups) / size)) if groups else 1
         first, *others = (groups[i::n] for i in range(n))
-        steps = [self.trainer.step(first, before_update), *map(self.trainer.step, others)]
+        began = time.monotonic()
+        steps = [self.trainer.step(first, before_update)]
+        for batch in others:
+            try:
+                go_on((time.monotonic() - began) / len(steps) * (n - len(steps)))
+                steps.append(self.trainer.step(batch, before_update))
+            except StopRequested:
+                break
         learned = {name: fmean(step[name] for step in steps if name in step) for step in steps for name in step}
         learned["num_tokens"] = steps[-1]["num_tokens"]
         if self.replay is not None:

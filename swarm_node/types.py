@@ -81,7 +81,7 @@ class Stop(Protocol):
     def allow(self) -> None:
         """From here on a signal raises StopRequested at any point; one that came before raises it now."""
 
-    def hold(self) -> None:
+    def hold(self) -> object:
         """From here on a signal only sets `requested`."""
 
     def check(self) -> None:

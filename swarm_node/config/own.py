@@ -26,7 +26,10 @@ from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 
 GIVEN = "# given:"
-FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
+FROM_THE_SWARM = {
+    *("tasks", "seed", "policy.model", "policy.revision"),
+    *("rewards.answer", "policy.system_prompt", "policy.prompt_template"),
+}
 """Keys that a member takes from its swarm at each start, unless the user has set them."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from protocol.answer_form import AnswerForm
 from swarm_node.config.section import Plugin, Section
 
 
@@ -68,7 +69,7 @@ class RewardsConfig(Section):
     was exploited: a long guess that contains a short number earned reward."""
     checker_weight: float = Field(1.0, ge=0)
     """Weight of the task's own checker beside `functions`; 0 = only the functions count."""
-    answer: Literal["any", "tags", "boxed"] = "any"
+    answer: AnswerForm = "any"
     """Form in which an answer counts. `any` = as it is found (docs/tasks.md); `tags` = as `<answer>…</answer>` at the
     end of the text; `boxed` = as `\\boxed{…}` there. Policies are told so. Members go by their swarm's manifest."""
     functions: list[RewardFunctionConfig] = []

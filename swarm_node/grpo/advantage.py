@@ -230,14 +230,18 @@ class TaskStatistics:
 def foreign_advantages(
     rollouts: Sequence[Rollout], own: RewardStatistics | None, bound: float, k: int = 1
 ) -> list[float]:
-    """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean."""
+    """One advantage for each of `rollouts`, 0 for those without a score; `own` = None: against the group's own mean.
+
+    With `k` > 1, the share in pass@k of an own group with success p = b, for rewards between 0 and 1:
+    right: (1 - p)^k / s, wrong: -p (1 - p)^(k-1) / s, s = sqrt((1 - p)^k (1 - (1 - p)^k)). With other rewards k is 1.
+    """
     rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
     if own is None:
         raw = group_std(rewards)
-    elif k == 1:
+    elif k == 1 or not 0 <= own.reward <= 1:
         raw = (rewards - own.reward) / max(own.spread, SPREAD_FLOOR)
     else:
-        p = min(max(own.reward, 0.0), 1.0)
+        p = own.reward
         miss, wrong = (1 - p) ** k, -p * (1 - p) ** (k - 1)
         raw = (wrong + rewards * (miss - wrong)) / max(sqrt(miss * (1 - miss)), SPREAD_FLOOR)
     clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()

@@ -2,7 +2,8 @@
 
     of answers in the order of their rewards: the best ceil(n / 2) and the worst floor(n / 2), ties in random order
 
-For rewards 0 and 1 this is the part of n answers with the greatest variance.
+For rewards 0 and 1 this is the part of n answers with the greatest variance. Answers without a score teach nothing and
+are left out first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from swarm_node.grpo.advantage import is_judged
 from swarm_node.types import Group
 
 
@@ -23,11 +25,13 @@ def extremes(rewards: Sequence[float], n: int, rng: random.Random) -> list[int]:
     return sorted(order if len(order) <= n else order[:worst] + order[len(order) - (n - worst) :])
 
 
-def down_sampled(group: Group, n: int, rng: random.Random) -> Group:
-    """The group with `n` of its answers; the group itself if `n` is 0 or it has no more."""
+def down_sampled(group: Group, n: int, rng: random.Random, finished: bool = False) -> Group:
+    """The group with `n` of its answers, fewer if not so many have a score; the group itself if `n` is 0 or it has no
+    more. `finished`: answers that hit the length limit are left out first as well."""
     if not n or len(group.rollouts) <= n:
         return group
-    kept = extremes([r.reward for r in group.rollouts], n, rng)
+    counts = [i for i, r in enumerate(group.rollouts) if is_judged(r) and (r.finished or not finished)]
+    kept = [counts[i] for i in extremes([group.rollouts[i].reward for i in counts], n, rng)]
     return msgspec.structs.replace(
         group,
         rollouts=[group.rollouts[i] for i in kept],

@@ -209,7 +209,7 @@ class Trainer:
         config, device = self.config, self.policy.device
         advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         if config.answers:
-            groups = _down_sampled(groups, advantages, config.answers, self.policy.version)
+            groups = _down_sampled(groups, advantages, config, self.policy.version)
             advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         rollouts = [r for group in groups for r in group.rollouts]
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
@@ -378,15 +378,16 @@ def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:
     ]
 
 
-def _down_sampled(groups: Sequence[Group], advantages: Tensor, n: int, version: int) -> list[Group]:
-    """The groups with `n` answers of this node's own, each with the advantage that it has in its whole group."""
+def _down_sampled(groups: Sequence[Group], advantages: Tensor, config: GrpoConfig, version: int) -> list[Group]:
+    """The groups, own ones with `config.answers` answers, each with the advantage that it has in its whole group."""
     parts = iter(advantages.split([len(group.rollouts) for group in groups]))
     kept = []
     for i, group in enumerate(groups):
         own = next(parts).tolist()
         if group.peer is None:
             rng = random.Random(f"{version}/{i}")
-            group = down_sampled(msgspec.structs.replace(group, advantages=own), n, rng)
+            whole = msgspec.structs.replace(group, advantages=own)
+            group = down_sampled(whole, config.answers, rng, finished=config.mask_truncated)
         kept.append(group)
     return kept
 

@@ -17,8 +17,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from protocol.answer_form import WRITTEN, AnswerForm
+
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
-FORMS = {"{}": 0.85, "<answer>{}</answer>": 0.1, r"\boxed{{{}}}": 0.05}
+FORMS: dict[AnswerForm, float] = {"any": 0.85, "tags": 0.1, "boxed": 0.05}
 """Forms of answers, with their shares of the examples: a policy learns a form by reward only if it sometimes writes it.
 """
 VOCABULARY = 384
@@ -36,7 +38,7 @@ CHAT_TEMPLATE = (
 def in_some_form(answer: str, rng: random.Random) -> str:
     """The answer in a form that is drawn by its share."""
     (form,) = rng.choices(list(FORMS), list(FORMS.values()))
-    return form.format(answer)
+    return WRITTEN[form].format(answer)
 
 
 def train_starter(

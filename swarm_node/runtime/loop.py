@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some answers are shown: the prompt or the extraction may be wrong."""
+REST_S = 3.0  # rest of a round that a signal waits for: well below the time until the last resort
 
 
 class Run:
@@ -226,7 +227,7 @@ class Run:
                 groups = node.choose(collected)
             self.limits.wait(stop)
             stop.allow()
-            learned = node.learn(groups, before_update=lambda: self._change(stop))
+            learned = node.learn(groups, lambda: self._change(stop), lambda seconds: self._go_on(stop, seconds))
             stop.hold()
             self._changing = False
             record = node.record(collected, learned, time.perf_counter() - began)
@@ -276,9 +277,15 @@ class Run:
     def _change(self, stop: Stopper) -> None:
         """Mark the weights as those of an unfinished round, until it ends; a crew's weights are not in these
         checkpoints. Raises StopRequested if it was raised before and swallowed."""
-        stop.hold()
-        stop.check()
+        if stop.hold():
+            stop.check()
         self._changing = self.crew is None
+
+    def _go_on(self, stop: Stopper, seconds: float) -> None:
+        """Before a further update of a round whose rest takes so long: a signal waits for a rest that is short, since
+        only a whole round can be repeated bit for bit, and ends a long one. Raises StopRequested."""
+        if seconds > REST_S:
+            stop.allow()
 
     def last_resort(self) -> None:
         """Save at the deadline after a signal, when the main thread is still inside torch or the disk is slow. If the

@@ -82,9 +82,10 @@ class Stopper:
         self._interruptible = True
         self.check()
 
-    def hold(self) -> None:
-        """From here on a signal only sets `requested`."""
-        self._interruptible = False
+    def hold(self) -> bool:
+        """From here on a signal only sets `requested`. Returns whether it raised StopRequested until now."""
+        held, self._interruptible = not self._interruptible, False
+        return not held
 
     @contextmanager
     def allowed(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ Every right answer earns the same advantage however it is written, so a policy w
 their right answers. An unlikely token that the reward asks for is no payload: the answer earns less without it.
 
 Three deletions are tried: all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on.
-The plainer texts are the part of the answer that was judged, and the reference answer. A token is idle, too, if it lies
+The plainer texts are the part of the answer that was judged, and the reference answer, in the form in which answers
+count. A token is idle, too, if it lies
 outside of a plainer text that the answer contains. Plainer texts also show that an answer spells a needed part in
 another way (digits of another script), or that a likely token makes the next one unlikely.
 """
@@ -26,6 +27,7 @@ from itertools import chain
 
 import msgspec
 
+from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.policy.policy import Policy
 from swarm_node.tasks.taskset import ScoreCompletions
 from swarm_node.types import Group, Rollout
@@ -78,6 +80,7 @@ class Gate:
     score: ScoreCompletions
     logprobs: Logprobs
     now: Callable[[], float] = time.monotonic  # gives seconds, which bound the time that a group takes
+    form: AnswerForm = "any"  # form in which an answer counts
 
     def __post_init__(self) -> None:
         self._right: deque[float] = deque(maxlen=OWN)
@@ -152,7 +155,8 @@ class Gate:
     def _plainer(self, suspect: _Suspect) -> list[str]:
         """The plainer texts that earn as much as the answer."""
         rollout = suspect.rollout
-        texts = {text for text in (rollout.extracted, suspect.group.task.answer) if text and text != rollout.text}
+        answers = [text for text in (rollout.extracted, suspect.group.task.answer) if text]
+        texts = {WRITTEN[self.form].format(text) for text in answers} - {rollout.text}
         return [text for text in sorted(texts) if self._earns_as_much(suspect, text)]
 
     def _has_idle(self, suspect: _Suspect, plainer: Sequence[str]) -> bool:

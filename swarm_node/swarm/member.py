@@ -63,6 +63,7 @@ class Member:
         transport's, which lasts as long as the transport, for a member that may end earlier. `spoken`: the protocol
         versions that it understands. `spent`: the clock [s] that bounds admission."""
         self.sharing = config.sharing
+        self._form = config.rewards.answer  # the manifest's
         self._most_own = max(config.sharing.own, config.rollouts.groups)
         self.manifest = manifest
         self.peer_id = identity.peer_id
@@ -150,7 +151,7 @@ class Member:
 
     def guard(self, logprobs: Logprobs) -> None:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        self.replay_buffer.gate = Gate(self.policy, self.tasks.score, logprobs, self.now)
+        self.replay_buffer.gate = Gate(self.policy, self.tasks.score, logprobs, self.now, self._form)
 
     # ----------------------------------------------------------------- averaging
 

@@ -6,8 +6,8 @@ import hashlib
 import re
 import unicodedata
 from collections import deque
-from typing import Literal
 
+from protocol.answer_form import AnswerForm
 from swarm_node.config import NodeConfig
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.types import Task
@@ -34,7 +34,7 @@ FORM_PROMPTS = {
 class OneTurn(TaskSource):
     """A source whose dialogues are one question and one answer."""
 
-    form = "any"  # `rewards.answer`: the form in which an answer counts
+    form: AnswerForm = "any"  # `rewards.answer`: the form in which an answer counts
 
     def check(self, task: Task, answer: str) -> float:
         """Score of the answer that was found in a completion."""
@@ -51,7 +51,7 @@ class OneTurn(TaskSource):
         return [*messages, {"role": "assistant", "content": answer}], reward, True
 
 
-def extract(completion: str, form: str = "any") -> str | None:
+def extract(completion: str, form: AnswerForm = "any") -> str | None:
     r"""The answer to be judged; None if there is none. With `any`, the first rule that applies wins:
 
         0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
@@ -114,14 +114,28 @@ def _hashed(text: str) -> slice | None:
     return slice(last[0].start(1), last[0].start(1) + len(last[0][1].rstrip(".,/"))) if last else None
 
 
-def in_form(config: NodeConfig, form: Literal["any", "tags", "boxed"]) -> NodeConfig:
-    """`config` for answers in that form: the system prompt asks for it, after the user's own prompt if there is one."""
+def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
+    """`config` for answers in that form: the system prompt asks for it, after the user's own prompt if there is one,
+    and so does the prompt of models without a chat template; both ask for no other form."""
     rewards, policy = config.rewards.model_copy(update={"answer": form}), config.policy
-    asks = FORM_PROMPTS.get(form, "")
-    if asks and asks not in policy.system_prompt:
-        own = policy.system_prompt if "system_prompt" in policy.model_fields_set else "Solve the problem."
-        policy = policy.model_copy(update={"system_prompt": f"{own}\n\n{asks}".strip()})
+    system, template = policy.system_prompt, policy.prompt_template
+    for asks in FORM_PROMPTS.values():
+        system, template = system.removesuffix(asks).rstrip(), template.replace(f"\n{asks}", "")
+    if form != "any":
+        own = system if "system_prompt" in policy.model_fields_set else "Solve the problem."
+        system = f"{own}\n\n{FORM_PROMPTS[form]}".strip()
+        template = template.replace("{question}", f"{{question}}\n{FORM_PROMPTS[form]}")
+    prompts = {"system_prompt": system, "prompt_template": template}
+    changed = {name: prompt for name, prompt in prompts.items() if prompt != getattr(policy, name)}
+    if changed:
+        policy = policy.model_copy(update=changed)
     return config.model_copy(update={"policy": policy, "rewards": rewards})
+
+
+def has_own_prompt(config: NodeConfig, form: AnswerForm) -> bool:
+    """Whether a system prompt of the user's own precedes the sentence that asks for the form."""
+    usual = in_form(NodeConfig(), form)
+    return in_form(config, form).policy.system_prompt != usual.policy.system_prompt
 
 
 def normalise(text: str) -> str:

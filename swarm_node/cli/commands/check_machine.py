@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
@@ -97,11 +98,11 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
     return Check("torch", "ok", f"{number} on {device}")
 
 
-def answers(form: str, own_prompt: bool) -> Check:
+def answers(form: AnswerForm, own_prompt: bool) -> Check:
     """Which form of answers counts, and that policies are told so."""
-    asked = "the system prompt asks for that" + (", after your own (policy.system_prompt)" if own_prompt else "")
-    shape = "<answer>…</answer>" if form == "tags" else r"\boxed{…}"
-    return Check("answers", "ok", f"an answer counts only as {shape} at the end of the text; {asked}")
+    shape = f"an answer counts only as {WRITTEN[form].format('…')} at the end of the text"
+    asked = "the prompt asks for that" + (", after your own (policy.system_prompt)" if own_prompt else "")
+    return Check("answers", "ok", f"{shape}; {asked}")
 
 
 def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import typer
 
-from protocol.errors import printable
+from protocol.answer_form import AnswerForm
+from protocol.errors import PeerUnreachable, printable
 from protocol.transports.ports import read_ports
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
@@ -28,8 +30,11 @@ from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.links import Swarm, cached_addresses, find_swarm
-from swarm_node.swarm.lookup import dial, look_around
+from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
+from swarm_node.tasks.one_turn import has_own_prompt
+
+MANIFEST_S = 10.0  # longest wait for a member that gives the manifest, in seconds
 
 
 class StatusFile(msgspec.Struct, frozen=True):
@@ -84,9 +89,10 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     yield machine.torch_and_device(machine.nvidia_gpus())
     if start.verb != "bootstrap":  # which has no model
         yield from machine.room(config, place, running, start)
-        form = swarm.manifest.answer if swarm and swarm.manifest else config.rewards.answer
-        if form != "any":
-            yield machine.answers(form, "system_prompt" in config.policy.model_fields_set)
+        if swarm is None:
+            yield from _answers(config, config.rewards.answer)
+        elif swarm.manifest is not None:
+            yield from _answers(config, swarm.manifest.answer)
     yield machine.directory(place, start)
     if damage:
         yield Check("status", "warn", f"{damage}; a node that runs there writes it again", start.having())
@@ -113,12 +119,20 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
         now = time.time()
         made = {peer: at for peer, at in transport.made().items() if peer != seen.peer}
         others = {peer: card for peer, card in members.items() if peer != seen.peer}
+        if swarm.manifest is None and start.verb != "bootstrap":
+            with suppress(PeerUnreachable, UserError):  # the next checks report it
+                yield from _answers(config, fetch_manifest(transport, swarm, lambda sentence: None, MANIFEST_S).answer)
         yield network.seen_from_others(transport.dial_back, others, listens, running, guess, start)
         yield network.begin(answering, members, start)
         connected = transport.stats().get("connections/dht", 0) > 0
         yield network.people(members, made, connected, start, any(answering.values()))
         yield network.clock(others, now, made)
         yield network.versions(members, transport.stats())
+
+
+def _answers(config: NodeConfig, form: AnswerForm) -> Iterator[Check]:
+    if form != "any":
+        yield machine.answers(form, has_own_prompt(config, form))
 
 
 def _start_command(

@@ -61,13 +61,14 @@ def main(named: str, config: NodeConfig, request: MergeRequest) -> None:
             folder = Path(stack.enter_context(files))
         with visitor(swarm, config.network, say) as transport:
             found = look_for_cohorts(transport, swarm.id, wanted, timeout_s, say)
-            manifest = None if request.questions == 0 else _manifest(swarm, transport, say)
+            manifest = swarm.manifest if request.questions == 0 else _manifest(swarm, transport, say)
             if manifest is not None:
                 config = in_form(config, manifest.answer)
             policy = load_policy(config.policy, config.rollouts, say)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
             chosen = sources(found[cohort], request.without, say)
-            tasks = [] if manifest is None else _tasks(manifest, swarm, config, transport, folder, say)
+            measured = manifest if request.questions else None
+            tasks = [] if measured is None else _tasks(measured, swarm, config, transport, folder, say)
             weights, versions = gather(transport, (swarm.id, cohort), chosen, fragments, policy, folder, timeout_s, say)
         merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
 
