@@ -21,7 +21,6 @@ from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 
-
 VALUES_PER_S = 100_000
 """Weights that a node sends in a second, in the mean: 0.1 MB with 8 bits each, a tenth of a usual home connection."""
 
