@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from swarm_node.grpo.advantage import TaskStatistics, foreign_advantages
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
@@ -134,31 +133,11 @@ class RateBySignal(Measured):
         return super().learn(groups, *calls)
 
 
-class JudgesItselfAsForeign(Measured):
-    """Own groups get the advantages that foreign ones would: is it the sharing, or just the rule?"""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.statistics = TaskStatistics()
-
-    def choose(self, collected: Collected) -> list[Group]:
-        self.statistics.observe(collected.groups)
-        bound = self.config.sharing.max_advantage
-        return [as_foreign(g, self.statistics, bound) if has_signal(g.rollouts) else g for g in collected.kept]
-
-
 class ImitatesOthers(Measured):
     """Trains on nothing but the right answers of others, all alike: supervised training."""
 
     def choose(self, collected: Collected) -> list[Group]:
         return [successes(group) for group in super().choose(collected) if group.peer is not None]
-
-
-def as_foreign(group: Group, statistics: TaskStatistics, bound: float) -> Group:
-    """An own group as if it were another's: advantages against own success, ratios from 1."""
-    own = statistics.of(group.task.label)
-    advantages = foreign_advantages(group.rollouts, own if own.known else None, bound)
-    return msgspec.structs.replace(group, rollouts=unrecorded(group.rollouts), advantages=advantages)
 
 
 def successes(group: Group) -> Group:

@@ -90,7 +90,7 @@ def run_ours(path: str, steps: int, seed: int) -> list[float]:
 
     def step(k: int) -> None:
         part = tasks[k * GROUPS : (k + 1) * GROUPS]
-        trainer.step(collect(policy, lambda n: part, judge, rollouts, str(k)).kept)
+        trainer.step(collect(policy, lambda n: part, judge, rollouts, str(k)).groups)
 
     return _timed(step, steps)
 

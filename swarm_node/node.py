@@ -147,13 +147,13 @@ class Node:
             self._scored = collected.groups
             replayed = self.replay.draw(random.Random(f"replay/{self.config.seed or 0}/{self.round}"))
         if self.exchange is None:
-            return collected.kept + replayed
+            return collected.groups + replayed
         self.exchange.receiver.admit()
-        sharing, kept = self.exchange.sharing, collected.kept
-        n = sharing.own + sharing.foreign - len(kept) if sharing.fill else sharing.foreign
+        sharing, own = self.exchange.sharing, collected.groups
+        n = sharing.own + sharing.foreign - len(own) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
-        return kept + replayed + foreign
+        return own + replayed + foreign
 
     def learn(
         self,
@@ -249,7 +249,7 @@ class Node:
             record["tasks/scorer_errors"] = self.tasks.scorer_errors.total()
         if self.member is not None:
             record |= self.member.metrics(record["perf/generated_tok_s"])
-            record["swarm/groups_own"] = float(len(collected.kept))
+            record["swarm/groups_own"] = float(len(collected.groups))
         return learned | record
 
 

@@ -47,7 +47,7 @@ class SharingConfig(Section):
     own: PositiveInt = 8
     """Own groups to train on in each round (I)."""
     foreign: int = Field(24, ge=0)
-    """Groups of other peers to train on in each round (J). 0 = a silo, which shares but uses nothing of others."""
+    """Groups of other peers to train on in each round (J). 0 = none; the node still shares its own."""
     fill: bool = True
     """Sample more own groups while there are too few foreign ones, at most `rollouts.groups`."""
     sampler: Literal["uniform"] | Plugin = "uniform"
@@ -89,7 +89,7 @@ class AveragingConfig(Section):
 
     method: Literal["none", "noloco", "diloco", "per_step"] = "noloco"
     """none | noloco (pairs, arXiv 2506.10911) | diloco (the whole cohort every `every` updates, arXiv 2311.08105) |
-    per_step (the whole cohort after each update: the baseline that costs most)."""
+    per_step (the whole cohort after each round: the baseline that costs most)."""
     every: PositiveInt = 5
     """Least number of own updates between two exchanges of the same weights (H); the papers have 50 and 500. Pairs meet
     in outer rounds of the swarm's `averaging_period_s` seconds, because updates are few in RL."""

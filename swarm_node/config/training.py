@@ -91,8 +91,6 @@ class RolloutsConfig(Section):
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: keep the smallest set of tokens with this much probability."""
-    refill: float = Field(1.0, ge=1)
-    """Dynamic sampling: replace groups without a learning signal, and sample up to `refill` x `groups`; 1 = off."""
     engine: Literal["auto", "native", "transformers"] | Plugin = "auto"
     """Sampling engine: `native` (fast, common architectures) or `transformers` (any). `auto` = native where it fits.
     Or a plugin `package.module:Class`."""

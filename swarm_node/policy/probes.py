@@ -153,12 +153,12 @@ def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig,
     """
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * rollouts.max_new_tokens
-    copies = 1 if grpo.packing and policy.packing else rollouts.group_size  # of each prompt in the rows of an update
-    kept = min(grpo.answers or rollouts.group_size, rollouts.group_size) / rollouts.group_size
-    trained = round(kept * sampled) + rollouts.groups * copies * length
+    kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
+    copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
+    trained = rollouts.groups * (kept * rollouts.max_new_tokens + copies * length)
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
     per_sampled, per_trained = _measure(policy, prompts[0], rollouts)
-    seconds = rollouts.refill * (sampled * per_sampled + rollouts.groups * length * per_trained / 3)
+    seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
     seconds += trained * passes * per_trained
     cached = sampled + rollouts.groups * length
     return Estimate(_bytes(policy, grpo, cached, trained), seconds)

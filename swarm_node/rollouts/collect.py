@@ -1,8 +1,6 @@
 """Sample and score the groups of one round.
 
 draw tasks -> prompt -> encode (skip what is too long) -> sample G completions each -> score -> groups
-     ^                                                                         |
-     +------------- dynamic sampling: replace groups without signal <----------+
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks.taskset import TaskSet, has_signal, judge
+from swarm_node.tasks.taskset import TaskSet, judge
 from swarm_node.types import Group, Sampling, Task
 
 DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer
@@ -26,9 +24,7 @@ DrawTasks = Callable[[int], list[Task]]
 class Collected:
     """The result of a round's sampling."""
 
-    groups: list[Group] = field(default_factory=list)  # all groups sampled, those without a learning signal included
-    kept: list[Group] = field(default_factory=list)
-    """Groups that are trained on; they differ from `groups` only under dynamic sampling."""
+    groups: list[Group] = field(default_factory=list)  # those without a learning signal included
     too_long: int = 0  # tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions
     seconds: float = 0.0  # time spent generating (not scoring)
 
@@ -45,28 +41,17 @@ def collect(
     seed: str,
     collected: Collected | None = None,
 ) -> Collected:
-    """Sample `config.groups` groups with `policy`; with `refill` > 1, up to that many times as many, until
-    `groups` of them carry a signal (DAPO's dynamic sampling, arXiv 2503.14476, with a cap).
+    """Sample `config.groups` groups with `policy`: fewer if the prompts of too many tasks are too long.
 
     `draw(n)` gives n tasks, and `tasks` judges answers to them. `seed` names this round's randomness: the same seed,
     tasks and weights give the same groups. If this is interrupted, a `collected` of the caller's has what is scored.
     """
     collected = Collected() if collected is None else collected
-    budget = round(config.groups * config.refill)
-    wanted = config.groups
-    live: list[Group] = []
-    while wanted > 0 and len(collected.groups) < budget:
-        fitting = _fitting(policy, draw, tasks, min(wanted, budget - len(collected.groups)), config, collected)
-        if not fitting:
-            break
-        for group in _sample(policy, fitting, config, seed, collected):
-            prompt = policy.tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
-            judge(group.task, prompt, group.rollouts, tasks.score)
-            collected.groups.append(group)
-        live = [g for g in collected.groups if has_signal(g.rollouts)]
-        wanted = 0 if config.refill == 1.0 else config.groups - len(live)
-    dead = [g for g in collected.groups if not has_signal(g.rollouts)]
-    collected.kept = collected.groups if config.refill == 1.0 else (live + dead)[: config.groups]
+    fitting = _fitting(policy, draw, tasks, config, collected)
+    for group in _sample(policy, fitting, config, seed, collected) if fitting else ():
+        prompt = policy.tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
+        judge(group.task, prompt, group.rollouts, tasks.score)
+        collected.groups.append(group)
     return collected
 
 
@@ -80,17 +65,17 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
 
 
 def _fitting(
-    policy: Policy, draw: DrawTasks, tasks: TaskSet, n: int, config: RolloutsConfig, collected: Collected
+    policy: Policy, draw: DrawTasks, tasks: TaskSet, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
-    """`n` tasks with their encoded prompts, drawing again for those that are too long; fewer if there are none left."""
+    """Tasks of the round with their encoded prompts. Those that are too long are drawn again; in the end, fewer are left."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
-        drawn = draw(n - len(fitting))
+        drawn = draw(config.groups - len(fitting))
         encoded = [(task, policy.encode(tasks.prompt(task))) for task in drawn]
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
         collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
-        if len(fitting) == n or not drawn:
+        if len(fitting) == config.groups or not drawn:
             break
     return fitting
 
@@ -98,8 +83,7 @@ def _fitting(
 def _sample(
     policy: Policy, fitting: list[tuple[Task, list[int]]], config: RolloutsConfig, seed: str, collected: Collected
 ) -> list[Group]:
-    first = len(collected.groups)
-    names = [f"{seed}/{first + slot}" for slot in range(len(fitting))]
+    names = [f"{seed}/{slot}" for slot in range(len(fitting))]
     seeds = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 for name in names]  # 63 bits
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     start = time.perf_counter()

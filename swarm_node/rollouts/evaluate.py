@@ -56,7 +56,7 @@ def evaluate_on(
 def _answered(
     held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
 ) -> list[Group]:
-    config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH, "refill": 1.0})
+    config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH})
     groups: list[Group] = []
     waiting = iter(held_out)
     for start in range(0, len(held_out), QUESTIONS_PER_BATCH):

@@ -254,12 +254,12 @@ def test_rounds_without_reward_show_what_was_answered(tmp_path, capsys):
     assert len(shown) == 3 and all("expected" in line and "completion" in line for line in shown)
 
 
-def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
+def test_a_resumed_run_keeps_its_first_reference_policy(tmp_path):
     config = settings(
         tmp_path / "run",
         rounds=4,
         grpo={"beta": 0.05, "loss": "grpo", "iterations": 2},
-        rollouts={"groups": 6, "group_size": 4, "max_new_tokens": 8, "refill": 3.0},
+        rollouts={"groups": 6, "group_size": 4, "max_new_tokens": 8},
     )
     run_local(config, json_output=True)
     lines = read_jsonl(tmp_path / "run/metrics.jsonl")

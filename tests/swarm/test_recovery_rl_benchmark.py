@@ -73,7 +73,7 @@ def test_each_method_replaces_a_lost_adapter_as_named(setting: Setting) -> None:
     start = values(mine, 1)
     for _ in range(2):
         mine.replica, before = mine.states(), values(mine, 1)
-        mine.node.learn(mine.node.collect().kept)
+        mine.node.learn(mine.node.collect().groups)
     now, other = values(mine, 1), values(mine, 2)
     assert mine.optimizer.updates == 2 and not equal(before, now) and not equal(before, start)
     mine.arm = Arm("replica")
@@ -97,7 +97,7 @@ def test_a_stage_made_anew_learns_a_tenth_faster(setting: Setting) -> None:
     two.faster = {1}
     start = values(one, 1)
     for mine in (one, two):
-        mine.node.learn(mine.node.collect().kept)
+        mine.node.learn(mine.node.collect().groups)
     plain, fast = values(one, 1), values(two, 1)
     assert equal(values(one, 2), values(two, 2)) and not equal(plain, start)
     for name, was in start.items():
@@ -107,7 +107,7 @@ def test_a_stage_made_anew_learns_a_tenth_faster(setting: Setting) -> None:
 def test_norms_are_of_the_gradient_before_clipping(setting: Setting) -> None:
     mine = run(setting, Arm())
     mine.optimizer.grad_clip = 1e-6
-    learned = mine.node.learn(mine.node.collect().kept)
+    learned = mine.node.learn(mine.node.collect().groups)
     assert sum(norm**2 for norm in mine.norms) == pytest.approx(learned["grad_norm"] ** 2, rel=1e-4)
     assert learned["grad_norm"] > 1e-6
 
@@ -122,7 +122,7 @@ def test_odd_microbatches_run_in_the_other_order(setting: Setting, monkeypatch: 
 
     collected = mine.node.collect()
     monkeypatch.setattr(type(mine.inner), "forward", noted)
-    mine.node.learn(collected.kept)
+    mine.node.learn(collected.groups)
     assert mine.optimizer.updates == 1
     assert orders == [[0, 1, 2, 3], [1, 0, 3, 2]]
     assert mine.inner.layers is mine.layers

@@ -148,14 +148,13 @@ def node(replay: int) -> Node:
 def test_a_node_replays_what_finished_rounds_found():
     learner = node(2)
     first, second = Collected([right("gcd", "1")]), Collected([right("lcm", "2")])
-    first.kept, second.kept = first.groups, second.groups
-    assert learner.choose(first) == first.kept
+    assert learner.choose(first) == first.groups
     chosen = learner.choose(first)  # the first attempt was interrupted
     learner.learn(chosen)
     assert learner.replay is not None
     assert kept(learner.replay) == [("gcd", "1")] and learner.replay.own.of("gcd").n == 2
     own, again = learner.choose(second)
-    assert own is second.kept[0] and again.rollouts[0].text == "1" and again.advantages == [1.0]
+    assert own is second.groups[0] and again.rollouts[0].text == "1" and again.advantages == [1.0]
     learner.learn([own, again])
     assert kept(learner.replay) == [("gcd", "1"), ("lcm", "2")]
     assert learner.replay.own.of("gcd").n == 2, "a replayed answer is no new success"
@@ -165,6 +164,6 @@ def test_without_the_option_nothing_is_kept():
     learner = node(0)
     collected = Collected([right("gcd", "1")], [right("gcd", "1")])
     for _ in range(2):
-        assert learner.choose(collected) == collected.kept
-        learner.learn(collected.kept)
+        assert learner.choose(collected) == collected.groups
+        learner.learn(collected.groups)
     assert learner.replay is None
