@@ -67,7 +67,7 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
 def _fitting(
     policy: Policy, draw: DrawTasks, tasks: TaskSet, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
-    """Tasks of the round with their encoded prompts. Those that are too long are drawn again; in the end, fewer are left."""
+    """Tasks of the round with their prompts, encoded. Tasks that are too long are drawn again; some may be missing."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
