@@ -102,7 +102,8 @@ class Late:
             node = Slowed if self.correction == "slowed" else Delayed
             return Arm("one learner", own=8, foreign=0, silo=True, sets={"grpo": grpo}, node=node)
         sharing = {"token_ids": True, "answers": 0}
-        return Arm("4 own + 4 foreign", own=4, foreign=4, sets={"grpo": grpo, "sharing": sharing}, node=Delayed)
+        sets = {"grpo": grpo, "sharing": sharing, "averaging": {"method": "none"}}
+        return Arm("4 own + 4 foreign", own=4, foreign=4, sets=sets, node=Delayed)
 
 
 ON_POLICY = "delay 0 recorded"  # with any correction the same, up to rounding

@@ -20,7 +20,8 @@ def new(
         str | None,
         option(
             "--model",
-            "Model that members train unless they choose another. They give it to each other where there is no hub.",
+            "Model that members train unless they choose another. They give it to each other where there is no hub. "
+            "With --answer, the starter if none is given.",
             metavar="PATH|ID",
         ),
     ] = None,
@@ -58,10 +59,11 @@ def new(
     )
     rest = {"limits": limits, "averaging_period_s": averaging_period_s, "bootstrap": config.network.bootstrap}
     rest["answer"] = config.rewards.answer
-    if model:
+    if model or config.rewards.answer != "any":  # a form needs a model that writes it: the starter does, now and then
+        from swarm_node.swarm.base_weights.files import STARTER
         from swarm_node.swarm.base_weights.finding import describe_model
 
-        rest["model"] = describe_model(model)
+        rest["model"] = describe_model(model or STARTER)
     manifest = make_manifest(name, config.tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)

@@ -289,8 +289,9 @@ def test_new_writes_a_manifest_and_prints_links() -> None:
 def test_new_takes_the_tasks_of_a_configuration_file() -> None:
     Path("x.toml").write_text('tasks = [{ env = "gcd", config = { max_value = 30 }, weight = 2 }]\n')
     assert run("new", "--config", "x.toml", "--answer", "tags").exit_code == 0
-    assert parse_manifest(Path("swarm.toml").read_bytes()).answer == "tags"
-    (task,) = parse_manifest(Path("swarm.toml").read_bytes()).tasks
+    made = parse_manifest(Path("swarm.toml").read_bytes())
+    assert made.answer == "tags" and made.model and made.model.name == "starter", "a form needs a model that writes it"
+    (task,) = made.tasks
     assert (task.env, task.config, task.weight) == ("gcd", {"max_value": 30}, 2.0)
 
 
