@@ -46,6 +46,11 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
+def spent(cpu_s: float) -> str:
+    """What the rows of a report cost."""
+    return f"All rows together took {cpu_s / 3600:.1f} CPU hours."
+
+
 def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """CPU seconds of each contestant, `repeats` times in turn after one warm-up: a noisy machine hits all alike."""
     for run in contestants.values():

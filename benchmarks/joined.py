@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, spent, table
 from benchmarks.intervals import interval, value_at
 from benchmarks.overhead import LOCAL, commands, link_of, metrics
 from benchmarks.processes import mind_signals, tree
@@ -145,12 +145,13 @@ def show(setting: str, kind: str, seed: int, nodes: Sequence[Row]) -> None:
 
 def report() -> str:
     """A Markdown table: pass@1 of members and silos, the difference over seeds, and the simulator's difference."""
-    rows = []
+    rows, cpu_s = [], 0.0
     for setting in CPU_S:
         found = {kind: rows_of(setting, kind) for kind in KINDS}
         seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
         if not seeds:
             continue
+        cpu_s += sum(CPU_S[setting] * len(row["nodes"]) for runs in found.values() for row in runs.values())
         means = {
             (kind, key): [fmean(node["after"][key] for node in runs[seed]["nodes"]) for seed in seeds]
             for kind, runs in found.items()
@@ -161,7 +162,7 @@ def report() -> str:
         cell = interval(more, "+.3f"), interval(simulated(setting, CPU_S[setting]), "+.3f")
         rows.append([setting, len(seeds), f"{CPU_S[setting]:g}", *pass_1, *cell, *pass_k])
     columns = ["setting", "seeds", "CPU s", "joined, pass@1", "silos", "difference", "simulated"]
-    return table([*columns, "joined, pass@8", "silos"], rows)
+    return f"{table([*columns, 'joined, pass@8', 'silos'], rows)}\n\n{spent(cpu_s)}"
 
 
 def simulated(setting: str, cpu_s: float) -> list[float]:

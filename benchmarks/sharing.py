@@ -139,7 +139,7 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
             "max_new_tokens": setting.max_new_tokens,
             "max_prompt_tokens": 128,
         },
-        "grpo": {"learning_rate": arm.rate * setting.learning_rate},
+        "grpo": {"learning_rate": setting.learning_rate},
         "sharing": {"own": arm.own, "foreign": arm.foreign},
     }
     for section, keys in arm.sets.items():

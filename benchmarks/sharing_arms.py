@@ -173,8 +173,6 @@ class Arm:
     many, members twice as many. What is compared with `new` alone has half of them."""
     period_s: float = 0.0
     """Of outer rounds, where weights are averaged; 0 = the setting's."""
-    rate: float = 1.0
-    """Times the setting's learning rate."""
 
 
 def _sets(answers: int | None = None, own_answers: int | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +185,8 @@ def _sets(answers: int | None = None, own_answers: int | None = None, **sections
     return table
 
 
-def _silo(says: str, rate: float = 1.0, **grpo: Any) -> Arm:
-    return Arm(says, own=32, foreign=0, silo=True, sets={"grpo": grpo} if grpo else {}, rate=rate)
+def _silo(says: str, **grpo: Any) -> Arm:
+    return Arm(says, own=32, foreign=0, silo=True, sets={"grpo": grpo} if grpo else {})
 
 
 ALONE: dict[str, Any] = {"averaging": {"method": "none"}}
@@ -209,10 +207,10 @@ NOLOCO = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 ARMS = {
     "8/0": Arm("silo, 8 groups a round, all answers", own=8, foreign=0, silo=True, sets=BEFORE, longer=4),
     "silo": _silo("`local` as it comes: 32 groups a round, 4 updates, 4 answers of each 8"),
+    "silo two": _silo("the same with 2 answers of each 8", answers=2),
     "silo whole": _silo("the same with all answers", answers=0),
     "silo replay": _silo("and 32 own right answers again in each round", replay=32),
     "silo pass@k": _silo("pass@k advantages, k = 4", **PASS_K),
-    "silo rate": _silo("1.5 times the learning rate", rate=1.5),
     "4/4 paper": Arm(
         "4 own + 4 foreign, advantages against the sender's group, unbounded",
         own=4,

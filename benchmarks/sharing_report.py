@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common import RESULTS, table
+from benchmarks.common import RESULTS, spent, table
 from benchmarks.intervals import Point, first_reach, value_at
 from benchmarks.sharing import FOLDER, load
 from benchmarks.sharing_arms import ARMS
@@ -81,7 +81,7 @@ def strongest(found: Mapping[str, Mapping[int, Row]]) -> str:
 def paired(theirs: Mapping[int, Row], mine: Mapping[int, Row]) -> dict[int, tuple[Row, Row]]:
     """By seed, the runs that began with the same policies."""
     both = sorted(theirs.keys() & mine.keys())
-    return {seed: (theirs[seed], mine[seed]) for seed in both if theirs[seed]["start"] == mine[seed]["start"]}
+    return {seed: (theirs[seed], mine[seed]) for seed in both if theirs[seed].get("start") == mine[seed].get("start")}
 
 
 def sampling(row: Row, until: float = 1.0) -> float:
@@ -219,14 +219,14 @@ def cells(pairs: Mapping[int, tuple[Row, Row]], plain: Mapping[int, Row]) -> lis
 def write_report() -> None:
     """Print the tables of all settings with rows, and write them to results/sharing/report.md."""
     settings = [setting for setting in SETTINGS if load(setting)]
-    hours = sum(
+    cpu_s = sum(
         row["cpu_s"] * row["peers"] for setting in settings for runs in load(setting).values() for row in runs.values()
     )
     text = "\n".join(
         [
             *(in_short(settings), "", of_averaging(settings), "", of_parts(settings), ""),
             *map(report, settings),
-            f"All rows together took {hours / 3600:.1f} CPU hours.",
+            spent(cpu_s),
             "",
         ]
     )

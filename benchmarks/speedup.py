@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, spent, table
 from benchmarks.intervals import first_reach
 from benchmarks.sharing_arms import ARMS, Arm
-from benchmarks.sharing_report import end_level, levels, ranged, times
+from benchmarks.sharing_report import end_level, levels, paired, ranged, times
 from benchmarks.sharing_settings import SETTINGS
 
 FOLDER = RESULTS / "speedup"
@@ -69,13 +69,12 @@ def load(setting: str) -> dict[tuple[str, int], dict[int, Row]]:
 
 def speedups(found: dict[tuple[str, int], dict[int, Row]], kind: str, peers: int) -> list[float]:
     """One for each seed; 0 = the level was not reached."""
-    alone, ratios = found.get(("alone", 1), {}), []
-    for seed, row in sorted(found.get((kind, peers), {}).items()):
-        if seed in alone:
-            goal = end_level(alone[seed])
-            mine = first_reach(levels(row), goal)
-            share = peers if kind == "pooled" else 1
-            ratios.append(times(first_reach(levels(alone[seed]), goal), None if mine is None else mine / share))
+    ratios = []
+    for alone, row in paired(found.get(("alone", 1), {}), found.get((kind, peers), {})).values():
+        goal = end_level(alone)
+        mine = first_reach(levels(row), goal)
+        share = peers if kind == "pooled" else 1
+        ratios.append(times(first_reach(levels(alone), goal), None if mine is None else mine / share))
     return ratios
 
 
@@ -90,7 +89,8 @@ def report(setting: str) -> str:
         share = f"{100 * fmean(swarm) / fmean(pooled):.0f} %" if pooled and fmean(pooled) else ""
         rows.append([peers, len(swarm), ranged(swarm), ranged(pooled), share, f"{sent:.1f}"])
     columns = ["N", "seeds", "a member, times as soon", "pooled", "of pooling", "kB sent a CPU second"]
-    return f"**{setting}**\n\n{table(columns, rows)}\n"
+    cost = spent(sum(row["cpu_s"] * row["peers"] for runs in found.values() for row in runs.values()))
+    return f"**{setting}**\n\n{table(columns, rows)}\n\n{cost}\n"
 
 
 def plot(settings: Sequence[str], out: Path) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, spent, table
 from benchmarks.intervals import interval
 from benchmarks.sharing_arms import Arm, Measured
 from benchmarks.sharing_settings import SETTINGS, Setting
@@ -225,7 +225,8 @@ def report(setting: str) -> str:
             rows += [line_of(found[arm], arm, found.get(against, {}), kind, whose) for kind in kinds]
         if rows:
             tables.append(table(columns, rows))
-    return "\n\n".join([f"**{setting}**: {SETTINGS[setting].says}.", *tables, ""])
+    cost = spent(sum(row["cpu_s"] for runs in found.values() for row in runs.values()))
+    return "\n\n".join([f"**{setting}**: {SETTINGS[setting].says}.", *tables, f"{cost}\n"])
 
 
 def line_of(rows: Rows, arm: str, base: Rows, kind: int, whose: str) -> list[str]:
