@@ -41,32 +41,36 @@ def off_policy_metrics(
     metrics = {"off_policy/foreign_logp": float(now[foreign].mean())} if foreign.any() else {}
     drift = log_ratios(now, sampled)
     for whose, tokens in (("stale", stale), ("foreign", foreign)):
-        known = tokens & ~np.isnan(drift)
-        if known.any():
-            d = drift[known]
-            _, rollout = np.unique(sequence[known], return_inverse=True)
-            low, middle, high = np.quantile(np.exp(d), (0.01, 0.5, 0.99)).tolist()
-            metrics |= {
-                f"off_policy/{whose}/ratio_p1": low,
-                f"off_policy/{whose}/ratio_p50": middle,
-                f"off_policy/{whose}/ratio_p99": high,
-                f"off_policy/{whose}/second_moment": float((d**2).mean()),
-                f"off_policy/{whose}/ess": effective_share(np.bincount(rollout, d)),
-            }
+        metrics |= {f"off_policy/{whose}/{name}": value for name, value in _distances(drift, sequence, tokens).items()}
     return metrics
 
 
-def sums_by_peer(
+def figures_by_peer(
     now: np.ndarray, sampled: np.ndarray, sequence: np.ndarray, peers: Sequence[str | None]
-) -> dict[str, np.ndarray]:
-    """For each peer [4]: its tokens, their log-probabilities in the first pass, the tokens whose log-probabilities it
-    sent, and the squared d_t of these. `peers`: of each rollout who sampled it; None = this node."""
+) -> dict[str, dict[str, float]]:
+    """The same figures of the tokens of each peer, with `logp`, their mean log-probability in the first pass.
+    `peers`: of each rollout, which peer sampled it; None = this node."""
     drift = log_ratios(now, sampled)
-    known = ~np.isnan(drift)
-    each = (None, now, known, np.where(known, drift, 0.0) ** 2)
-    totals = np.stack([np.bincount(sequence, column, len(peers)) for column in each], axis=1)
-    sums: dict[str, np.ndarray] = {}
-    for peer, total in zip(peers, totals, strict=True):
-        if peer is not None:
-            sums[peer] = sums.get(peer, 0.0) + total
-    return sums
+    figures = {}
+    for peer in {peer for peer in peers if peer is not None}:
+        tokens = np.array([other == peer for other in peers])[sequence]
+        if tokens.any():
+            figures[peer] = {"logp": float(now[tokens].mean())} | _distances(drift, sequence, tokens)
+    return figures
+
+
+def _distances(drift: np.ndarray, sequence: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+    """Figures of those of `tokens` [N] whose sampling probability is known; none if there are none."""
+    known = tokens & ~np.isnan(drift)
+    if not known.any():
+        return {}
+    d = drift[known]
+    _, rollout = np.unique(sequence[known], return_inverse=True)
+    low, middle, high = np.quantile(np.exp(d), (0.01, 0.5, 0.99)).tolist()
+    return {
+        "ratio_p1": low,
+        "ratio_p50": middle,
+        "ratio_p99": high,
+        "second_moment": float((d**2).mean()),
+        "ess": effective_share(np.bincount(rollout, d)),
+    }

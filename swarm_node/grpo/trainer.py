@@ -32,7 +32,7 @@ from swarm_node.grpo.corrections import find_correction
 from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
-from swarm_node.grpo.off_policy import off_policy_metrics, sums_by_peer
+from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.oom import is_out_of_memory
@@ -99,8 +99,8 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self.measured: Callable[[dict[str, np.ndarray]], None] = lambda sums: None
-        """Gets `sums_by_peer` of each step with foreign rollouts."""
+        self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None
+        """Gets `figures_by_peer` of each step with foreign rollouts."""
         self._said: set[str] = set()  # failures of `logprobs` that were reported
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -349,7 +349,7 @@ class Trainer:
         """Metrics of how far from the policy the step was sampled; none if all of it is its own and fresh."""
         stale, foreign, now, sampled = (x.cpu().numpy() for x in (step.stale, step.foreign, step.now, step.sampled))
         if foreign.any():
-            self.measured(sums_by_peer(now, sampled, step.flat.sequence, step.peers))
+            self.measured(figures_by_peer(now, sampled, step.flat.sequence, step.peers))
         return off_policy_metrics(now, sampled, step.flat.sequence, stale, foreign)
 
     def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:

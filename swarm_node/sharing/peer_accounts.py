@@ -17,8 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from protocol.manifest import ManifestLimits
 from swarm_node.observability.reasons import words
 
@@ -54,16 +52,16 @@ class PeerAccount:
     age_sum: float = 0.0  # seconds between sampling and admission, over all admitted
     last_seen: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
-    measured: np.ndarray = field(default_factory=lambda: np.zeros(4))
-    """Decayed sums over its tokens that were trained on, see `grpo.off_policy.sums_by_peer`. Replaced as a whole."""
+    measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By name of a figure of `grpo.off_policy.figures_by_peer`, the decayed number of steps and the sum over them.
+    Replaced as a whole."""
     offences: float = 0.0
     forgiven_at: float = 0.0
     muted_until: float = 0.0
 
-    def distance(self) -> dict[str, float | None]:
-        """`logp` and `second_moment` of `measured`; None without such tokens."""
-        tokens, logp, claimed, squares = self.measured.tolist()
-        return {"logp": logp / tokens if tokens else None, "second_moment": squares / claimed if claimed else None}
+    def off_policy(self) -> dict[str, float]:
+        """Means of what was measured of its tokens lately, by name."""
+        return {name: total / steps for name, (steps, total) in self.measured.items()}
 
 
 @dataclass
@@ -86,11 +84,15 @@ class PeerAccounts:
         account.last_seen = self.now()
         return account
 
-    def measure(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Take in `sums` of a step by peer; peers without an account are left out."""
-        for peer in sums.keys() & self.accounts.keys():
+    def measure(self, figures: Mapping[str, Mapping[str, float]]) -> None:
+        """Take in the figures of a step by peer; peers without an account are left out."""
+        for peer in figures.keys() & self.accounts.keys():
             account = self.accounts[peer]
-            account.measured = MEASURED_DECAY * account.measured + sums[peer]
+            new = dict(account.measured)
+            for name, value in figures[peer].items():
+                steps, total = new.get(name, (0.0, 0.0))
+                new[name] = MEASURED_DECAY * steps + 1, MEASURED_DECAY * total + value
+            account.measured = new
 
     def is_muted(self, peer: str) -> bool:
         account = self.accounts.get(peer)

@@ -155,9 +155,9 @@ class Receiver:
         self._debt = max(0.0, self._spent() - began - allowed)
         return self._admitted - before
 
-    def measure(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Keep what a step measured of peers' tokens: `grpo.off_policy.sums_by_peer`."""
-        self._accounts.measure(sums)
+    def measure(self, figures: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep what a step measured of peers' tokens: `grpo.off_policy.figures_by_peer`."""
+        self._accounts.measure(figures)
 
     def metrics(self) -> dict[str, float]:
         """Running totals under `swarm/`."""
@@ -170,8 +170,8 @@ class Receiver:
 
     def by_peer(self) -> dict[str, dict[str, Any]]:
         """Figures of each peer: what it sent, and what became of it. `staleness` is the mean age at admission in
-        seconds. Of its tokens that were trained on lately, `logp` is the mean log-probability under this node's policy,
-        and `second_moment` the mean squared difference to what the peer sent, where it did; None without any."""
+        seconds; `off_policy` has the figures of `grpo.off_policy.figures_by_peer` of its tokens that were trained on
+        lately, none of them before."""
         return {
             peer: {
                 "received": account.received,
@@ -180,7 +180,7 @@ class Receiver:
                 "bytes": account.received_bytes,
                 "last_seen": account.last_seen,
                 "staleness": account.age_sum / account.admitted if account.admitted else None,
-                **account.distance(),
+                "off_policy": account.off_policy(),
                 "muted": self._accounts.is_muted(peer),
             }
             for peer, account in list(self._accounts.accounts.items())  # all at once: another thread may be asking

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.off_policy import BOUND, effective_share, off_policy_metrics, sums_by_peer
+from swarm_node.grpo.off_policy import BOUND, effective_share, figures_by_peer, off_policy_metrics
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.types import Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make
@@ -69,11 +69,14 @@ def test_effective_share_is_that_of_the_weights_and_needs_no_scale(logs, shift):
     assert 1 / len(logs) <= share * (1 + 1e-9) and share <= 1 + 1e-9
 
 
-def test_sums_by_peer():
-    sums = sums_by_peer(NOW, SAMPLED, SEQUENCE, PEERS)
-    assert sums.keys() == {"a", "b"}
-    assert sums["a"] == pytest.approx([3, -3.0, 3, 2 * math.log(3) ** 2])
-    assert sums["b"] == pytest.approx([1, -1.0, 0, 0])
+def test_each_peer_has_figures_of_its_own_tokens():
+    figures = figures_by_peer(NOW, SAMPLED, SEQUENCE, PEERS)
+    assert figures.keys() == {"a", "b"} and figures["b"] == {"logp": -1.0}, "b sent no log-probabilities"
+    assert figures["a"].pop("logp") == -1.0
+    a = np.isin(SEQUENCE, [i for i, peer in enumerate(PEERS) if peer == "a"])
+    alone = off_policy_metrics(NOW[a], SAMPLED[a], SEQUENCE[a], np.zeros(3, bool), np.ones(3, bool))
+    assert figures["a"] == {name.rpartition("/")[2]: alone[name] for name in alone if "/foreign/" in name}
+    assert figures["a"]["second_moment"] == pytest.approx(2 * math.log(3) ** 2 / 3)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -94,9 +97,9 @@ def test_a_step_measures_its_first_pass(iterations):
     assert found["off_policy/stale/ratio_p1"] == pytest.approx(math.exp(0.5), rel=1e-4)
     assert found["off_policy/foreign/ratio_p99"] == pytest.approx(math.exp(-0.25), rel=1e-4)
     assert found["off_policy/foreign_logp"] == pytest.approx(np.concatenate(now_foreign).mean(), rel=1e-4)
-    tokens = sum(len(rollout.token_ids) for rollout in foreign.rollouts)
-    total = np.concatenate(now_foreign).sum()
-    assert len(heard) == 1 and heard[0]["12D3KooW"] == pytest.approx([tokens, total, tokens, tokens / 16], rel=1e-4)
+    (figures,) = heard
+    assert figures.keys() == {"12D3KooW"} and figures["12D3KooW"]["second_moment"] == pytest.approx(1 / 16, rel=1e-4)
+    assert figures["12D3KooW"]["logp"] == pytest.approx(np.concatenate(now_foreign).mean(), rel=1e-4)
 
 
 def test_a_step_of_fresh_own_rollouts_measures_nothing():

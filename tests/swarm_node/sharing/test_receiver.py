@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,12 +72,12 @@ def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
     assert receiver.metrics() == {"swarm/groups_received": 1.0, "swarm/groups_admitted": 1.0}
     account = receiver.by_peer()[PEER.peer_id]
     assert account["staleness"] == 3 and account["bytes"] == len(world.sent[0]) and account["last_seen"] == NOW + 3
-    assert account["logp"] is account["second_moment"] is None
+    assert account["off_policy"] == {}
     for logp in (-1.0, -2.0):
-        receiver.measure({PEER.peer_id: np.array([10, 10 * logp, 0, 0]), "a stranger": np.ones(4)})
-    receiver.measure({PEER.peer_id: np.array([0.0, 0.0, 4.0, 2.0])})
+        receiver.measure({PEER.peer_id: {"logp": logp}, "a stranger": {"logp": -9.0}})
+    receiver.measure({PEER.peer_id: {"ess": 0.5}})
     (account,) = receiver.by_peer().values()  # a peer that sent nothing gets no account
-    assert account["logp"] == pytest.approx(-(0.95 * 1 + 2) / 1.95) and account["second_moment"] == 0.5
+    assert account["off_policy"] == pytest.approx({"logp": -(0.95 * 1 + 2) / 1.95, "ess": 0.5})
 
 
 @pytest.mark.parametrize("created", [NOW + MAX_CLOCK_SKEW_S, NOW - 600])
@@ -450,6 +449,25 @@ def test_the_newest_groups_are_examined_first(world: World) -> None:
     assert [g.task.slot[1] for g in world.admitted] == slots[::-1] and rejected(receiver) == {}
     receiver.take(sign_batch(world.batch(*(world.group() for _ in range(6))), PEER))
     assert receiver.admit() == 4 and receiver.admit() == 2 and rejected(receiver) == {}
+
+
+def test_no_more_are_examined_than_are_asked_for(world: World) -> None:
+    world.config = SharingConfig(admit=6, foreign=6)
+    examined = []
+
+    def score(tasks, prompts, texts):
+        examined.append(tasks[0].slot)
+        return world.tasks.score(tasks, prompts, texts)
+
+    receiver = world.receiver(score)
+    for _ in range(8):
+        receiver.take(sign_batch(world.batch(), PEER))
+    useless = edit(world.batch(), texts("no", "neither"))  # it is examined, but not admitted
+    receiver.take(sign_batch(useless, PEER))
+    assert receiver.admit(enough=0) == receiver.admit(enough=-3) == len(examined) == 0
+    assert receiver.admit(enough=2) == 2 and len(examined) == 3
+    assert receiver.admit(enough=99) == 6 and len(examined) == 9
+    assert rejected(receiver) == {"zero": 1.0}
 
 
 def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> None:
