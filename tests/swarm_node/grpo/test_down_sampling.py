@@ -33,3 +33,19 @@ def test_advantages_go_with_their_answers():
     part = down_sampled(whole, 2, random.Random(0))
     assert [r.reward for r in part.rollouts] == [0.0, 1.0] and part.advantages == [-1.0, 1.0]
     assert down_sampled(whole, 0, random.Random(0)) is whole and down_sampled(whole, 3, random.Random(0)) is whole
+
+
+def test_unscored_answers_are_left_out_first():
+    whole = group([None, 0.0, None, 1.0, None])  # an unscored answer has the reward 0, too
+    for seed in range(20):
+        part = down_sampled(whole, 2, random.Random(seed))
+        assert part.rollouts == [whole.rollouts[1], whole.rollouts[3]]
+    assert down_sampled(whole, 4, random.Random(0)).rollouts == part.rollouts, "fewer, if not so many have a score"
+
+
+def test_answers_cut_off_are_left_out_first_if_asked():
+    whole = group([1.0, 0.9, 0.5, 0.4, 0.0], unfinished=[0, 4])
+    whole.advantages = [2.0, 1.0, 0.0, -1.0, -2.0]
+    part = down_sampled(whole, 2, random.Random(0), finished=True)
+    assert [r.reward for r in part.rollouts] == [0.9, 0.4] and part.advantages == [1.0, -1.0]
+    assert [r.reward for r in down_sampled(whole, 2, random.Random(0)).rollouts] == [1.0, 0.0]

@@ -593,3 +593,32 @@ def test_a_foreign_group_brings_its_advantages():
     foreign.advantages = [0.0, 0.0]
     nothing, _ = step(GrpoConfig(), [own, foreign])
     assert all(torch.equal(without[name], gradient) for name, gradient in nothing.items())
+
+
+MANY = [0.1, 0.9, 0.4, 0.0, 0.6, 1.0, 0.5, 0.3]
+
+
+@pytest.mark.parametrize(("masked", "kept"), [(False, [0, 1, 3, 5]), (True, [0, 1, 4, 7])])
+def test_a_large_group_is_trained_on_its_extremes(masked, kept):
+    """Four of eight answers, with the advantages that they have among all: (r - mean) / std. The best and the worst are
+    cut off."""
+    whole, part = (group(MANY, seed=5, unfinished=[3, 5]) for _ in range(2))
+    rewards = torch.tensor(MANY)
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    part.rollouts = [whole.rollouts[i] for i in kept]
+    part.advantages = [float(advantages[i]) for i in kept]
+    found, metrics = step(GrpoConfig(answers=4, mask_truncated=masked), [whole])
+    expected, _ = step(GrpoConfig(answers=0, mask_truncated=masked), [part])
+    everything, _ = step(GrpoConfig(answers=0, mask_truncated=masked), [whole])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-3)
+    assert any((found[name] - gradient).abs().max() > 1e-2 for name, gradient in everything.items())
+    assert metrics["num_tokens"] == sum(5 + len(r.token_ids) for r in whole.rollouts), "all were sampled"
+
+
+@pytest.mark.parametrize("given", [None, [0.5 - i / 8 for i in range(8)]], ids=["judged here", "given"])
+def test_a_peers_group_is_trained_on_as_it_comes(given):
+    own, foreign = group([1.0, 0.0, 0.0], seed=1), group(MANY, seed=5)
+    foreign.peer, foreign.advantages = "someone", given
+    few, whole = (step(GrpoConfig(answers=answers), [own, foreign])[0] for answers in (4, 0))
+    assert all(torch.equal(few[name], gradient) for name, gradient in whole.items())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, advantages, foreign_advantages
+from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, advantages, foreign_advantages, pass_k
 from swarm_node.sharing.replay_buffer import earning, teaches
 from tests.support.foreign_groups import group
 
@@ -41,6 +42,24 @@ def test_worked_values_of_pass_k():
     # p = 0.7: they miss with 0.0081, std 0.0896, so the floor of 0.25; the wrong one is scaled down to the right one
     assert found(0.7) == pytest.approx([0.0081 / 0.25, -0.0081 / 0.25], abs=1e-3)
     assert found(1.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("success", [0.1, 0.25, 0.4])
+def test_foreign_pass_k_is_that_of_own_groups(success: float):
+    """In a large own group of that success, an answer has the same advantage."""
+    n = 4000
+    rewards = [float(i < success * n) for i in range(n)]
+    own = pass_k(torch.tensor([rewards], dtype=torch.float64), 4)[0]
+    found = foreign_advantages(group([1.0, 0.0]).rollouts, own_success(success), 9.0, k=4)
+    assert found == pytest.approx([float(own[0]), float(own[-1])], abs=2e-3)
+
+
+@pytest.mark.parametrize("mean", [-0.5, 1.5])
+def test_own_rewards_beyond_zero_and_one_know_no_pass_k(mean: float):
+    own = RewardStatistics(100.0, 100.0 * mean, 100.0 * (mean**2 + 1))  # of spread 1
+    rollouts = group([mean + 0.75, mean - 0.5]).rollouts
+    assert foreign_advantages(rollouts, own, 2.0, k=4) == pytest.approx([0.75, -0.5])
+    assert foreign_advantages(rollouts, own, 2.0, k=1) == foreign_advantages(rollouts, own, 2.0, k=4)
 
 
 def test_groups_no_better_than_own_teach_nothing():

@@ -55,6 +55,19 @@ def test_known_own_success_sets_the_advantage():
     assert pool.choose(1, random.Random(0))[0].advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
 
 
+@pytest.mark.parametrize(("answers", "kept"), [(1, [1.0]), (2, [1.0, 0.0])])
+@pytest.mark.parametrize(("known", "advantages"), [(True, {1.0: 0.5, 0.0: -0.5 / 3}), (False, {1.0: 1.5, 0.0: -0.5})])
+def test_few_answers_keep_the_whole_groups_advantages(answers, kept, known, advantages):
+    """By hand, of one right answer among three wrong ones: own success 0.8, or the group's mean 0.25 and spread 0.5."""
+    pool, _ = make(answers=answers)
+    if known:
+        pool.observe([group([1.0, 1.0, 0.0, 1.0, 1.0], peer=None)] * 16)
+    pool.add(group([1.0, 0.0, 0.0, 0.0]))
+    (chosen,) = pool.choose(1, random.Random(0))
+    assert [r.reward for r in chosen.rollouts] == kept
+    assert chosen.advantages == pytest.approx([advantages[reward] for reward in kept], abs=1e-3)
+
+
 def test_a_group_that_teaches_nothing_is_never_chosen():
     pool, _ = make()
     fill(pool, 2, peers=5, label="gcd")

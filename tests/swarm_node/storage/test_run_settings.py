@@ -19,6 +19,7 @@ from swarm_node.storage.run_settings import RunSettings, as_trained
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import swarm_to_join
 from swarm_node.swarm.manifests import make_manifest, write_manifest
+from swarm_node.tasks.one_turn import in_form
 
 RUN = Path("r")
 
@@ -141,6 +142,18 @@ def test_only_a_member_s_own_choices_are_kept() -> None:
     again = load_run_config(read_layers(None, {}, {"run_dir": "r"}, (), ()), True, print)
     assert again.tasks == ["small"] and "tasks" in again.model_fields_set
     assert again.policy.model == "starter", "the swarm's model is found again by its digest"
+
+
+@pytest.mark.parametrize("own", [{}, {"system_prompt": "You are terse.", "prompt_template": "Q: {question}"}])
+def test_the_swarm_s_form_becomes_no_user_s_choice(own: dict[str, str]) -> None:
+    given = {"swarm": "swarm://x", **({"policy": own} if own else {})}
+    told = in_form(NodeConfig.model_validate(given), "tags")
+    a_run(given, told.model_dump(include={"policy", "rewards"}))
+    again = load_run_config(read_layers(None, {}, {"run_dir": "r"}, (), ()), True, print)
+    assert again.rewards == NodeConfig().rewards, "the manifest says the form at each start"
+    assert again.policy.model_fields_set & {"system_prompt", "prompt_template"} == own.keys()
+    assert in_form(again, "tags").policy == told.policy
+    assert in_form(again, "boxed").policy == in_form(NodeConfig.model_validate(given), "boxed").policy
 
 
 def test_local_leaves_a_member_s_run_alone() -> None:
