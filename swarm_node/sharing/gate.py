@@ -12,9 +12,9 @@ their right answers. An unlikely token that the reward asks for is no payload: t
 
 Three deletions are tried: all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on.
 The plainer texts are the part of the answer that was judged, and the reference answer, in the form in which answers
-count. A token is idle, too, if it lies
-outside of a plainer text that the answer contains. Plainer texts also show that an answer spells a needed part in
-another way (digits of another script), or that a likely token makes the next one unlikely.
+count. A token is idle, too, if it lies outside of a plainer text that the answer contains. Plainer texts also show that
+an answer spells a needed part in another way (digits of another script), or that a likely token makes the next one
+unlikely.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How many updates a round makes."""
+"""How many groups a round samples, and how many updates it makes."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 from swarm_node.config import NodeConfig
+from swarm_node.errors import StopRequested
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.node import Node
+from swarm_node.node import Node, fitted
 from swarm_node.types import Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make
+
+SMALL = 20_000_000
 
 
 def node(batch_groups: int) -> Node:
@@ -39,3 +43,56 @@ def test_a_round_without_groups_ends():
     learner = node(8)
     assert learner.learn([])["loss"] == 0.0
     assert learner.round == 1 and learner.policy.version == 0
+
+
+@pytest.mark.parametrize("stopped_in", ["go_on", "before_update"])
+def test_a_stop_ends_a_round_between_updates(stopped_in: str):
+    learner, alone = node(1), TinyPolicy(make())
+    found = [group([1, 0, 0, 1], seed=seed) for seed in range(4)]
+    rests: list[float] = []
+
+    def go_on(seconds: float) -> None:
+        rests.append(seconds)
+        if stopped_in == "go_on":
+            raise StopRequested
+
+    def before_update() -> None:
+        if rests:
+            raise StopRequested
+
+    figures = learner.learn(found, before_update, go_on)
+    assert learner.round == learner.policy.version == learner.trainer.optimizer.updates == 1
+    assert len(rests) == 1 and 0 <= rests[0] < math.inf
+    trainer = Trainer(alone, learner.config.grpo, Sampling(6))
+    alone_figures = trainer.step(found[:1])
+    assert (figures["loss"], figures["num_tokens"]) == (alone_figures["loss"], alone_figures["num_tokens"])
+    for mine, other in zip(learner.policy.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_stop_before_any_update_ends_no_round():
+    learner = node(1)
+
+    def stop() -> None:
+        raise StopRequested
+
+    with pytest.raises(StopRequested):
+        learner.learn([group([1, 0]), group([1, 0])], stop)
+    assert learner.round == learner.policy.version == 0
+
+
+def test_the_rest_of_a_round_is_asked_for_before_each_update():
+    learner = node(1)
+    made: list[int] = []
+    learner.learn([group([1, 0], seed=seed) for seed in range(4)], go_on=lambda s: made.append(learner.policy.version))
+    assert made == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "stages", "given", "groups"),
+    [(SMALL - 1, 0, 0, 32), (SMALL, 0, 0, 8), (SMALL - 1, 2, 0, 8), (SMALL, 0, 3, 3), (1, 0, 3, 3)],
+)
+def test_small_policies_sample_more_groups(parameters: int, stages: int, given: int, groups: int):
+    policy: Any = SimpleNamespace(num_parameters=lambda: parameters, max_positions=1000)
+    config = NodeConfig.model_validate({"rollouts": {"groups": given}, "pipeline": {"stages": stages}})
+    assert fitted(config, policy, print).rollouts.groups == groups

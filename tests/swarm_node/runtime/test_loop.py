@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from typing import Any
 
 import pytest
 
-from swarm_node.config import NodeConfig
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.runtime import loop as run
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
+from swarm_node.tasks.one_turn import FORM_PROMPTS, extract
+from swarm_node.types import Rollout
+from tests.support.run_files import read_jsonl
 
 PROGRAM = """
 import os, sys, time
@@ -136,3 +141,42 @@ def test_slow_rounds_are_saved_by_the_clock(here: dict[str, Any]) -> None:
     folder = start(here | {"rounds": 3, "checkpoints": {"every": 1000, "every_minutes": 1e-9}}).checkpoints
     names = sorted(path.name for path in folder.glob("round-*"))
     assert len(names) == 2 and names[-1] == "round-00000003", "the last is there anyway; nobody waits for a slow disk"
+
+
+def test_a_lone_run_asks_for_its_form(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Rollout] = []
+    monkeypatch.setattr(
+        run.Node, "share", lambda node, collected: answers.extend(r for g in collected.groups for r in g.rollouts)
+    )
+    settings = load_config(start(here | {"rewards": {"answer": "tags"}}).config)
+    assert settings.policy.system_prompt.endswith(FORM_PROMPTS["tags"])
+    assert any(answer.text for answer in answers)
+    assert [answer.extracted for answer in answers] == [extract(answer.text, "tags") for answer in answers]
+
+
+ONE_UPDATE_EACH = """
+def by_turns(completions, **columns):
+    return [float(i % 2) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.parametrize(("rest_s", "updates"), [(-1.0, 1), (math.inf, 2)], ids=["long", "short"])
+def test_a_stop_ends_a_long_round_between_updates(
+    rest_s: float, updates: int, here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rest of a round is long or short beside `rest_s`. The signal comes while the first update changes weights."""
+    update = Optimizer.step
+
+    def signalled(optimizer: Optimizer) -> tuple[float, float]:
+        if not optimizer.updates:
+            signal.raise_signal(signal.SIGTERM)
+        return update(optimizer)
+
+    monkeypatch.setattr(Optimizer, "step", signalled)
+    monkeypatch.setattr(run, "REST_S", rest_s)
+    (tmp_path / "judges.py").write_text(ONE_UPDATE_EACH)
+    rewards = {"checker_weight": 0.0, "functions": [{"path": f"{tmp_path}/judges.py:by_turns"}]}
+    folder = start(here | {"rounds": 9, "grpo": {"batch_groups": 1}, "rewards": rewards})
+    (record,) = read_jsonl(folder.metrics)
+    assert (record["round"], record["step"]) == (1, updates)
+    assert [path.name for path in folder.checkpoints.glob("round-*")] == ["round-00000001"]

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol.manifest import Manifest, ManifestModel
+from protocol.manifest import Manifest, ManifestModel, ManifestTask
 from swarm_node.config import (
     AveragingConfig,
     NetworkConfig,
     NodeConfig,
     PipelineConfig,
+    RewardsConfig,
     SharingConfig,
 )
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm, say_what_leaves
 from swarm_node.swarm.links import Swarm
-from tests.support.fake_transport import address
+from swarm_node.tasks.one_turn import FORM_PROMPTS
+from tests.support.fake_transport import FakeTransport, address
 from tests.support.manifests import PLAIN
 
 
@@ -92,3 +94,20 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
     assert f"{given} are given to members" in told(with_model, trains=False)
     assert f"{given}, if it has one, are given" in told(None)
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
+
+
+@pytest.mark.parametrize("own", [{}, {"answer": "boxed", "partial": True}])
+def test_a_member_judges_by_its_swarms_form(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir, own: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("swarm_node.swarm.join.open_transport", lambda *arguments: FakeTransport())
+    manifest = Manifest(name="sums", tasks=[ManifestTask(env="small/gcd")], answer="tags")
+    config = NodeConfig.model_validate({"rewards": own})
+    with ExitStack() as stack:
+        joined = join_swarm(Swarm(manifest.swarm_id, manifest, []), config, run, lambda line: None, stack)
+    (task,) = joined.tasks.held_out(1)
+    texts = [form.format(task.answer) for form in ("{}", "<answer>{}</answer>", r"\boxed{{{}}}")]
+    assert [score.reward for score in joined.tasks.score([task] * 3, [""] * 3, texts)] == [0, 1, 0]
+    told = joined.of_a_member(config)
+    assert told.rewards == RewardsConfig.model_validate(own | {"answer": "tags"})
+    assert told.policy.system_prompt.endswith(FORM_PROMPTS["tags"])
