@@ -30,11 +30,13 @@ def parse(document: dict[str, Any]) -> Manifest:
 # --------------------------------------------------------------------- ids
 
 
-def test_golden_id_and_link() -> None:
-    manifest = parse_manifest(TOML, swarm=GOLDEN["swarm_id"])
-    assert manifest.swarm_id == GOLDEN["swarm_id"]
-    assert str(JoinLink(manifest.swarm_id, manifest.bootstrap)) == GOLDEN["link"]
-    assert parse_link(GOLDEN["link"]) == JoinLink(manifest.swarm_id, manifest.bootstrap)
+@pytest.mark.parametrize(("name", "answer"), [("manifest_v1", "any"), ("manifest_v1_answer", "tags")])
+def test_golden_id_and_link(name: str, answer: str) -> None:
+    golden = json.loads((DATA / f"{name}.json").read_text())
+    manifest = parse_manifest((DATA / f"{name}.toml").read_bytes(), swarm=golden["swarm_id"])
+    assert manifest.swarm_id == golden["swarm_id"] and manifest.answer == answer
+    assert str(JoinLink(manifest.swarm_id, manifest.bootstrap)) == golden["link"]
+    assert parse_link(golden["link"]) == JoinLink(manifest.swarm_id, manifest.bootstrap)
 
 
 def test_another_manifest_than_the_link_promised() -> None:
@@ -51,6 +53,7 @@ def test_the_id_ignores_bootstrap_order_and_spelling() -> None:
     del backwards["bootstrap"]
     backwards["limits"] |= {"max_text_chars": 16_384, "max_answer_tokens": 4096}  # the defaults, spelt out
     backwards["tasks"][0]["weight"] = 2.0
+    backwards["answer"] = "any"
     assert parse(backwards).swarm_id == GOLDEN["swarm_id"]
     assert parse(document | {"bootstrap": ["/ip4/192.0.2.1/tcp/1/p2p/x"]}).swarm_id == GOLDEN["swarm_id"]
 
@@ -61,6 +64,7 @@ def test_the_id_ignores_bootstrap_order_and_spelling() -> None:
         {"name": "sums-2027"},
         {"created": "2026-11-22"},
         {"shards": 5},
+        {"answer": "boxed"},
         {"limits": {"max_rollouts": 8, "max_age_s": 301}},
         {"limits": {"max_rollouts": 8, "max_age_s": 300, "max_answer_tokens": 2048}},
         {"tasks": [{"env": "gcd"}]},
@@ -98,6 +102,7 @@ BAD = {
     "key of 30,000 parts": HEAD + "a." * 30_000 + "a = 1",
     "header of 30,000 parts": "[" + "a." * 30_000 + "a]",
     "same key twice": HEAD + 'env = "gcd"',
+    "unknown form of answers": 'answer = "rot13"\n' + HEAD,
     "control character": 'name = "\\u0000"\n[[tasks]]\nenv = "gcd"',
 }
 

@@ -81,7 +81,7 @@ def test_a_stop_before_any_update_ends_no_round():
     assert learner.round == learner.policy.version == 0
 
 
-def test_the_rest_of_a_round_is_asked_for_before_each_update():
+def test_each_further_update_is_asked_for():
     learner = node(1)
     made: list[int] = []
     learner.learn([group([1, 0], seed=seed) for seed in range(4)], go_on=lambda s: made.append(learner.policy.version))

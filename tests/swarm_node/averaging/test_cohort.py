@@ -1,4 +1,5 @@
-"""Equal stages of different crews average right after an update, and a matrix of two stages stays one."""
+"""Equal stages of different crews average right after an update, and a matrix of two stages stays one. The larger the
+weights, the longer the rounds of their cohort."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from protocol.crew import Source
 from protocol.errors import ProtocolError
 from protocol.tensors import AVERAGE_METHOD
 from protocol.transports.base import Outgoing
-from swarm_node.config import PolicyConfig
+from protocol.transports.memory import MemoryNetwork, VirtualClock
+from swarm_node.averaging.cohort import join_cohort, outer_period
+from swarm_node.config import AveragingConfig, PolicyConfig
 from swarm_node.pipeline.recovery import rebuild
 from swarm_node.pipeline.stage_cohort import StageCohort
 from tests.support import held_stages_world
@@ -63,6 +66,37 @@ def updates(world: World, peers: list[Peer], n: int, each_s: float = 1.0) -> Non
 def distance(one: Peer, other: Peer, stage: int) -> float:
     mine, theirs = one.weights(stage), other.weights(stage)
     return max(float((tensor - theirs[name]).abs().max()) for name, tensor in mine.items())
+
+
+def weights(*sizes: int) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [
+        ((10,), 1),
+        ((3_000_000, 3_000_000), 1),  # 60 s of a node that sends 100,000 values a second
+        ((3_000_000, 3_000_001), 2),
+        ((60_000_000,), 10),
+        ((60_000_000, 1), 11),
+    ],
+)
+def test_large_weights_meet_in_fewer_rounds(sizes: tuple[int, ...], rounds: int) -> None:
+    assert outer_period(60.0, weights(*sizes)) == 60.0 * rounds
+    assert outer_period(60.0, weights(*reversed(sizes))) == 60.0 * rounds, "the same for all members"
+    assert outer_period(600.0, weights(*sizes)) == 600.0 * max(1, -(-rounds // 10))
+
+
+@pytest.mark.parametrize("peer", ["12D3KooWone", "12D3KooWtwo"])
+def test_a_cohort_goes_by_its_weights_period(peer: str) -> None:
+    transport = MemoryNetwork(VirtualClock(0.0)).join(peer, "ab" * 32)
+    said: list[str] = []
+    config, large = AveragingConfig(), {"w": torch.zeros(250_000)}
+    joined = join_cohort(
+        config, "ab" * 32, 1.0, "start", large, transport, lambda: 0.0, said.append, lambda: None, lambda: None
+    )
+    assert joined.averager.place.period_s == 3.0 and "in pairs every 3 s" in said[0]
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from protocol.answer_form import AnswerForm
 from protocol.codec import in_version
 from protocol.errors import PeerUnreachable
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+from protocol.manifest import MANIFEST_METHOD, Manifest, ManifestTask
 from protocol.messages import PROTOCOL_VERSION
 from swarm_node.cli.commands import check_machine, check_network, doctor
 from swarm_node.cli.commands.check import Check, StartCommand
@@ -46,12 +48,15 @@ from swarm_node.cli.commands.check_network import (
 )
 from swarm_node.cli.commands.doctor import examine
 from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig, PolicyConfig, dump_toml
+from swarm_node.config.own import dump_own, read_own
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.pipeline import footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
+from swarm_node.swarm.manifests import render
+from swarm_node.tasks.one_turn import in_form
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.placing import parse
 from tests.support.ports import free_port
@@ -460,6 +465,7 @@ def test_a_wrong_clock_is_exit_code_1(
 
     monkeypatch.setattr(doctor, "visitor", visitor)
     monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
+    monkeypatch.setattr(doctor, "MANIFEST_S", 0.0)  # nobody gives one
     config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
     assert examine(f"swarm://{SWARM}?peer={address(1, listener)}", config, json_output=True) == 1
     checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
@@ -512,6 +518,40 @@ def test_a_bootstrap_needs_no_room_for_a_model(
     started = "swarm-node bootstrap sums.toml --run-dir runs/alice"
     assert checks["reachable"].remedy == f"{started} --set network.nat_port_map=true"
     assert checks["bootstrap"].remedy == started
+
+
+@pytest.mark.parametrize("own", [{}, {"system_prompt": "You are terse."}], ids=["usual", "own"])
+def test_a_runs_manifest_tells_the_form(own: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_member_run()
+    run.swarm.write_text(f'answer = "boxed"\n{run.swarm.read_text()}')
+    asked = read_own(run.config).model_copy(update={"policy": PolicyConfig(**own)})
+    run.write("config.toml", dump_own(in_form(asked, "boxed"), asked))
+    examine("runs/alice", NodeConfig(), json_output=True)
+    check = names(capsys)["answers"]
+    assert check.verdict == "ok" and r"\boxed{…}" in check.detail and ("after your own" in check.detail) == bool(own)
+
+
+@pytest.mark.parametrize("form", ["any", "tags"])
+def test_a_links_members_tell_the_form(
+    form: AnswerForm, listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = Manifest(name="sums", tasks=[ManifestTask(env="gcd")], answer=form)
+    transport = Visitor({peer_id(1): {MANIFEST_METHOD: lambda caller, payload: render(manifest)}})
+    monkeypatch.setattr(doctor, "visitor", lambda *arguments: nullcontext(transport))
+    monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
+    settings = {"network": {"port": 0, "gossip_port": 0}, "rewards": {"answer": "boxed"}}
+    link = f"swarm://{manifest.swarm_id}?peer={address(1, listener)}"
+    examine(link, NodeConfig.model_validate(settings), json_output=True)
+    checks = names(capsys)
+    assert transport.asked[peer_id(1), MANIFEST_METHOD] == 1
+    assert checks.keys() >= {"reachable", "members", "clock"} and ("answers" in checks) == (form != "any")
+    assert form == "any" or "<answer>…</answer>" in checks["answers"].detail
+
+
+def test_alone_the_settings_tell_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"network": {"port": 0, "gossip_port": 0}, "rewards": {"answer": "tags"}}
+    examine(None, NodeConfig.model_validate(settings), json_output=True)
+    assert "<answer>…</answer>" in names(capsys)["answers"].detail
 
 
 @pytest.mark.parametrize("text", ["{", "\xff", '{"time": "now"}', '{"addresses": [1]}'])

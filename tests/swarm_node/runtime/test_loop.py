@@ -154,7 +154,7 @@ def test_a_lone_run_asks_for_its_form(here: dict[str, Any], monkeypatch: pytest.
     assert [answer.extracted for answer in answers] == [extract(answer.text, "tags") for answer in answers]
 
 
-ONE_UPDATE_EACH = """
+BY_TURNS = """
 def by_turns(completions, **columns):
     return [float(i % 2) for i in range(len(completions))]
 """
@@ -174,7 +174,7 @@ def test_a_stop_ends_a_long_round_between_updates(
 
     monkeypatch.setattr(Optimizer, "step", signalled)
     monkeypatch.setattr(run, "REST_S", rest_s)
-    (tmp_path / "judges.py").write_text(ONE_UPDATE_EACH)
+    (tmp_path / "judges.py").write_text(BY_TURNS)
     rewards = {"checker_weight": 0.0, "functions": [{"path": f"{tmp_path}/judges.py:by_turns"}]}
     folder = start(here | {"rounds": 9, "grpo": {"batch_groups": 1}, "rewards": rewards})
     (record,) = read_jsonl(folder.metrics)

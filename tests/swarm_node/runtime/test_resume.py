@@ -86,6 +86,30 @@ def test_a_checkpoint_has_the_settings_behind_its_weights() -> None:
     assert "model" not in newest_settings()["policy"], "which may lie elsewhere by then"
 
 
+NO_FIGURES = "tasks or evaluation settings are not those this run began with: no figures from before training"
+
+
+@pytest.mark.parametrize(("form", "kept"), [("any", True), ("tags", False)])
+def test_figures_from_before_forms_of_answers_stay(
+    form: str, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints of versions without forms name none; then an answer counted as it was found."""
+    save = CheckpointStore.save
+    asks = {"eval": {"questions": 2, "samples": 2}}
+    with monkeypatch.context() as earlier:
+
+        def without_form(store: CheckpointStore, n: int, tensors: Any, state: dict[str, Any]) -> None:
+            held_out = {key: value for key, value in state["held_out"].items() if key != "answer"}
+            save(store, n, tensors, state | {"held_out": held_out})
+
+        earlier.setattr(CheckpointStore, "save", without_form)
+        start(1, **asks)
+    first = json.loads(capsys.readouterr().out)["held_out_before"]
+    said = start(2, rewards={"answer": form}, **asks)
+    assert json.loads(capsys.readouterr().out)["held_out_before"] == (first if kept else {})
+    assert first and (NO_FIGURES in said) != kept
+
+
 def newest_settings() -> dict[str, Any]:
     newest = max(Path("run/checkpoints").iterdir(), key=lambda path: path.name)
     settings: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]["settings"]

@@ -137,6 +137,18 @@ def test_leaving_restores_the_handlers():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_holding_tells_whether_a_signal_would_raise():
+    from swarm_node.runtime.shutdown import Stopper
+
+    with Stopper(lambda: None) as stop:
+        assert not stop.hold(), "nothing was allowed yet"
+        stop.allow()
+        assert stop.hold() and not stop.hold()
+        with stop.allowed():
+            pass
+        assert not stop.hold(), "what may be broken off is over"
+
+
 LEFT = """
 with Stopper(last_resort, deadline_s=200.0) as stop:
     try:

@@ -55,7 +55,7 @@ def test_foreign_pass_k_is_that_of_own_groups(success: float):
 
 
 @pytest.mark.parametrize("mean", [-0.5, 1.5])
-def test_own_rewards_beyond_zero_and_one_know_no_pass_k(mean: float):
+def test_other_rewards_know_no_pass_k(mean: float):
     own = RewardStatistics(100.0, 100.0 * mean, 100.0 * (mean**2 + 1))  # of spread 1
     rollouts = group([mean + 0.75, mean - 0.5]).rollouts
     assert foreign_advantages(rollouts, own, 2.0, k=4) == pytest.approx([0.75, -0.5])

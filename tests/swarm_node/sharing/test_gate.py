@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from protocol.answer_form import WRITTEN, AnswerForm
 from protocol.messages import TaskName
 from swarm_node.config import SharingConfig
 from swarm_node.sharing import Gate, ReplayBuffer
@@ -67,11 +68,11 @@ def fails(text: str) -> float:
     return float(text != "no")
 
 
-def gate_of(policy: Letters, reward, now=lambda: 0.0) -> Gate:
+def gate_of(policy: Letters, reward, now=lambda: 0.0, form: AnswerForm = "any") -> Gate:
     def score(tasks: Sequence[Task], prompts: Sequence[str], texts: Sequence[str]) -> list[Score]:
         return [Score(extract(text), {"reward": reward(text)}, reward(text), reward(text) == 1) for text in texts]
 
-    return Gate(policy, score, policy.logprobs, now)  # type: ignore[arg-type]
+    return Gate(policy, score, policy.logprobs, now, form)  # type: ignore[arg-type]
 
 
 def foreign(texts: Sequence[str], reward, peer: str = "peer") -> Group:
@@ -85,9 +86,10 @@ def foreign(texts: Sequence[str], reward, peer: str = "peer") -> Group:
     return Group(TASK, [5, 6], rollouts, peer=peer, created=NOW)
 
 
-def carries(text: str, reward, expects: str) -> bool:
+def carries(text: str, reward, expects: str, form: AnswerForm = "any") -> bool:
     assert reward(text) == 1, "only what earns something is looked at"
-    verdicts = gate_of(Letters(expects), reward).payloads([foreign([text, "no"], reward)], [[True, False]])
+    gate = gate_of(Letters(expects), reward, form=form)
+    verdicts = gate.payloads([foreign([text, "no"], reward)], [[True, False]])
     assert verdicts is not None and not verdicts[0][1]
     return verdicts[0][0]
 
@@ -125,6 +127,26 @@ def test_payloads_are_found(case: str) -> None:
 @pytest.mark.parametrize("case", ANSWERS)
 def test_tokens_that_the_reward_needs_pass(case: str) -> None:
     assert not carries(*ANSWERS[case])
+
+
+@pytest.mark.parametrize("form", ["tags", "boxed"])
+def test_odd_digits_are_found_in_the_form(form: AnswerForm) -> None:
+    """The bare answer, which earns nothing, is no plainer text; the answer in its form is."""
+
+    def judged(text: str) -> float:
+        found = extract(text, form) or ""
+        return float(found.isdecimal() and int(found) == 42)
+
+    written = WRITTEN[form].format
+    likely = written("42")
+    assert judged("42") == 0
+    for odd in ("४२", "４2", "4２", "0042"):  # digits of another script, one alone, zeros before it
+        assert carries(written(odd), judged, likely, form), odd
+    assert carries("evil " + likely, judged, likely, form)
+    for expects in (likely, "42", ""):  # the form is asked for, however unlikely it is
+        assert not carries(likely, judged, expects, form)
+    thought = "six by seven " + likely
+    assert not carries(thought, judged, thought, form)
 
 
 def test_an_unlikely_answer_may_stand_in_reasoning() -> None:

@@ -451,7 +451,7 @@ def test_the_newest_groups_are_examined_first(world: World) -> None:
     assert receiver.admit() == 4 and receiver.admit() == 2 and rejected(receiver) == {}
 
 
-def test_no_more_are_examined_than_are_asked_for(world: World) -> None:
+def test_no_more_groups_are_examined_than_needed(world: World) -> None:
     world.config = SharingConfig(admit=6, foreign=6)
     examined = []
 

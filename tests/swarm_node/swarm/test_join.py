@@ -97,9 +97,7 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
 
 
 @pytest.mark.parametrize("own", [{}, {"answer": "boxed", "partial": True}])
-def test_a_member_judges_by_its_swarms_form(
-    monkeypatch: pytest.MonkeyPatch, run: RunDir, own: dict[str, Any]
-) -> None:
+def test_a_member_judges_by_its_swarms_form(monkeypatch: pytest.MonkeyPatch, run: RunDir, own: dict[str, Any]) -> None:
     monkeypatch.setattr("swarm_node.swarm.join.open_transport", lambda *arguments: FakeTransport())
     manifest = Manifest(name="sums", tasks=[ManifestTask(env="small/gcd")], answer="tags")
     config = NodeConfig.model_validate({"rewards": own})
