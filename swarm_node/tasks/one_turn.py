@@ -133,9 +133,9 @@ def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
 
 
 def has_own_prompt(config: NodeConfig, form: AnswerForm) -> bool:
-    """Whether a system prompt of the user's own precedes the sentence that asks for the form."""
-    usual = in_form(NodeConfig(), form)
-    return in_form(config, form).policy.system_prompt != usual.policy.system_prompt
+    """Whether a system prompt of the user's own precedes the sentence that asks for `form`, which is not `any`."""
+    asked = (in_form(each, form).policy.system_prompt for each in (config, NodeConfig()))
+    return next(asked) not in (FORM_PROMPTS[form], next(asked))
 
 
 def normalise(text: str) -> str:

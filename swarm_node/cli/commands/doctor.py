@@ -34,7 +34,7 @@ from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
 from swarm_node.tasks.one_turn import has_own_prompt
 
-MANIFEST_S = 10.0  # longest wait for a member that gives the manifest, in seconds
+MANIFEST_S = 5.0  # longest wait for a member that gives the manifest, in seconds
 
 
 class StatusFile(msgspec.Struct, frozen=True):
