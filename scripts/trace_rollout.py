@@ -81,9 +81,9 @@ def own_way(node: Node) -> set[str]:
     """Files that the node's own groups cross."""
     for _ in range(ROUNDS):
         with traced(Policy.generate) as files:
-            kept = node.collect().kept
+            own = node.collect().groups
             before = node.policy.version
-            node.learn(kept)
+            node.learn(own)
         if node.policy.version > before:
             return files
     raise SystemExit("no group of its own taught the node anything")
