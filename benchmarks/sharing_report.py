@@ -92,6 +92,22 @@ def sampling(row: Row, until: float = 1.0) -> float:
     return last[SAMPLING_S] / last[CPU_S]
 
 
+def fastest(found: Mapping[str, Mapping[int, Row]], strong: str) -> str:
+    """The silo that is there first where the strongest one ends, in the median over seeds."""
+    silos = [arm for arm in found if ARMS[arm].silo and ARMS[arm].peers != 1]
+
+    def sooner(arm: str) -> float:
+        pairs = paired(found[strong], found[arm]).values()
+        return median(reach(theirs, mine, theirs) for theirs, mine in pairs) if pairs else 0.0
+
+    return max(silos, key=sooner)
+
+
+def reach(theirs: Row, mine: Row, goal: Row) -> float:
+    """How many times as soon `mine` is at the level at which `goal` ends; 0 = never."""
+    return times(*(first_reach(levels(row), end_level(goal)) for row in (theirs, mine)))
+
+
 def times(theirs: float | None, mine: float | None) -> float:
     return 0.0 if mine is None or theirs is None else theirs / max(mine, 1e-9)
 
@@ -135,8 +151,18 @@ def in_short(settings: Sequence[str], arm: str = MEMBER) -> str:
         sooner, sooner_1, at_equal = (cells(pairs, found.get(SILO, {}))[i] for i in (4, 5, 6))
         pass_8 = (f"{fmean(pair[i]['held_out']['pass_8'] for pair in pairs.values()):.3f}" for i in (0, 1))
         level = f"{fmean(end_level(pair[0]) for pair in pairs.values()):.3f}"
-        rows.append([setting, len(pairs), silo, level, sooner, sooner_1, at_equal, *pass_8])
-    columns = ["setting", "seeds", "strongest silo", "its level", "times as soon, reward", "pass@1"]
+        first = fastest(found, silo)
+        ahead = ranged([reach(found[first][seed], *pairs[seed][::-1]) for seed in pairs if seed in found[first]])
+        rows.append([setting, len(pairs), silo, level, sooner, f"{ahead}: {first}", sooner_1, at_equal, *pass_8])
+    columns = [
+        "setting",
+        "seeds",
+        "strongest silo",
+        "its level",
+        "times as soon, reward",
+        "than the fastest silo",
+        "pass@1",
+    ]
     return table([*columns, "reward at equal CPU, x", "pass@8, silo", f"pass@8, {arm}"], rows)
 
 
