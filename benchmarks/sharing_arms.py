@@ -225,7 +225,7 @@ ARMS = {
     "sharing": Arm("sharing alone", sets=ALONE),
     "averaging": Arm("averaging alone: 32 own groups, the mean of pairs", own=32, foreign=0),
     "NoLoCo": Arm("NoLoCo's outer step (0.5, 0.7, 0.7) instead of the mean", sets={"averaging": NOLOCO}),
-    "Streaming DiLoCo": Arm("Streaming DiLoCo: the whole cohort, 4 fragments", sets={"averaging": STREAMING}),
+    "Streaming DiLoCo": Arm("the whole cohort in 4 fragments, E3M0, mixing 0.5, overlapped", sets={"averaging": STREAMING}),
     "new 2/6": Arm("2 own + 6 foreign, one update a round", own=2, foreign=6, longer=2),
     "new 4/28": Arm("4 own + 28 foreign", own=4, foreign=28, longer=0.5),
     "new two": Arm("the best and the worst answer of a foreign group", sets=_sets(answers=2), longer=0.5),

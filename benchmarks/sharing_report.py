@@ -27,7 +27,8 @@ WINDOW = 1536
 ROUND, REWARD, CPU_S, ANSWERS, TOKENS, SAMPLING_S = range(6)  # columns of a curve
 SILO = "silo"  # the arm by which sampling is re-priced
 MEMBER = "new"
-AVERAGING = (SILO, "averaging", "sharing", MEMBER, "NoLoCo", "Streaming DiLoCo")
+AVERAGING = (SILO, "averaging", "sharing", MEMBER)
+OTHER_AVERAGING = ("NoLoCo", "Streaming DiLoCo")
 
 
 def network_share() -> float:
@@ -167,7 +168,8 @@ def in_short(settings: Sequence[str], arm: str = MEMBER) -> str:
 
 
 def of_averaging(settings: Sequence[str]) -> str:
-    """Markdown: with and without averaging, with and without sharing, over seeds that all of these arms have."""
+    """Markdown: with and without averaging, with and without sharing, over seeds that all of these arms have; then
+    other ways of averaging, over the seeds of each."""
     rows = []
     for setting in settings:
         found = load(setting)
@@ -176,8 +178,9 @@ def of_averaging(settings: Sequence[str]) -> str:
             continue
         silo = strongest(found)
         common = set[int].intersection(*(set(paired(found[silo], runs)) for runs in present.values()))
-        for arm, runs in present.items() if common else ():
-            pairs = paired(found[silo], {seed: runs[seed] for seed in common})
+        others = {arm: found[arm] for arm in OTHER_AVERAGING if arm in found}
+        for arm, runs in (present | others).items() if common else ():
+            pairs = paired(found[silo], {seed: runs[seed] for seed in runs if seed in common or arm in others})
             sent = fmean(row["swarm"].get("swarm/bytes_out", 0.0) for _, row in pairs.values()) / 1e6
             rows.append([setting, arm, len(pairs), *cells(pairs, found.get(SILO, {}))[1:6], f"{sent:.1f}"])
     columns = ["setting", "arm", "seeds", "reward at the end", "pass@1", "pass@8", "times as soon, reward", "pass@1"]
@@ -195,7 +198,7 @@ def of_parts(settings: Sequence[str]) -> str:
             both = pairs.values()
             equal = [ranged([level_at_equal(*pair, column) for pair in both]) for column in (CPU_S, ROUND)]
             cost = ranged([cost_of_a_round(mine) / cost_of_a_round(theirs) for theirs, mine in both])
-            rows.append([setting, f"{arm}: {ARMS[arm].says}", len(both), cost, *equal])
+            rows.append([setting, arm, len(both), cost, *equal])
     return table(["setting", "arm", "seeds", "CPU of a round, x", "reward at equal CPU, x", "at equal rounds, x"], rows)
 
 
