@@ -14,7 +14,7 @@ under results/payload; what is there already is not run again. Figures, of the l
     liars'    share of the liars' groups among the groups that honest peers train on
 
 The report also says what the gate costs where nobody lies, in points of held-out pass@1 (100 points = all right), from
-what `python -m benchmarks.sharing --setting format --arms 4/4 "4/4 gate" --seeds 0 1 …` (and tags, plain) has left.
+what `python -m benchmarks.sharing --settings format --arms new "new no gate" --seeds 0 1 …` (and tags, plain) has left.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def cost() -> str:
     rows = []
     for setting in COSTS:
         found = sharing.load(setting)
-        off, on = found.get("4/4", {}), found.get("4/4 gate", {})
+        off, on = found.get("new no gate", {}), found.get("new", {})
         seeds = sorted(off.keys() & on.keys())
         if seeds:
             pairs = [(100 * off[s]["held_out"]["pass_1"], 100 * on[s]["held_out"]["pass_1"]) for s in seeds]

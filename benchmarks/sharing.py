@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--rounds", type=int, default=0, help="rounds of a member; 0 = those of the setting")
-    parser.add_argument("--report", action="store_true", help="tables and plot of all that has been run")
+    parser.add_argument("--report", action="store_true", help="tables of all that has been run")
     parser.add_argument("--quick", action="store_true", help="one seed, few peers, few rounds; nothing is stored")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -207,10 +207,10 @@ NOLOCO = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 ARMS = {
     "8/0": Arm("silo, 8 groups a round, all answers", own=8, foreign=0, silo=True, sets=BEFORE, longer=4),
     "silo": _silo("`local` as it comes: 32 groups a round, 4 updates, 4 answers of each 8"),
-    "silo two": _silo("the same with 2 answers of each 8", answers=2),
-    "silo whole": _silo("the same with all answers", answers=0),
-    "silo replay": _silo("and 32 own right answers again in each round", replay=32),
-    "silo pass@k": _silo("pass@k advantages, k = 4", **PASS_K),
+    "silo two": _silo("32 groups a round, 2 answers of each 8", answers=2),
+    "silo whole": _silo("32 groups a round, all answers", answers=0),
+    "silo replay": _silo("32 groups a round, and 32 own right answers again", replay=32),
+    "silo pass@k": _silo("32 groups a round, pass@k advantages, k = 4", **PASS_K),
     "4/4 paper": Arm(
         "4 own + 4 foreign, advantages against the sender's group, unbounded",
         own=4,
@@ -225,7 +225,9 @@ ARMS = {
     "sharing": Arm("sharing alone", sets=ALONE),
     "averaging": Arm("averaging alone: 32 own groups, the mean of pairs", own=32, foreign=0),
     "NoLoCo": Arm("NoLoCo's outer step (0.5, 0.7, 0.7) instead of the mean", sets={"averaging": NOLOCO}),
-    "Streaming DiLoCo": Arm("the whole cohort in 4 fragments, E3M0, mixing 0.5, overlapped", sets={"averaging": STREAMING}),
+    "Streaming DiLoCo": Arm(
+        "the whole cohort in 4 fragments, E3M0, mixing 0.5, overlapped", sets={"averaging": STREAMING}
+    ),
     "new 2/6": Arm("2 own + 6 foreign, one update a round", own=2, foreign=6, longer=2),
     "new 4/28": Arm("4 own + 28 foreign", own=4, foreign=28, longer=0.5),
     "new two": Arm("the best and the worst answer of a foreign group", sets=_sets(answers=2), longer=0.5),

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from math import inf
+from statistics import fmean, median, median_low
 from typing import Any
 
 from benchmarks.common import RESULTS, spent, table
@@ -24,7 +25,7 @@ from benchmarks.sharing_settings import SETTINGS
 
 Row = dict[str, Any]
 WINDOW = 1536
-ROUND, REWARD, CPU_S, ANSWERS, TOKENS, SAMPLING_S = range(6)  # columns of a curve
+ROUND, REWARD, CPU_S, ANSWERS, TOKENS = range(5)  # columns of a curve
 SILO = "silo"  # the arm by which sampling is re-priced
 MEMBER = "new"
 AVERAGING = (SILO, "averaging", "sharing", MEMBER)
@@ -74,9 +75,12 @@ def price_at(silo: Row, share: float) -> float:
 
 
 def strongest(found: Mapping[str, Mapping[int, Row]]) -> str:
-    """The silo whose level at the end is highest, mean over seeds."""
-    silos = [arm for arm in found if ARMS[arm].silo and ARMS[arm].peers != 1]
-    return max(silos, key=lambda arm: fmean(map(end_level, found[arm].values())))
+    """The silo whose level at the end is highest, mean over seeds, of those with the most seeds."""
+    silos = [arm for arm in found if is_silo(arm)]
+    most = max(len(found[arm]) for arm in silos)
+    return max(
+        (arm for arm in silos if len(found[arm]) == most), key=lambda arm: fmean(map(end_level, found[arm].values()))
+    )
 
 
 def paired(theirs: Mapping[int, Row], mine: Mapping[int, Row]) -> dict[int, tuple[Row, Row]]:
@@ -85,39 +89,39 @@ def paired(theirs: Mapping[int, Row], mine: Mapping[int, Row]) -> dict[int, tupl
     return {seed: (theirs[seed], mine[seed]) for seed in both if theirs[seed].get("start") == mine[seed].get("start")}
 
 
-def sampling(row: Row, until: float = 1.0) -> float:
-    """Share of the CPU time that sampling takes, until the level is `until` of that at the end; 1 = the whole run."""
-    goal = until * end_level(row)
-    reached = next((point for point in row["curve"] if point[REWARD] >= goal), None) if until < 1 else None
-    last = reached or row["curve"][-1]
-    return last[SAMPLING_S] / last[CPU_S]
+def sampling(row: Row) -> float:
+    """Share of the CPU time that sampling takes."""
+    return row["cpu"]["generate"] / row["cpu_s"]
 
 
-def fastest(found: Mapping[str, Mapping[int, Row]], strong: str) -> str:
-    """The silo that is there first where the strongest one ends, in the median over seeds."""
-    silos = [arm for arm in found if ARMS[arm].silo and ARMS[arm].peers != 1]
+def first_silo(found: Mapping[str, Mapping[int, Row]], pairs: Mapping[int, tuple[Row, Row]]) -> list[float]:
+    """How many times as soon as the first of all silos a member is where the strongest one ends, one for each seed;
+    `pairs` are (strongest silo, member)."""
+    ratios = []
+    for seed, (silo, mine) in pairs.items():
+        alike = [runs[seed] for arm, runs in found.items() if is_silo(arm) and seed in paired({seed: silo}, runs)]
+        there = [at for row in alike if (at := first_reach(levels(row), end_level(silo))) is not None]
+        ratios.append(times(min(there, default=None), first_reach(levels(mine), end_level(silo))))
+    return ratios
 
-    def sooner(arm: str) -> float:
-        pairs = paired(found[strong], found[arm]).values()
-        return median(reach(theirs, mine, theirs) for theirs, mine in pairs) if pairs else 0.0
 
-    return max(silos, key=sooner)
-
-
-def reach(theirs: Row, mine: Row, goal: Row) -> float:
-    """How many times as soon `mine` is at the level at which `goal` ends; 0 = never."""
-    return times(*(first_reach(levels(row), end_level(goal)) for row in (theirs, mine)))
+def is_silo(arm: str) -> bool:
+    return ARMS[arm].silo and ARMS[arm].peers != 1
 
 
 def times(theirs: float | None, mine: float | None) -> float:
-    return 0.0 if mine is None or theirs is None else theirs / max(mine, 1e-9)
+    """How many times as soon; 0 = never, infinite = the other never."""
+    if mine is None:
+        return 0.0
+    return inf if theirs is None else theirs / max(mine, 1e-9)
 
 
 def ranged(values: Sequence[float]) -> str:
     """Median with range of ratios."""
     if not values:
         return ""
-    written = [f"{value:.2f}" if value else "never" for value in (median(values), min(values), max(values))]
+    middle = median_low(values) if 0.0 in values or inf in values else median(values)
+    written = [f"{x:.2f}" if 0 < x < inf else "only it" if x else "never" for x in (middle, min(values), max(values))]
     return written[0] if len(values) == 1 else f"{written[0]} ({written[1]} to {written[2]})"
 
 
@@ -152,16 +156,15 @@ def in_short(settings: Sequence[str], arm: str = MEMBER) -> str:
         sooner, sooner_1, at_equal = (cells(pairs, found.get(SILO, {}))[i] for i in (4, 5, 6))
         pass_8 = (f"{fmean(pair[i]['held_out']['pass_8'] for pair in pairs.values()):.3f}" for i in (0, 1))
         level = f"{fmean(end_level(pair[0]) for pair in pairs.values()):.3f}"
-        first = fastest(found, silo)
-        ahead = ranged([reach(found[first][seed], *pairs[seed][::-1]) for seed in pairs if seed in found[first]])
-        rows.append([setting, len(pairs), silo, level, sooner, f"{ahead}: {first}", sooner_1, at_equal, *pass_8])
+        ahead = ranged(first_silo(found, pairs))
+        rows.append([setting, len(pairs), silo, level, sooner, ahead, sooner_1, at_equal, *pass_8])
     columns = [
         "setting",
         "seeds",
         "strongest silo",
         "its level",
         "times as soon, reward",
-        "than the fastest silo",
+        "than the first silo",
         "pass@1",
     ]
     return table([*columns, "reward at equal CPU, x", "pass@8, silo", f"pass@8, {arm}"], rows)
@@ -196,14 +199,9 @@ def of_parts(settings: Sequence[str]) -> str:
             if ARMS[arm].silo or arm == MEMBER or not (pairs := paired(found.get(MEMBER, {}), runs)):
                 continue
             both = pairs.values()
-            equal = [ranged([level_at_equal(*pair, column) for pair in both]) for column in (CPU_S, ROUND)]
-            cost = ranged([cost_of_a_round(mine) / cost_of_a_round(theirs) for theirs, mine in both])
-            rows.append([setting, arm, len(both), cost, *equal])
-    return table(["setting", "arm", "seeds", "CPU of a round, x", "reward at equal CPU, x", "at equal rounds, x"], rows)
-
-
-def cost_of_a_round(row: Row) -> float:
-    return row["cpu_s"] / row["rounds"]
+            equal = [ranged([level_at_equal(*pair, column) for pair in both]) for column in (CPU_S, TOKENS)]
+            rows.append([setting, arm, len(both), *equal])
+    return table(["setting", "arm", "seeds", "reward at equal CPU, x", "at equal tokens, x"], rows)
 
 
 def level_at_equal(theirs: Row, mine: Row, column: int) -> float:

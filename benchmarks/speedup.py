@@ -16,8 +16,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ PLOT = Path(__file__).parent.parent / "docs" / "images" / "speedup.png"
 PEERS = (2, 4, 8, 16)
 SHARED = {("alone", 1): "silo", ("swarm", sharing.PEERS): "new"}
 """(kind, N) -> the arm of `benchmarks.sharing` whose rows these are."""
+LABELS = {"steps-8": "long answers", "plain": "bare answers"}
 Row = dict[str, Any]
 
 
@@ -67,14 +69,14 @@ def load(setting: str) -> dict[tuple[str, int], dict[int, Row]]:
     return found
 
 
-def speedups(found: dict[tuple[str, int], dict[int, Row]], kind: str, peers: int) -> list[float]:
-    """One for each seed; 0 = the level was not reached."""
-    ratios = []
-    for alone, row in paired(found.get(("alone", 1), {}), found.get((kind, peers), {})).values():
+def speedups(found: dict[tuple[str, int], dict[int, Row]], kind: str, peers: int) -> dict[int, float]:
+    """By seed; 0 = the level was not reached."""
+    ratios = {}
+    for seed, (alone, row) in paired(found.get(("alone", 1), {}), found.get((kind, peers), {})).items():
         goal = end_level(alone)
         mine = first_reach(levels(row), goal)
         share = peers if kind == "pooled" else 1
-        ratios.append(times(first_reach(levels(alone), goal), None if mine is None else mine / share))
+        ratios[seed] = times(first_reach(levels(alone), goal), None if mine is None else mine / share)
     return ratios
 
 
@@ -86,15 +88,17 @@ def report(setting: str) -> str:
         swarm, pooled = (speedups(found, kind, peers) for kind in ("swarm", "pooled"))
         runs = found["swarm", peers].values()
         sent = fmean(run["swarm"]["swarm/bytes_out"] / run["cpu_s"] for run in runs) / 1000
-        share = f"{100 * fmean(swarm) / fmean(pooled):.0f} %" if pooled and fmean(pooled) else ""
-        rows.append([peers, len(swarm), ranged(swarm), ranged(pooled), share, f"{sent:.1f}"])
+        both = [swarm[seed] / pooled[seed] for seed in swarm if pooled.get(seed)]
+        share = f"{100 * fmean(both):.0f} %" if both else ""
+        cell = ranged(list(swarm.values())), ranged(list(pooled.values()))
+        rows.append([peers, len(swarm), *cell, share, f"{sent:.1f}"])
     columns = ["N", "seeds", "a member, times as soon", "pooled", "of pooling", "kB sent a CPU second"]
     cost = spent(sum(row["cpu_s"] * row["peers"] for runs in found.values() for row in runs.values()))
     return f"**{setting}**\n\n{table(columns, rows)}\n\n{cost}\n"
 
 
 def plot(settings: Sequence[str], out: Path) -> None:
-    """Speed-up over N, median with range over seeds; dotted: pooling."""
+    """Speed-up over N, median with range over seeds; dotted: pooling. A level that one seed never reaches has none."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), dpi=100, layout="constrained")
@@ -102,15 +106,15 @@ def plot(settings: Sequence[str], out: Path) -> None:
     for number, setting in enumerate(settings):
         found = load(setting)
         for kind, style in (("swarm", "o-"), ("pooled", ":")):
-            sizes = sorted({n for one, n in found if one == kind})
-            values = [sorted(speedups(found, kind, n)) for n in sizes]
-            middle = [1.0, *(v[len(v) // 2] for v in values)]
-            label = f"{setting}, {'a member' if kind == 'swarm' else 'all machines as one'}"
+            by_size = {
+                n: list(speedups(found, kind, n).values()) for n in sorted({n for one, n in found if one == kind})
+            }
+            sizes, values = [n for n in by_size if by_size[n]], [v for v in by_size.values() if v]
+            middle = [1.0, *(median(v) if min(v) else nan for v in values)]
+            label = f"{LABELS.get(setting, setting)}: {'a member' if kind == 'swarm' else 'all machines as one'}"
             axes.plot([1, *sizes], middle, style, color=f"C{number}", label=label)
             if kind == "swarm":
-                axes.fill_between(
-                    [1, *sizes], [1.0, *(v[0] for v in values)], [1.0, *(v[-1] for v in values)], alpha=0.15
-                )
+                axes.fill_between([1, *sizes], [1.0, *map(min, values)], [1.0, *map(max, values)], alpha=0.15)
     axes.set(xlabel="peers in the swarm", ylabel="times as soon as a node alone", xscale="log", ylim=(0, None))
     axes.set_xticks([1, *PEERS], [str(n) for n in (1, *PEERS)])
     axes.legend(frameon=False, fontsize=8)

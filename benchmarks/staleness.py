@@ -6,7 +6,8 @@
 
     delay D C    one learner, which trains on its groups D updates after it sampled them, with the correction C. The
                  first D rounds only fill the queue, so all arms make the same number of updates
-    speed S C    four peers that share 4/4 with token ids, every other one S times slower, for the same virtual time
+    speed S C    four peers that train on 4 own and 4 foreign groups with token ids, every other one S times slower, for
+                 the same virtual time
 
 C is a name of `grpo.correction`, or `none`: every ratio starts at 1, as if the groups were fresh. `wide` is `recorded`
 with the clip range to which M2PO falls back where its second moment is far above its limit (0.3 and 0.5; arXiv

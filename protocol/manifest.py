@@ -95,7 +95,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1  # gossip topics: about one for every 32 peers expected
     limits: ManifestLimits = ManifestLimits()
     averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
-    """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
+    """Seconds of an outer round of averaging in pairs: round = floor(Unix time / this). Large weights use a multiple of
+    it."""
     model: ManifestModel | None = None  # `None` = each member brings its own
     answer: AnswerForm = "any"  # form in which an answer counts
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []

@@ -77,7 +77,7 @@ def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfi
 def rhythm(config: AveragingConfig, period_s: float) -> str:
     """How often peers average, in words."""
     if config.method == "per_step":
-        return "the whole cohort after every update"
+        return "the whole cohort after every round"
     if config.method == "diloco":
         return f"the whole cohort every {config.every} updates"
     return f"in pairs every {period_s:g} s, after {config.every} updates or more"

@@ -5,7 +5,7 @@
     all-gather        the averages back to every member           -> outer step (SGD with Nesterov momentum)
 
 A phase is one exchange with each other member, for which the lower peer id calls. So a node sends 2 (N - 1) / N of the
-weights, as in a ring. `per_step` does the same after each update, with plain averaging.
+weights, as in a ring. `per_step` does the same after each round, with plain averaging.
 
 Rounds are counted, not timed: a member that is behind hears so from the others and catches up. Each member gives up by
 itself a round that is not complete within `timeout_s`: that is the price of a barrier. With a lossy codec, progress

@@ -282,10 +282,11 @@ class Run:
         self._changing = self.crew is None
 
     def _go_on(self, stop: Stopper, seconds: float) -> None:
-        """Before a further update of a round whose rest takes so long: a signal waits for a rest that is short, since
-        only a whole round can be repeated bit for bit, and ends a long one. Raises StopRequested."""
+        """Let a signal end the round here if its other updates take longer than REST_S. It waits for a shorter rest,
+        since only a whole round can be repeated bit for bit. A crew's update is not given up halfway. Raises
+        StopRequested."""
         if seconds > REST_S:
-            stop.allow()
+            (stop.allow if self.crew is None else stop.check)()
 
     def last_resort(self) -> None:
         """Save at the deadline after a signal, when the main thread is still inside torch or the disk is slow. If the

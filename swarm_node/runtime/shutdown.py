@@ -51,6 +51,7 @@ class Stopper:
         self._signal_seen = False  # the same, for the watchdog
         self._notice_s = deadline_s
         self._interruptible = False
+        self._raised = False  # whether StopRequested was raised, and may have been swallowed
         self._safe = False
         self._last_resort = last_resort
         self._deadline_s = deadline_s
@@ -83,9 +84,10 @@ class Stopper:
         self.check()
 
     def hold(self) -> bool:
-        """From here on a signal only sets `requested`. Returns whether it raised StopRequested until now."""
-        held, self._interruptible = not self._interruptible, False
-        return not held
+        """From here on a signal only sets `requested`. Returns whether it raised StopRequested until now, or whether
+        one was raised before."""
+        raises, self._interruptible = self._interruptible or self._raised, False
+        return raises
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -99,7 +101,7 @@ class Stopper:
     def check(self) -> None:
         """Raise StopRequested if a signal came."""
         if self.requested:
-            self._interruptible = False
+            self._interruptible, self._raised = False, True
             raise StopRequested
 
     def safe(self) -> None:

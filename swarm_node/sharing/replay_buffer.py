@@ -34,7 +34,8 @@ from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
 from swarm_node.types import Group, Rollout
 
 ROUNDS = 4
-"""Rounds of this node's that the waiting groups would last: with ten minutes' worth waiting they were 20 rounds old."""
+"""The groups that wait last for at most so many rounds of this node. With ten minutes' worth waiting, groups were 20
+rounds old when used."""
 LULL_S = 2.0  # messages of a peer come about once a second: groups of one have to last until the next
 DRAWS = 3
 """Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the

@@ -120,9 +120,10 @@ def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
     rewards, policy = config.rewards.model_copy(update={"answer": form}), config.policy
     system, template = policy.system_prompt, policy.prompt_template
     for asks in FORM_PROMPTS.values():
-        system, template = system.removesuffix(asks).rstrip(), template.replace(f"\n{asks}", "")
+        system = system.removesuffix(asks).rstrip() if system.endswith(asks) else system
+        template = template.replace(f"\n{asks}", "")
     if form != "any":
-        own = system if "system_prompt" in policy.model_fields_set else "Solve the problem."
+        own = system.rstrip() if "system_prompt" in policy.model_fields_set else "Solve the problem."
         system = f"{own}\n\n{FORM_PROMPTS[form]}".strip()
         template = template.replace("{question}", f"{{question}}\n{FORM_PROMPTS[form]}")
     prompts = {"system_prompt": system, "prompt_template": template}
@@ -134,8 +135,8 @@ def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
 
 def has_own_prompt(config: NodeConfig, form: AnswerForm) -> bool:
     """Whether a system prompt of the user's own precedes the sentence that asks for `form`, which is not `any`."""
-    asked = (in_form(each, form).policy.system_prompt for each in (config, NodeConfig()))
-    return next(asked) not in (FORM_PROMPTS[form], next(asked))
+    mine, usual = (in_form(each, form).policy.system_prompt for each in (config, NodeConfig()))
+    return mine not in (FORM_PROMPTS[form], usual)
 
 
 def normalise(text: str) -> str:

@@ -101,7 +101,8 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
 def answers(form: AnswerForm, own_prompt: bool) -> Check:
     """Which form of answers counts, and that policies are told so."""
     shape = f"an answer counts only as {WRITTEN[form].format('…')} at the end of the text"
-    asked = "the prompt asks for that" + (", after your own (policy.system_prompt)" if own_prompt else "")
+    asked = "the prompt asks for that where the model's chat template takes a system prompt"
+    asked += ", after your own (policy.system_prompt)" if own_prompt else ""
     return Check("answers", "ok", f"{shape}; {asked}")
 
 
