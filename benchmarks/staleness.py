@@ -78,14 +78,14 @@ class Delayed(Measured):
 class Slowed(Delayed):
     """The learning rate follows the root of the effective share of the stale rollouts of the step before."""
 
-    share = 1.0
+    effective = 1.0  # share of the stale rollouts of the step before
 
     def learn(self, groups: Sequence[Group], *calls: Any) -> dict[str, float]:
         optimizer = self.trainer.optimizer
         assert isinstance(optimizer, Optimizer)
-        optimizer.rate_scale = self.share**0.5
+        optimizer.rate_scale = self.effective**0.5
         learned = super().learn(groups, *calls)
-        self.share = learned.get("off_policy/stale/ess", 1.0)
+        self.effective = learned.get("off_policy/stale/ess", 1.0)
         return learned
 
 
