@@ -126,8 +126,15 @@ def test_an_arm_is_sooner_by_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert first_reach(sharing_report.passes(silo), 0.75) == pytest.approx(9)
     assert sharing_report.strongest({"8/0": {0: silo}, "4/4": {0: member}}) == "8/0"
     assert sharing_report.ranged([sharing_report.times(4.0, 2.0), sharing_report.times(4.0, None)]) == (
-        "1.00 (never to 2.00)"
+        "never (never to 2.00)"
     )
+    assert sharing_report.ranged([sharing_report.times(None, 2.0)]) == "only it"
+    found = {"8/0": {0: silo}, "new": {0: member}}
+    (ahead,) = sharing_report.first_silo(found, sharing_report.paired(found["8/0"], found["new"]))
+    assert ahead == pytest.approx(
+        sharing_report.times(*(first_reach(sharing_report.levels(r), level) for r in (silo, member)))
+    )
+    assert sharing_report.paired({0: silo | {"start": ["a"]}}, {0: member | {"start": ["b"]}}) == {}, "other policies"
 
 
 def test_values_are_read_between_points() -> None:

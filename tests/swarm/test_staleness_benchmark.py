@@ -65,7 +65,9 @@ def test_report_compares_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         held = {"pass_1": level, "pass_8": 0.5}
         kind = {"held_out": held, "level": level, "lag": 3.0, "off_policy": measured}
-        row = {"setting": "plain", "arm": arm, "seed": seed, "kinds": [kind] * (2 if ARMS[arm].slower else 1)}
+        row = {"setting": "plain", "arm": arm, "seed": seed, "kinds": [kind] * (2 if ARMS[arm].slower else 1)} | {
+            "cpu_s": 3600.0
+        }
         path = staleness.path_of("plain", arm, seed)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(row))
