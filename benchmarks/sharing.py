@@ -9,8 +9,7 @@ decides the warm start as well as the sampling; all arms of a seed begin with th
 (setting, arm, seed) under results/sharing; what is there already is not run again. Silos are simulated with fewer
 peers, since they do not meet. All figures are means over the peers of a run:
 
-    curve     [round, reward (mean over own answers, before any filter), CPU seconds, answers and tokens sampled, CPU
-              seconds of sampling]
+    curve     [round, reward (mean over own answers, before any filter), CPU seconds, answers and tokens sampled]
     looks     [CPU seconds, pass@1, pass@8] on held-out questions, under the same reward as training
     cpu       process time of its parts on one thread, evaluation left out
     start     fingerprints of the policies at the beginning. Processors of other kinds make other starts from one seed;
@@ -163,16 +162,14 @@ def held_out(setting: Setting, node: Node, count: int = 0) -> dict[str, float]:
 
 
 def curve(curves: Sequence[Sequence[Round]]) -> list[list[float]]:
-    """[round, reward since the point before, CPU seconds, answers, tokens, CPU seconds of sampling] at about POINTS
-    rounds, mean over peers."""
+    """[round, reward since the point before, CPU seconds, answers, tokens] at about POINTS rounds, mean over peers."""
     points: list[list[float]] = []
     peers, rounds, rewards = len(curves), len(curves[0]), list[float]()
     for number, ends in enumerate(zip(*curves, strict=True), 1):
         rewards.append(fmean(end.reward for end in ends))
         if number % max(1, rounds // POINTS) == 0 or number == rounds:
-            cpu_s, answers, tokens, sampling_s = (fmean(end[i] for end in ends) for i in (1, 2, 3, 4))
-            costs = [round(cpu_s / peers, 3), round(answers), round(tokens), round(sampling_s, 3)]
-            points.append([number, round(fmean(rewards), 4), *costs])
+            cpu_s, answers, tokens = (fmean(end[i] for end in ends) for i in (1, 2, 3))
+            points.append([number, round(fmean(rewards), 4), round(cpu_s / peers, 3), round(answers), round(tokens)])
             rewards = []
     return points
 

@@ -30,7 +30,6 @@ class Round(NamedTuple):
     cpu_s: float  # of the whole simulation up to here, looks left out
     samples: int  # own answers sampled up to here
     tokens: int  # of these
-    sampling_s: float  # CPU seconds of this node's sampling up to here
 
 
 @dataclass
@@ -88,8 +87,7 @@ class Measured(Node):
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         line = super().record(collected, learned, seconds)
-        seconds = self.stopwatch.seconds()
-        self.curve.append(Round(line["reward"], seconds, self.samples, self.tokens, self.cpu["generate"]))
+        self.curve.append(Round(line["reward"], self.stopwatch.seconds(), self.samples, self.tokens))
         if self.look_every and self.round % self.look_every == 0:
             with self.stopwatch.stopped():
                 self.looks.append((self.curve[-1].cpu_s, self.look()))
