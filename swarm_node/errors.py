@@ -5,6 +5,8 @@ A fault of another *peer* is `protocol.errors.RemoteProtocolError` and never end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SwarmNodeError(Exception):
     """Base of these errors."""
@@ -12,6 +14,15 @@ class SwarmNodeError(Exception):
 
 class UserError(SwarmNodeError):
     """A problem that only the user can solve. The message, one line with exit code 2, says what to do next."""
+
+
+class PluginError(UserError):
+    """Code of the user's own failed. The message has the file and the line."""
+
+    def __init__(self, message: str, trace: Sequence[str]) -> None:
+        """`trace`: lines of the traceback, without frames of this package."""
+        super().__init__(message)
+        self.trace = list(trace)
 
 
 class NobodyReached(SwarmNodeError):

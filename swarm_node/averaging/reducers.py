@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.averaging.robust import cache_parts, distance, square
-from swarm_node.config.plugins import error_text, load_function
+from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 
 ITERATIONS = 20
@@ -39,7 +39,7 @@ def find_reducer(name: str) -> Reducer | None:
         try:
             mean = function(own.clone(), others)
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"averaging.reducer {name!r} failed: {error_text(error)}") from error
+            raise plugin_error(f"averaging.reducer {name!r} failed", error) from error
         if not isinstance(mean, Tensor) or mean.shape != own.shape or not bool(torch.isfinite(mean).all()):
             raise UserError(f"averaging.reducer {name!r} must return {len(own)} finite values, a tensor")
         return mean.float()

@@ -11,7 +11,7 @@ import atexit
 import functools
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +20,8 @@ from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import with_settings
-from swarm_node.errors import NobodyReached, SwarmNodeError
+from swarm_node.config.plugins import blamed
+from swarm_node.errors import NobodyReached, PluginError, SwarmNodeError
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -72,13 +73,25 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except SwarmNodeError as error:
-            message = printable(str(error))
-            typer.echo(f"swarm-node: {message}", err=True)
-            if values.get("json_output"):
-                typer.echo(json.dumps({"error": message}))
+            _tell(error, values)
             raise typer.Exit(NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR) from None
+        except Exception as error:
+            if (own := blamed(error)) is None:
+                raise
+            _tell(own, values)
+            raise typer.Exit(USER_ERROR) from None
 
     return run
+
+
+def _tell(error: SwarmNodeError, values: Mapping[str, Any]) -> None:
+    """Show an error: one line, and the traceback of the user's own code if that failed."""
+    message = printable(str(error))
+    for line in error.trace if isinstance(error, PluginError) else []:
+        typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
+    typer.echo(f"swarm-node: {message}", err=True)
+    if values.get("json_output"):
+        typer.echo(json.dumps({"error": message}))
 
 
 def _show_version(wanted: bool) -> None:

@@ -65,6 +65,7 @@ OPTIONS = (
         },
     ),
     KeyOption("rewards.answer", "--answer", "local new", metavar="any|tags|boxed"),
+    KeyOption("rewards.functions", "--reward", "local join", metavar="FILE.py:FUNCTION"),
     KeyOption("sharing.own", "--own", "join"),
     KeyOption("sharing.foreign", "--foreign", "join"),
     KeyOption("sharing.record", "--record", "join"),

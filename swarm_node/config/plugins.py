@@ -8,15 +8,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException
 from types import ModuleType
 from typing import Any
 
-from swarm_node.errors import UserError
+from swarm_node.errors import PluginError, UserError
 
 _FILES = itertools.count()
+_loaded: set[str] = set()  # files of the modules that `load_function` has loaded
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+OURS = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen importlib", importlib.__file__)
+"""Beginnings of the files whose frames are left out of a traceback."""
+MAX_TRACE_LINES = 60  # a recursion without end has thousands
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
@@ -27,16 +35,59 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     try:
         module = _run_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise UserError(f"{what} {path!r}: cannot import {where}: {error_text(error)}") from error
+        raise plugin_error(f"{what} {path!r}: cannot import {where}", error) from error
+    _loaded.add(getattr(module, "__file__", None) or "")
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{what} {path!r}: {where} has no function {attribute!r}")
     return function
 
 
-def error_text(error: Exception) -> str:
-    """One line about an error of a plugin."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def plugin_error(what: str, error: Exception) -> PluginError:
+    """The error to raise for a plugin that raised `error`; the message begins with `what`, as `grpo.loss failed`."""
+    told = TracebackException.from_exception(error)
+    place = _place(told)
+    _keep_foreign_frames(told)
+    trace = [line for part in told.format() for line in part.rstrip().split("\n")]
+    if len(trace) > MAX_TRACE_LINES:
+        half = MAX_TRACE_LINES // 2
+        trace = [*trace[:half], "  ...", *trace[-half:]]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return PluginError(f"{what}{place}: {reason}", trace if place else [])
+
+
+def blamed(error: Exception) -> PluginError | None:
+    """The error to raise for an `error` that came out of a plugin's own code; None if it did not."""
+    frames = TracebackException.from_exception(error, lookup_lines=False).stack
+    if not any(frame.filename in _loaded and not _is_ours(frame) for frame in frames):
+        return None
+    return plugin_error("your code failed", error)
+
+
+def _place(told: TracebackException) -> str:
+    """` in FILE, line N`: the innermost line of the user's, or of a library that the user called; empty if unknown."""
+    if told.exc_type is SyntaxError and told.filename and told.lineno:
+        return f" in {_short(told.filename)}, line {told.lineno}"
+    frames = [frame for frame in told.stack if not _is_ours(frame)]
+    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)] or frames
+    return f" in {_short(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+
+
+def _keep_foreign_frames(told: TracebackException) -> None:
+    """Remove the frames of this package, also from the errors behind this one."""
+    told.stack = StackSummary.from_list([frame for frame in told.stack if not _is_ours(frame)])
+    for cause in (told.__cause__, told.__context__):
+        if cause is not None:
+            _keep_foreign_frames(cause)
+
+
+def _is_ours(frame: FrameSummary) -> bool:
+    return frame.filename.startswith(OURS)
+
+
+def _short(file: str) -> str:
+    beside = os.path.relpath(file)
+    return file if beside.startswith("..") else beside
 
 
 def _run_file(path: Path) -> ModuleType:

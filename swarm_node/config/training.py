@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from protocol.answer_form import AnswerForm
 from swarm_node.config.section import Plugin, Section
@@ -53,12 +53,17 @@ class TaskConfig(Section):
 
 
 class RewardFunctionConfig(Section):
-    """A reward function that the user wrote."""
+    """A reward function that the user wrote: its path, or a table with its path and weight."""
 
     path: str
     """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions, **columns)`."""
     weight: float = 1.0
     """Factor of its reward in the sum."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class RewardsConfig(Section):
@@ -73,7 +78,7 @@ class RewardsConfig(Section):
     """Form in which an answer counts. `any` = as it is found (docs/tasks.md); `tags` = as `<answer>…</answer>` at the
     end of the text; `boxed` = as `\\boxed{…}` there. Policies are told so. Members go by their swarm's manifest."""
     functions: list[RewardFunctionConfig] = []
-    """Python reward functions, for this node only."""
+    """Python reward functions, for this node only: `file.py:function`, or a table with `path` and `weight`."""
 
 
 class RolloutsConfig(Section):

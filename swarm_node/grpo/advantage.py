@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.config.plugins import error_text, load_function
+from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.types import Group, Rollout
 
@@ -109,7 +109,7 @@ def _checked(function: Baseline) -> Baseline:
         try:
             advantage = torch.as_tensor(function(r.clone()), dtype=r.dtype)
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"grpo.advantage failed: {error_text(error)}") from error
+            raise plugin_error("grpo.advantage failed", error) from error
         if advantage.shape != r.shape or advantage.isinf().any():
             raise UserError(
                 f"grpo.advantage must give finite advantages {list(r.shape)} for rewards of that shape (NaN for NaN), "

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.config import SharingConfig
-from swarm_node.config.plugins import error_text, load_function
+from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, foreign_advantages, is_judged
 from swarm_node.grpo.down_sampling import down_sampled
@@ -308,7 +308,7 @@ def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:
     try:
         weights = [float(weight) for weight in sampler(offers)]
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"sharing.sampler failed: {error_text(error)}") from error
+        raise plugin_error("sharing.sampler failed", error) from error
     if len(weights) != len(offers) or not all(math.isfinite(w) and w >= 0 for w in weights):
         raise UserError(f"sharing.sampler must give {len(offers)} finite weights >= 0, one for each group offered")
     return weights

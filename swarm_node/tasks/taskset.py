@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 import random
 from bisect import bisect_right
@@ -22,7 +23,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import error_text, load_function
+from swarm_node.config.plugins import blamed, load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
@@ -35,6 +36,7 @@ from swarm_node.types import Rollout, Score, Task
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
+LOGGER = logging.getLogger(__name__)
 CHECKER = "checker"  # name of the task's own checker among the rewards
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
@@ -163,7 +165,10 @@ class TaskSet:
         environment = self._by_name[task.name.environment, task.name.config]
         try:
             _, reward, done = environment.step(task, environment.reset(task), completion)
-        except Exception:  # library scorers raise on text that they did not expect: that is a wrong answer
+        except Exception as error:  # library scorers raise on text that they did not expect: that is a wrong answer
+            own = None if self.scorer_errors[task.label] else blamed(error)
+            if own is not None:
+                LOGGER.info("task %r: %s; such answers score 0", task.label, own)
             self.scorer_errors[task.label] += 1
             return 0.0
         if not done:
@@ -244,7 +249,7 @@ def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"task {name!r} failed: {error_text(error)}") from error
+        raise plugin_error(f"task {name!r} failed", error) from error
     if not isinstance(source, TaskSource):
         raise UserError(f"task {name!r} must name a subclass of swarm_node.tasks.base.TaskSource")
     return source
@@ -348,7 +353,7 @@ def _call(
         rewards = list(function(prompts=list(prompts), completions=list(completions), **_columns(tasks)))
         rewards = [None if reward is None else float(reward) for reward in rewards]
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"reward function {name!r} failed: {error_text(error)}") from error
+        raise plugin_error(f"reward function {name!r} failed", error) from error
     if len(rewards) != len(completions):
         raise UserError(f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions")
     if not all(reward is None or math.isfinite(reward) for reward in rewards):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_node.config import GrpoConfig
-from swarm_node.config.plugins import error_text, load_function
+from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.grpo.corrections.icepop import IcePop
 from swarm_node.grpo.corrections.recorded import Recorded
@@ -29,10 +29,11 @@ def find_correction(config: GrpoConfig) -> Correction:
         return SequenceMask(config.off_policy_mask)
     if config.correction in CORRECTIONS:
         return CORRECTIONS[config.correction]()
+    kind = load_function(config.correction, "grpo.correction")
     try:
-        correction = load_function(config.correction, "grpo.correction")()
-    except TypeError as error:
-        raise UserError(f"grpo.correction failed: {error_text(error)}") from error
+        correction = kind()
+    except Exception as error:  # the user's code may raise anything
+        raise plugin_error("grpo.correction failed", error) from error
     if not isinstance(correction, Correction):
         raise UserError("grpo.correction must name a subclass of swarm_node.grpo.objective.Correction")
     return correction

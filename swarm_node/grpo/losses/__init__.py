@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from swarm_node.config.plugins import error_text, load_function
-from swarm_node.errors import UserError
+from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.grpo.losses.cispo import Cispo
 from swarm_node.grpo.losses.dapo import Dapo
 from swarm_node.grpo.losses.dr_grpo import DrGrpo
@@ -40,4 +39,4 @@ class FunctionLoss(Loss):
         except Exception as error:  # the user's code may raise anything
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"grpo.loss failed: {error_text(error)}") from error
+            raise plugin_error("grpo.loss failed", error) from error

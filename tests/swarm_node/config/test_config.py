@@ -155,6 +155,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("tasks=[{weight=2}]", "tasks[0] must have either `env` or `file`"),
         ("tasks=[{file='a.jsonl', config={a=1}}]", "tasks[0] must not have `config`, which is for `env`"),
         ("rewards.functions=[{weight=1}]", "rewards.functions[0].path is missing in --set"),
+        ("rewards.functions=[3]", "rewards.functions[0] = 3 in --set: must be a table"),
         ("rewards.checker_weight=0", "rewards.checker_weight = 0 leaves nothing to judge answers"),
         ("policy.prompt_template=Q", "policy.prompt_template = 'Q' lacks {question}"),
         ("network.max_connections=600", "network.max_connections = 600 in --set: must be less than or equal to 512"),
@@ -208,7 +209,7 @@ def test_settings_that_contradict_each_other(sets: list[str], message: str) -> N
 
 
 def test_only_reward_functions_may_judge_alone() -> None:
-    sets = ["rewards.checker_weight=0", "rewards.functions=[{path='a.py:f'}]"]
+    sets = ["rewards.checker_weight=0", "rewards.functions=a.py:f"]
     assert load_config(sets=sets).rewards.checker_weight == 0
 
 

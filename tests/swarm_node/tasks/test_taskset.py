@@ -349,7 +349,7 @@ def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("short", "'short' gave 1 rewards for 2 completions"),
-        ("broken", "'broken' failed: ZeroDivisionError: division by zero"),
+        ("broken", "'broken' failed in rewards.py, line 12: ZeroDivisionError: division by zero"),
         ("nan", "not finite"),
         ("text", "'text' failed: ValueError"),
         ("some", "'some' failed: TypeError"),

@@ -1,0 +1,117 @@
+"""Errors of the user's own code name its file and line, and show its frames alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm_node.config.plugins import blamed, load_function, plugin_error
+from swarm_node.errors import PluginError, UserError
+
+CRASHES = """\
+import json
+
+def parse(text):
+    return json.loads(text)
+
+def nested(completions, **columns):
+    return [parse(text) for text in completions]
+
+def chained(completions, **columns):
+    try:
+        nested(completions)
+    except ValueError as error:
+        raise KeyError("no score") from error
+
+def endless(completions, **columns):
+    return endless(completions)
+"""
+
+
+@pytest.fixture
+def crashes(tmp_path: Path) -> Path:
+    path = tmp_path / "crashes.py"
+    path.write_text(CRASHES)
+    return path
+
+
+def failure(path: Path, name: str) -> PluginError:
+    function = load_function(f"{path}:{name}", "reward function")
+    try:
+        function(completions=["{"])
+    except Exception as error:
+        return plugin_error(f"reward function {name!r} failed", error)
+    raise AssertionError("it did not fail")
+
+
+def test_message_names_the_users_innermost_line(crashes: Path) -> None:
+    """The frames of the library that the user called are shown, but the user can change line 4 only."""
+    error = failure(crashes, "nested")
+    assert "'nested' failed in crashes.py, line 4: JSONDecodeError: Expecting property name" in str(error)
+    text = "\n".join(error.trace)
+    assert f'File "{crashes}", line 7, in nested' in text and "return json.loads(text)" in text
+    assert "json/decoder.py" in text and text.splitlines()[-1].startswith("json.decoder.JSONDecodeError")
+
+
+def test_causes_of_an_error_are_shown(crashes: Path) -> None:
+    text = "\n".join(failure(crashes, "chained").trace)
+    assert "direct cause" in text and "KeyError: 'no score'" in text and "return json.loads(text)" in text
+
+
+def test_endless_recursion_is_shown_in_short(crashes: Path) -> None:
+    error = failure(crashes, "endless")
+    assert "line 16: RecursionError" in str(error) and len(error.trace) < 70
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "typo.py"
+    path.write_text("def close(:\n    pass\n")
+    with pytest.raises(PluginError, match=r"cannot import .*typo.py in .*typo.py, line 1: SyntaxError") as caught:
+        load_function(f"{path}:close", "reward function")
+    assert "def close(:" in "\n".join(caught.value.trace)
+
+
+def test_only_plugins_are_blamed(crashes: Path) -> None:
+    function = load_function(f"{crashes}:nested", "loss")
+    with pytest.raises(ValueError) as caught:
+        function(completions=["{"])
+    assert isinstance(blamed(caught.value), PluginError)
+    with pytest.raises(ZeroDivisionError) as other:
+        _ = 1 / 0
+    assert blamed(other.value) is None
+
+
+LOSS = """
+import torch
+from swarm_node.grpo.objective import Loss
+
+class Broken(Loss):
+    def surrogate(self, tokens):
+        return tokens.logprobs @ torch.ones(1, 2, 3)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_shows_the_users_frames(tmp_path: Path, root: Path) -> None:
+    """A method of the user's class is called by the package, and nothing around it expects an error."""
+    (tmp_path / "own.py").write_text(LOSS)
+    command = ["local", "--set", "grpo.loss=own.py:Broken", "--rounds", "1", "--set", "eval.questions=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "swarm_node", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 2 and "own.py, line 7: RuntimeError" in last
+    assert "return tokens.logprobs @ torch.ones(1, 2, 3)" in done.stderr
+    assert "swarm_node/" not in done.stderr
+
+
+def test_users_errors_are_one_line(crashes: Path) -> None:
+    with pytest.raises(UserError, match="has no function 'nothing'"):
+        load_function(f"{crashes}:nothing", "reward function")
