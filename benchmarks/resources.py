@@ -245,7 +245,7 @@ def pause(seconds: float) -> Row:
         time.sleep(SETTLE_S)
         before = rounds(path)
         figures["paused"] = _watched(node, 20.0) | {"member": member(folder, "node"), "rounds": rounds(path) - before}
-        run("resume", str(path)).wait(60)
+        run("unpause", str(path)).wait(60)
         until(lambda: rounds(path) > before, PATIENCE_S)
         numbers = [int(line["round"]) for line in metrics(path)]
         figures["resumed"] = {"went_on_with": numbers[before] - before, "in_order": numbers == sorted(set(numbers))}
@@ -354,7 +354,7 @@ def lines(results: Row) -> list[list[str]]:
         )
         stays = "listed as a member" if f["paused"]["member"] else "no longer listed as a member"
         rows.append(["`swarm-node pause`", "alone", f"{f['paused']['cpu_percent']:.1f} % of all cores; {stays}"])
-        rows.append(["`swarm-node resume`", "alone", f"goes on {f['resumed']['went_on_with']} round later"])
+        rows.append(["`swarm-node unpause`", "alone", f"goes on {f['resumed']['went_on_with']} round later"])
         quiet = f["quiet hours"]
         rest = f"first round {quiet['first_round_after_end_s']:.0f} s after their end"
         rows.append([f"--quiet-hours {quiet['hours']}", "alone", f"{quiet['cpu_percent']:.1f} % of all cores; {rest}"])

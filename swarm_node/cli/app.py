@@ -29,8 +29,9 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
         "local": train.local,
         "join": train.join,
+        "resume": train.resume,
         "pause": look.pause,
-        "resume": look.resume,
+        "unpause": look.unpause,
         "starter": model.starter,
     },
     "Swarm": {

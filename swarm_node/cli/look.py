@@ -22,7 +22,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.
 def pause(
     run: RunArgument,
     for_: Annotated[
-        str | None, option("--for", "How long, as 2h, 90m or 1d12h; by default until `resume`.", metavar="TIME")
+        str | None, option("--for", "How long, as 2h, 90m or 1d12h; by default until `unpause`.", metavar="TIME")
     ] = None,
 ) -> None:
     """Pause a run: its node finishes its current computation, then waits. In a swarm it stays a member."""
@@ -31,11 +31,11 @@ def pause(
     typer.echo(pause_run(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
 
 
-def resume(run: RunArgument) -> None:
-    """Unpause a run."""
-    from swarm_node.runtime.pause import resume_run
+def unpause(run: RunArgument) -> None:
+    """End a pause: the node of the run goes on."""
+    from swarm_node.runtime.pause import unpause_run
 
-    typer.echo(resume_run(RunDir(run)))
+    typer.echo(unpause_run(RunDir(run)))
 
 
 def list_tasks(json_output: Json = False) -> None:

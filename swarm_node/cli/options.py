@@ -23,6 +23,7 @@ from swarm_node.config import NodeConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
+from swarm_node.config.own import read_own
 
 CONFIGURATION = "Configuration"
 COMMAND_VARIABLES: set[str] = set()
@@ -80,6 +81,13 @@ class CommandSettings:
         """The configuration for a start in a directory that may have a run. Raises UserError."""
         layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
         return load_run_config(layers, member, lambda text: typer.echo(text, err=True))
+
+    def load_again(self, run: Path) -> NodeConfig:
+        """The configuration to go on with the run in the directory `run`: its own settings, and those given here. Its
+        `swarm` says whether it is a member's. Raises UserError."""
+        own = read_own(run / "config.toml")
+        layers = read_layers(self.file, os.environ, self.flags | {"run_dir": str(run)}, self.sets, COMMAND_VARIABLES)
+        return load_run_config(layers, own.swarm is not None, lambda text: typer.echo(text, err=True))
 
 
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:

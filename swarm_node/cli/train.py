@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from swarm_node.cli.options import CommandSettings, DryRun, Json
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
 
 def local(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
     """Train on this machine alone. Ctrl-C saves and ends.
 
-    `swarm-node local --run-dir DIR` resumes the run, with its own settings and those that you add."""
-    config = settings.load_run(member=False)
-    if dry_run:
-        print_config(config, json_output)
-        return
-    from swarm_node.runtime.limits import be_nice
-
-    be_nice(config.resources)
-    from swarm_node.runtime.start import run_local
-
-    raise typer.Exit(run_local(config, json_output))
+    `swarm-node resume DIR` goes on with the run later."""
+    _train(settings.load_run(member=False), False, dry_run, json_output)
 
 
 def join(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
     """Train as a member of a swarm, on your own answers and on those of others. Without others, it trains alone.
 
-    `swarm-node join --run-dir DIR` resumes the run, in its swarm and with its settings."""
-    config = settings.load_run(member=True)
+    `swarm-node resume DIR` goes on with the run later, in its swarm."""
+    _train(settings.load_run(member=True), True, dry_run, json_output)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of `local` or `join`.")],
+    settings: CommandSettings,
+    dry_run: DryRun = False,
+    json_output: Json = False,
+) -> None:
+    """Go on with a run that has stopped, alone or in its swarm, with its own settings and those that you add."""
+    _check_stopped(RunDir(run))
+    config = settings.load_again(run)
+    _train(config, config.swarm is not None, dry_run, json_output)
+
+
+def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -> None:
     if dry_run:
         print_config(config, json_output)
         return
     from swarm_node.swarm.links import swarm_to_join
 
-    found = swarm_to_join(config)  # before torch is loaded: a mistyped name is answered at once
+    found = swarm_to_join(config) if member else None  # before torch is loaded: a mistyped name is answered at once
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)
-    from swarm_node.runtime.start import run_join
+    from swarm_node.runtime.start import run_join, run_local
 
-    raise typer.Exit(run_join(config, found, json_output))
+    raise typer.Exit(run_local(config, json_output) if found is None else run_join(config, found, json_output))
+
+
+def _check_stopped(run: RunDir) -> None:
+    """Raise UserError unless `run` is one that can go on now."""
+    if not run.exists:
+        raise UserError(f"no run in {run.path}: `swarm-node resume RUN` takes a run directory, such as runs/local")
+    if run.in_use:
+        paused = f"; `swarm-node unpause {run.quoted}` ends its pause" if run.paused.exists() else ""
+        raise UserError(f"{run.path} is running already, as process {run.holder}{paused}")
+    if run.read_role() == BOOTSTRAP:
+        again = f"swarm-node bootstrap {shlex.quote(str(run.swarm))} --run-dir {run.quoted}"
+        raise UserError(f"{run.path} is of a bootstrap: `{again}` starts it again")
 
 
 def print_config(config: NodeConfig, json_output: bool) -> None:

@@ -56,7 +56,7 @@ def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) ->
         return _resolved(layers)
     own = own_layer(there, say) | {"run_dir": str(directory)}
     if not member and own.get("swarm"):
-        again = f"swarm-node join --run-dir {shlex.quote(str(directory))}"
+        again = f"swarm-node resume {shlex.quote(str(directory))}"
         raise UserError(
             f"{directory} is a run in a swarm: `{again}` goes on with it; to train alone, choose another --run-dir"
         )

@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from swarm_node.install import own_command
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import words
 from swarm_node.observability.tally import Tally
@@ -174,15 +177,22 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
     return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
 
 
-def next_steps(run_dir: str, whole: bool = True, evaluates: bool = True) -> list[str]:
-    """Commands for the next step, each with a comment. `whole`: all weights are in the directory; `evaluates`: they fit
-    this machine, and there are held-out questions."""
+def next_steps(run_dir: str, whole: bool = True, evaluates: bool = True, rounds: int | None = None) -> list[str]:
+    """Commands for the next step, as they can be typed here. `whole`: all weights are in the directory; `evaluates`:
+    they fit this machine, and there are held-out questions; `rounds`: to go on with a run whose rounds are all done."""
     run = shlex.quote(run_dir)
-    commands = {f"export {run} DIR": "a model that transformers loads"} if whole else {}
-    commands |= {f"eval {run}": "how it does on held-out questions"} if evaluates else {}
-    commands |= {f"dashboard {run}": "its curves and events"}
-    wide = max(map(len, commands))
-    return _labelled({"next": [f"swarm-node {each:{wide}}  # {what}" for each, what in commands.items()]})
+    commands = [f"resume {run}" if rounds is None else f"resume {run} --rounds {rounds}"]
+    commands += [f"eval {run}"] if evaluates else []
+    commands += [f"export {run} {shlex.quote(_new_model(run_dir))}"] if whole else []
+    commands += [f"dashboard {run}"]
+    return _labelled({"next": [f"{own_command()} {each}" for each in commands]})
+
+
+def _new_model(run_dir: str) -> str:
+    """A directory beside the run that is not there yet, for the exported model."""
+    first = f"{run_dir.rstrip('/')}-model"
+    names = chain([first], (f"{first}-{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:

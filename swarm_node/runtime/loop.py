@@ -103,6 +103,7 @@ class Run:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
             self.progress.waiting = self.console.health.waiting = self.limits.waiting
             self.progress.paused_s = lambda: self.limits.paused_s
+        self._again = f"swarm-node resume {run.quoted}"
         self.finished = False  # whether all rounds are over
         self._changing = False
         self.after = Evaluation()
@@ -161,7 +162,7 @@ class Run:
                     stop.allow()
                     self.after = self._held_out("after") if self.node.round > 0 else Evaluation()
                 except StopRequested:
-                    self.console.leave(f"stopping after round {self.node.round}; the same command resumes here")
+                    self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
                 finally:
                     stop.hold()
                     if not self._changing:  # whatever went wrong, finished rounds are not lost
@@ -203,7 +204,10 @@ class Run:
         if node.round == 0:
             self.state.before = self._held_out("before")
         if node.round >= config.total_rounds:
-            say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+            say(
+                f"all {node.round} rounds are done; `{self._again} --rounds N` trains more",
+                "done",
+            )
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
         started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
@@ -311,7 +315,8 @@ class Run:
         state = self.state
         told = RunReport(self.run, state.tally, self.began_at, state.before, self.after, self.config.eval.samples)
         whole = self.crew is None or self.crew.leaving.complete
-        told.tell(self.console, whole, evaluates=self.crew is None and bool(self.tasks.held_out(1)))
+        evaluates = self.crew is None and bool(self.tasks.held_out(1))
+        told.tell(self.console, whole, evaluates, 2 * self.node.round if self.finished else None)
         if self.console.json_output:
             told.dump(self.node.round)
         return told

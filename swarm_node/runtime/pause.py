@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
     _refuse(config, ["max_cpu", "max_memory_gb", "quiet_hours", "pause_on"], why)
     if run.paused.exists():
         raise UserError(
-            f"{run.path} is paused, which a stage of a crew cannot be: `swarm-node resume {run.path}` first"
+            f"{run.path} is paused, which a stage of a crew cannot be: `swarm-node unpause {run.quoted}` first"
         )
 
 
@@ -46,7 +45,7 @@ def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
     _refuse(config, ["max_cpu", "quiet_hours", "pause_on"], why)
     if run.paused.exists():
         raise UserError(
-            f"{run.path} is paused, which a bootstrap cannot be: `swarm-node resume {run.path}` first, or stop it "
+            f"{run.path} is paused, which a bootstrap cannot be: `swarm-node unpause {run.quoted}` first, or stop it "
             "instead"
         )
 
@@ -77,19 +76,18 @@ def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
         run.write_paused(until)
     how_long = _until(math.inf if until is None else until)
     then = "it loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
-    return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
+    return f"paused {run.path}{how_long}; {then}; `swarm-node unpause {run.quoted}` goes on"
 
 
-def resume_run(run: RunDir) -> str:
+def unpause_run(run: RunDir) -> str:
     """Undo `pause`; a sentence that says so. Raises UserError."""
-    _check_run(run, "resume")
+    _check_run(run, "unpause")
     was = run.paused.exists()
     with os_errors_explained(run.paused):
         run.paused.unlink(missing_ok=True)
     if run.in_use:
         return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
-    verb = "join" if read_own(run.config).swarm else "local"
-    then = f"no node runs there now: `swarm-node {verb} --run-dir {shlex.quote(str(run.path))}` goes on with it"
+    then = f"no node runs there now: `swarm-node resume {run.quoted}` goes on with it"
     return f"{run.path} is paused no more; {then}" if was else f"{run.path} is not paused; {then}"
 
 

@@ -33,8 +33,8 @@ class RunReport:
         self._plot = self.run.plots / "reward.png"
         self.figures = figures(self.tally, self.resumed_at, compared(self.before, self.after, self.samples))
 
-    def tell(self, console: Console, whole: bool, evaluates: bool) -> None:
-        """Show the report in words; the flags are those of `next_steps`."""
+    def tell(self, console: Console, whole: bool, evaluates: bool, rounds: int | None = None) -> None:
+        """Show the report in words; the other parameters are those of `next_steps`."""
         path = str(self.run.path)
         if self.before.table and self.after.table:
             columns, table = rows(self.before.table, self.after.table, self.samples)
@@ -44,7 +44,7 @@ class RunReport:
         files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
         words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
         console.progress.paragraphs(words, INDENT)
-        for line in next_steps(path, whole, evaluates):
+        for line in next_steps(path, whole, evaluates, rounds):
             console.progress.say(line, lasting=False)
         console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 

@@ -35,6 +35,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -83,6 +84,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock: int | None = None
 
     @property
+    def quoted(self) -> str:
+        """The path as a command line takes it."""
+        return shlex.quote(str(self.path))
+
+    @property
     def exists(self) -> bool:
         """Whether a run was ever started here."""
         return self.config.is_file()
@@ -111,6 +117,14 @@ class RunDir(AbstractContextManager["RunDir"]):
         finally:
             os.close(lock)
         return False
+
+    @property
+    def holder(self) -> str:
+        """The process id of who holds the run, or held it last; `unknown` if it is not written down."""
+        try:
+            return (self.path / "lock").read_text(errors="replace")[:32].strip() or "unknown"
+        except OSError:
+            return "unknown"
 
     def check_exists(self) -> None:
         """Raises UserError unless a run was ever started here."""
@@ -147,9 +161,8 @@ class RunDir(AbstractContextManager["RunDir"]):
             os.ftruncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
         except BlockingIOError as error:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             self.close()
-            used = f"{self.path} is in use by process {holder}"
+            used = f"{self.path} is in use by process {self.holder}"
             raise UserError(f"{used}: stop it, or choose another --run-dir") from error
         except OSError:
             self.close()

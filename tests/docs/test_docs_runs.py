@@ -61,7 +61,7 @@ LOOPBACK = {
 }
 ENDS_WELL = {"doctor": (0, 1)}
 """Exit codes; the doctor says with 1 that something is wrong with the machine."""
-OF_RUNS = {"doctor", "eval", "export", "merge", "pause", "resume", "status"}
+OF_RUNS = {"doctor", "eval", "export", "merge", "pause", "resume", "status", "unpause"}
 HUB_ID = re.compile(r"[A-Za-z][\w-]*/[\w.-]+")
 STARTER = ROOT / "swarm_node/policy/starter_model"
 
@@ -285,7 +285,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     assert "runs/" in ask("pause", f"runs/{names[0]}")
     events = terminals.folder / "runs" / names[0] / "events.jsonl"
     terminals.until(lambda: "pause" in events.read_text())
-    ask("resume", f"runs/{names[0]}")
+    ask("unpause", f"runs/{names[0]}")
     rounds = terminals.last(names[0], "round")
     terminals.until(lambda: terminals.last(names[0], "round") > rounds)
     assert [terminals.press_ctrl_c(shell) for shell in shells] == [0, 0], terminals.outputs

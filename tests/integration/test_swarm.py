@@ -114,7 +114,7 @@ def test_a_member_goes_on_with_its_own_settings(start: Start, manifest: Path, tm
     done = start("join", run_dir=run, sets=())
     assert done.ended() == 0 and "all 3 rounds are done" in done.output, done.output
     alone = start("local", "--rounds", "5", run_dir=run, sets=())
-    assert alone.ended() == 2 and f"`swarm-node join --run-dir {run}` goes on" in alone.output
+    assert alone.ended() == 2 and f"`swarm-node resume {run}` goes on" in alone.output
     assert (run / "config.toml").read_bytes() == config
     more = start("join", "--rounds", "4", run_dir=run, sets=("rollouts.max_new_tokens=4",))
     assert more.ended() == 0 and "rollouts.max_new_tokens 8 -> 4, from round 4" in more.output, more.output

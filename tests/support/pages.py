@@ -121,7 +121,7 @@ def split(line: str) -> list[list[str]]:
 
 
 def alternatives(span: str) -> list[str]:
-    """`swarm-node pause | resume RUN` -> `swarm-node pause`, `swarm-node resume RUN`."""
+    """`swarm-node pause | unpause RUN` -> `swarm-node pause`, `swarm-node unpause RUN`."""
     first, *others = re.split(r" \| ", span)
     prefix = first.rpartition(" ")[0]
     return [first, *(other if other.split()[0] in OURS | ELSEWHERE else f"{prefix} {other}" for other in others)]

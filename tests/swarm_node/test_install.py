@@ -11,7 +11,7 @@ import pytest
 
 from swarm_node import install as installed
 from swarm_node.cli.commands.check_machine import packages
-from swarm_node.install import install_command, reinstall_command, upgrade_command
+from swarm_node.install import install_command, own_command, reinstall_command, upgrade_command
 
 
 @pytest.fixture
@@ -21,6 +21,18 @@ def made_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     text = lambda name: told.told if told.told is None else json.dumps(told.told)  # noqa: E731
     monkeypatch.setattr(installed, "distribution", lambda name: SimpleNamespace(read_text=text))
     return told
+
+
+def test_commands_can_be_typed_as_this_one_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "swarm-node"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "__main__.py")])
+    assert own_command() == f"{sys.executable} -m swarm_node"
+    script.write_text("")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert own_command() == str(script), "it is in no directory of the PATH that is searched for programs"
+    script.chmod(0o755)
+    assert own_command() == "swarm-node"
 
 
 @pytest.mark.parametrize(

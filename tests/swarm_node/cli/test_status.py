@@ -21,7 +21,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.limits import ResourceLimits
-from swarm_node.runtime.pause import pause_run, resume_run
+from swarm_node.runtime.pause import pause_run, unpause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.lookup import look_around
@@ -446,7 +446,7 @@ def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.Capt
         limits.look()
         assert paused() == "by `swarm-node pause`"
         assert "paused     by `swarm-node pause`" in shown(capsys, "runs/alice").splitlines()
-        resume_run(run)
+        unpause_run(run)
         limits.look()
         assert paused() is None
         pause_run(run, None, time.time())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from swarm_node import install as installed
 from swarm_node.observability import summary as summaries
 from swarm_node.observability.summary import (
     INDENT,
@@ -228,11 +230,25 @@ def test_where_things_are_and_what_to_type() -> None:
     assert whereabouts("runs/a", ["metrics.jsonl", "plots/reward.png"]) == [
         "files     runs/a: metrics.jsonl, plots/reward.png"
     ]
-    assert next_steps("runs/my run") == [
-        "next      swarm-node export 'runs/my run' DIR  # a model that transformers loads",
-        "          swarm-node eval 'runs/my run'        # how it does on held-out questions",
-        "          swarm-node dashboard 'runs/my run'   # its curves and events",
+    assert next_steps("runs/my run", rounds=40) == [
+        "next      swarm-node resume 'runs/my run' --rounds 40",
+        "          swarm-node eval 'runs/my run'",
+        "          swarm-node export 'runs/my run' 'runs/my run-model'",
+        "          swarm-node dashboard 'runs/my run'",
     ]
     assert not any(" eval " in line for line in next_steps("r", evaluates=False)), "there is no question for it"
-    [line] = next_steps("r", whole=False, evaluates=False)
-    assert line == "next      swarm-node dashboard r  # its curves and events"
+    assert next_steps("r", whole=False, evaluates=False) == [
+        "next      swarm-node resume r",
+        "          swarm-node dashboard r",
+    ]
+
+
+def test_the_next_model_gets_a_new_directory(tmp_path: Path) -> None:
+    (tmp_path / "r-model").mkdir()
+    (tmp_path / "r-model-2").mkdir()
+    assert f"          swarm-node export {tmp_path}/r {tmp_path}/r-model-3" in next_steps(f"{tmp_path}/r")
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")

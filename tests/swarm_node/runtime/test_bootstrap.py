@@ -169,7 +169,7 @@ def test_it_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
         pause_run(run, None, now=0.0)
     assert not run.paused.exists()
     run.write_paused(None)
-    with pytest.raises(UserError, match=r"which a bootstrap cannot be: `swarm-node resume hub` first"):
+    with pytest.raises(UserError, match=r"which a bootstrap cannot be: `swarm-node unpause hub` first"):
         run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub"))
 
 

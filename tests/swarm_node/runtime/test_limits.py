@@ -35,7 +35,16 @@ from swarm_node.runtime.limits import (
     cpu_limit,
     cpus,
 )
-from swarm_node.runtime.pause import Machine, hottest, on_battery, pause_asked, pause_run, quiet, resume_run, seconds_of
+from swarm_node.runtime.pause import (
+    Machine,
+    hottest,
+    on_battery,
+    pause_asked,
+    pause_run,
+    quiet,
+    seconds_of,
+    unpause_run,
+)
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.run_files import read_jsonl
@@ -235,20 +244,20 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
         seconds_of(text)
 
 
-def test_a_pause_ends_by_itself_or_by_resume(tmp_path: Path) -> None:
+def test_a_pause_ends_by_itself_or_by_unpause(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert "it will be when it starts" in pause_run(run, 60.0, now=1000.0)
     assert pause_asked(run.paused, 1059.0).startswith("by `swarm-node pause` until ")
     assert pause_asked(run.paused, 1060.0) == ""
     pause_run(run, None, now=1000.0)
     assert pause_asked(run.paused, 1e12) == "by `swarm-node pause`"
-    assert f"is paused no more; no node runs there now: `swarm-node local --run-dir {run.path}`" in resume_run(run)
+    assert f"is paused no more; no node runs there now: `swarm-node resume {run.path}`" in unpause_run(run)
     assert not run.paused.exists()
-    assert "is not paused; no node runs there now" in resume_run(run)
+    assert "is not paused; no node runs there now" in unpause_run(run)
     with RunDir.open(run.path):
-        assert resume_run(run).endswith("was not paused by `swarm-node pause`")
+        assert unpause_run(run).endswith("was not paused by `swarm-node pause`")
         pause_run(run, None, now=1000.0)
-        assert resume_run(run) == f"{run.path} goes on"
+        assert unpause_run(run) == f"{run.path} goes on"
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"nan", b"1e999", b"9" * 10_000])
@@ -265,7 +274,7 @@ def cli(*arguments: str) -> tuple[int, str]:
 def test_the_commands(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert cli("pause", str(run.path), "--for", "2h")[0] == 0 and run.paused.exists()
-    assert cli("resume", str(run.path))[0] == 0 and not run.paused.exists()
+    assert cli("unpause", str(run.path))[0] == 0 and not run.paused.exists()
     run.config.write_text(run.config.read_text() + "\n[of_another_version]\n")
     assert cli("pause", str(run.path))[0] == 0 and run.paused.exists()
     code, said = cli("pause", str(tmp_path / "nowhere"))
@@ -310,7 +319,7 @@ def test_a_paused_node_can_be_stopped(tmp_path: Path) -> None:
     assert said == ["paused: by `swarm-node pause`; the node stays a member"]
     with pytest.raises(StopRequested):
         limits.wait(Stop(3))  # type: ignore[arg-type]
-    stop = Stop(10, lambda: (resume_run(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
+    stop = Stop(10, lambda: (unpause_run(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
     limits.wait(stop)  # type: ignore[arg-type]
     assert stop.allowed == 1 and limits.waiting() == "" and said[1:] == ["no longer paused"]
 
@@ -326,7 +335,7 @@ def test_a_pause_s_length_is_known_meanwhile(tmp_path: Path, monkeypatch: pytest
         now[0] += 60.0
         known.append(limits.paused_s)
         if len(known) == 2:
-            resume_run(run)
+            unpause_run(run)
             limits.look()
 
     limits.wait(Stop(10, wait))  # type: ignore[arg-type]
@@ -348,7 +357,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
             until(lambda: "paused: by `swarm-node pause`" in events.read_text(), 60.0)
             return len(read_jsonl(RunDir(paused).metrics))
         finally:
-            resume_run(RunDir(paused))
+            unpause_run(RunDir(paused))
 
     with ThreadPoolExecutor(1) as owner:
         trained = owner.submit(let_go)

@@ -41,7 +41,7 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
     assert held["questions"] == before["questions"] == 56 and held["pass_1"][0] == before["pass_1"]
     low, high = held["interval"]
     assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the checkpoint"
-    assert "this one went on from round 1" in words and "swarm-node export run DIR" in words
+    assert "this one went on from round 1" in words and " export run run-model\n" in words
     assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
     last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "summary" and last["text"].startswith("outcome reward ")
@@ -67,7 +67,7 @@ def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> 
     assert run_local(NodeConfig.model_validate(config)) == 0
     words = "".join(capsys.readouterr()).replace("\n", " ")
     assert words.count("no question is held out of training") == 1 and "20 different questions" in words
-    assert "held-out questions," not in words and "swarm-node eval" not in words and "swarm-node export" in words
+    assert "held-out questions," not in words and " eval run" not in words and " export run run-model" in words
     with pytest.raises(UserError, match="no question is held out of training"):
         evaluation("run", None, 2, None, False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_the_swarm_s_form_becomes_no_user_s_choice(own: dict[str, str]) -> None:
 def test_local_leaves_a_member_s_run_alone() -> None:
     before = a_run({"swarm": "swarm://x", "name": "alice"})
     said = refused(*LOCAL)
-    assert "r is a run in a swarm: `swarm-node join --run-dir r` goes on with it" in said and "--run-dir" in said
+    assert "r is a run in a swarm: `swarm-node resume r` goes on with it" in said and "--run-dir" in said
     assert (RUN / "config.toml").read_bytes() == before
     assert sorted(path.name for path in RUN.iterdir()) == ["checkpoints", "config.toml"]
 
@@ -170,6 +171,32 @@ def test_join_resumes_the_run_s_own_swarm() -> None:
     config = start("join", "--run-dir", "r")
     assert (config["swarm"], config["name"]) == (str(kept), "alice")
     assert start("join", "swarm://other", "--run-dir", "r")["swarm"] == "swarm://other"
+
+
+def test_resume_needs_the_run_alone() -> None:
+    a_run({"rounds": 60, "grpo": {"loss": "gspo"}, "run_dir": "elsewhere"})
+    config = start("resume", "r")
+    assert (config["rounds"], config["grpo"]["loss"], config["run_dir"]) == (60, "gspo", "r")
+    assert "swarm" not in config
+    assert start("resume", "r", "--rounds", "80", "--set", "seed=3").items() >= {"rounds": 80, "seed": 3}.items()
+
+
+def test_resume_goes_on_in_the_run_s_swarm() -> None:
+    a_run({"swarm": "gone.toml", "name": "alice"})
+    kept = a_manifest("swarm", ["small/gcd"], RUN)
+    assert start("resume", "r").items() >= {"swarm": str(kept), "name": "alice", "run_dir": "r"}.items()
+
+
+def test_resume_says_what_else_to_do() -> None:
+    assert "no run in nowhere: `swarm-node resume RUN` takes a run directory" in refused("resume", "nowhere")
+    a_run({"swarm": "swarm://x"})
+    run = RunDir("r")
+    with RunDir.open("r"):
+        run.write_paused(None)
+        said = refused("resume", "r")
+        assert f"running already, as process {os.getpid()}; `swarm-node unpause r` ends its pause" in said
+    run.write_status({"role": "bootstrap"})
+    assert "`swarm-node bootstrap r/swarm.toml --run-dir r` starts it again" in refused("resume", "r")
 
 
 @pytest.mark.parametrize("trained", [True, False])
