@@ -7,6 +7,10 @@ from collections.abc import Callable
 Say = Callable[[str], None]  # takes one sentence for the user, from any thread
 
 
+class Warned(str):
+    """A sentence of level `warning`: something failed or was lost, and the node goes on. Any `Say` takes it."""
+
+
 class Once:
     """Says a sentence of each key once, until what it is about is over."""
 

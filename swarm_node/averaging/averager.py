@@ -37,7 +37,7 @@ from swarm_node.averaging.roster import CohortRoster
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.install import upgrade_command
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
@@ -330,7 +330,9 @@ class Averager(ABC):
             if self._strikes[peer] >= MUTED_AFTER:
                 self._muted[peer] = self.now() + MUTED_S
                 del self._strikes[peer]
-                self._say(f"not averaging with {self.roster.called(peer)} for an hour: {reason} {detail}".rstrip())
+                self._say(
+                    Warned(f"not averaging with {self.roster.called(peer)} for an hour: {reason} {detail}".rstrip())
+                )
         if reason not in ("alone", "odd"):
             partner = f" with {self.roster.called(peer)}" if peer else ""
             why = f"{reason}: {detail}" if detail else reason

@@ -42,7 +42,8 @@ class NodeConfig(Section):
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where to send each round's metrics besides metrics.jsonl. That file is always written."""
     log_format: Literal["text", "json"] = "text"
-    """Form of the lines that a node shows: `text`, or `json` = one JSON object a line, for log collectors."""
+    """Form of the lines that a node shows: `text`, or `json` = one JSON object a line, for log collectors. Lines of
+    `text` have time and level, except on a terminal."""
     policy: PolicyConfig = PolicyConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()

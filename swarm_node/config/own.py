@@ -24,6 +24,7 @@ from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
+from swarm_node.say import Warned
 
 GIVEN = "# given:"
 FROM_THE_SWARM = {
@@ -71,7 +72,7 @@ def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> 
     except ValidationError as error:
         raise UserError(explain(error, str(file))) from None
     if unknown := ", ".join(_unknown(table)):
-        say(f"{file} has settings that this version does not know; left out: {unknown}")
+        say(Warned(f"{file} has settings that this version does not know; left out: {unknown}"))
     return config
 
 

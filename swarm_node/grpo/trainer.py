@@ -37,6 +37,7 @@ from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
+from swarm_node.say import Warned
 from swarm_node.types import Group, Rollout, Sampling
 
 SMALL = 20_000_000
@@ -251,7 +252,7 @@ class Trainer:
             try:
                 sums, norm, metrics["learning_rate"] = self._update(step, iteration, before_update)
             except Unworkable as error:
-                self.report(f"{error}: no update is made of these rollouts")
+                self.report(Warned(f"{error}: no update is made of these rollouts"))
                 self.optimizer.zero_grad()
                 if iteration == 0:
                     return {}
@@ -262,7 +263,7 @@ class Trainer:
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:
-                self.report(f"the gradient's norm is {norm}: update skipped")
+                self.report(Warned(f"the gradient's norm is {norm}: update skipped"))
         return metrics | _means(totals, self._loss, self.config)
 
     def _update(
@@ -357,10 +358,10 @@ class Trainer:
         largest = max(microbatches, key=batch.tokens)
         if len(largest) > 1:
             self.limit = batch.tokens(largest) // 2
-            self.report(f"out of memory while training: microbatches of {self.limit} tokens from now on")
+            self.report(Warned(f"out of memory while training: microbatches of {self.limit} tokens from now on"))
         elif len(largest[0].completions) > 1:
             self.packing = False
-            self.report("out of memory while training: plain rows instead of packed ones from now on")
+            self.report(Warned("out of memory while training: plain rows instead of packed ones from now on"))
         else:
             raise UserError(
                 f"not enough memory to train on one rollout of {batch.tokens(largest)} tokens: "

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.errors import UserError
+from swarm_node.say import Warned
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
@@ -59,7 +60,7 @@ class JsonLines:
             newly_failing = error is not None and not self._failing
             self._failing = error is not None
         if error and newly_failing:
-            self.report(os_error_text(error, self.path))
+            self.report(Warned(os_error_text(error, self.path)))
 
     @property
     def size(self) -> int:
@@ -90,7 +91,7 @@ class JsonLines:
             else:
                 os.close(old)
                 return
-        self.report(problem)
+        self.report(Warned(problem))
 
     def close(self) -> None:
         """Close the file. Raises UserError if lines are left for which the disk had no room."""

@@ -15,6 +15,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines
 from swarm_node.observability.sinks import Sink
 from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
+from swarm_node.say import Warned
 
 EVENTS_BYTES = 16 << 20
 """Most bytes of events.jsonl: a month of a talkative run. When it is full, its newer half stays."""
@@ -52,7 +53,7 @@ class MetricsWriter:
                 self._thin()
             except UserError as error:  # somebody else has damaged the file: no reason to end the run
                 self._thins = False
-                self._file.report(f"{error}; until then, old rounds are not thinned")
+                self._file.report(Warned(f"{error}; until then, old rounds are not thinned"))
 
     def _thin(self) -> None:
         rounds = line_rounds(self._file.path)
@@ -73,7 +74,7 @@ class MetricsWriter:
                 do(sink)
             except Exception as error:  # a dashboard's hiccup must not cost a run: any failure, on purpose
                 self._sinks.remove(sink)
-                self._file.report(f"{sink.name} failed and is left out from now on: {error}")
+                self._file.report(Warned(f"{sink.name} failed and is left out from now on: {error}"))
 
 
 class EventLog(JsonLines):
@@ -89,4 +90,4 @@ class EventLog(JsonLines):
                 self.replace(last_lines(self.path, EVENTS_BYTES // 2))
             except UserError as error:  # somebody has removed it: no reason to end the run
                 self.bounded = False
-                self.report(str(error))
+                self.report(Warned(str(error)))

@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
-from swarm_node.say import Once
+from swarm_node.say import Once, Warned
 
 MAX_ROWS = 20  # most sources in a status: an attacker may have many names, and people read a few
 NOTABLE = 10  # least refusals of a source for a row, if honest nodes cause such refusals now and then
@@ -101,4 +101,5 @@ def say_first_refusals(once: Once, refused: Iterable[str], sources: Mapping[str,
         worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")
         known = bool(worst) and reason in sources[worst].reasons
         origin = f", from {place(worst, sources[worst].address)}" if known else ""
-        once(reason, f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused")
+        rest = "Said once; `swarm-node status` counts what else is refused"
+        once(reason, Warned(f"refused: {words(reason)}{origin}. {rest}"))

@@ -12,6 +12,7 @@ from protocol.crew import Progress
 from swarm_node.errors import StopRequested
 from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.compute.worker import attend
+from swarm_node.say import Warned
 from swarm_node.types import Stop
 
 LAST_WORD_S = 5.0  # the leader waits so long until the others have heard that the run is over, and have left
@@ -56,7 +57,7 @@ class Leaving:
             if peer:
                 parts.say(f"{parts.status_text.called(peer)} keeps stage {stage} for the node that holds it next")
             else:
-                parts.say(parts.status_text.named(f"only {parts.run.path} keeps stage {stage} ({why})"))
+                parts.say(Warned(parts.status_text.named(f"only {parts.run.path} keeps stage {stage} ({why})")))
 
     def _settle(self) -> None:
         """Make the update that the others may be making already."""
@@ -89,11 +90,15 @@ class Leaving:
             missing = held_stages.gather(plan, max(0.0, min(GATHER_S, stop.left_s - SAVE_S)))
             stop.hold()
         except StopRequested:
-            parts.say("stopping without the weights of all stages: the run directories of their holders have them")
+            parts.say(
+                Warned("stopping without the weights of all stages: the run directories of their holders have them")
+            )
             return
         self.complete = not missing
         for stage, why in sorted(missing.items()):
-            parts.say(f"stage {stage} stays with its holder ({why}): `swarm-node export` takes both run directories")
+            parts.say(
+                Warned(f"stage {stage} stays with its holder ({why}): `swarm-node export` takes both run directories")
+            )
         if self.complete:
             run = shlex.quote(str(parts.run.path))
             parts.say(f"the weights of all stages are here: `swarm-node export {run} DIR` makes a model of them")

@@ -30,6 +30,7 @@ from swarm_node.pipeline.compute.partition import trained_shapes
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
+from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import Checkpoint, read_checkpoint
 from swarm_node.storage.rundir import RunDir
 
@@ -80,7 +81,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
             try:
                 read.append(read_checkpoint(one.path, lambda state: None if "span" in state else "it is of no stage"))
             except CheckpointError as error:
-                say(f"{one.path} refused: {error}")
+                say(Warned(f"{one.path} refused: {error}"))
                 kept.remove(one)
                 break
             read[-1].tensors.pop("optimizer", None)  # twice as large as the weights, and not exported
@@ -90,7 +91,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     updates = [one.updates for one in chosen]
     if len(set(updates)) > 1:
         listed = ", ".join(f"stage {one.stage} after update {one.updates}" for one in chosen)
-        say(f"no update has a checkpoint of every stage: {listed}")
+        say(Warned(f"no update has a checkpoint of every stage: {listed}"))
     else:
         say(f"all {count} stages after update {updates[0]}")
     return Staged(config, plan, stages, max(updates))

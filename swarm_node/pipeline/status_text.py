@@ -14,6 +14,7 @@ from protocol.transports.base import Transport
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.transport import StageTransport
+from swarm_node.say import Warned
 
 RECOVERED = "stages/recovered/"
 ROUNDS_AFTER = 10  # rounds on either side of a loss whose mean rewards are compared
@@ -41,7 +42,7 @@ class StatusText:
 
     def named(self, text: str) -> str:
         """`text` with names in place of peer ids, where names are known."""
-        return _PEER.sub(lambda found: self.called(found[1]), text)
+        return type(text)(_PEER.sub(lambda found: self.called(found[1]), text))
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ class Aftermath:
         elif passed:
             self.say("; ".join(f"stage {stage} passed to {text.called(holders[stage])}" for stage in passed))
         else:
-            self.say(text.named(f"crew {text.crew} does a step again: {lost.why}"))
+            self.say(Warned(text.named(f"crew {text.crew} does a step again: {lost.why}")))
 
     def round_over(self, round: int, reward: float) -> None:
         """A round has ended: compare the rewards around losses that are long enough ago."""

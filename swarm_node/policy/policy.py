@@ -26,6 +26,7 @@ from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.say import Warned
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
@@ -224,7 +225,7 @@ class Policy:
                     raise UserError(
                         "not enough memory to sample one group: lower rollouts.group_size or max_new_tokens"
                     ) from exc
-                self.report(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time")
+                self.report(Warned(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time"))
             else:
                 start = stop
         return groups

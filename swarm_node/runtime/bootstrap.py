@@ -28,13 +28,13 @@ from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
-from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
+from swarm_node.runtime.console import open_health, open_log, say, shown_as_lines
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import STATUS_S
-from swarm_node.say import Once
+from swarm_node.say import Once, Warned
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.join import say_what_leaves
@@ -57,8 +57,8 @@ def run_bootstrap(config: NodeConfig) -> int:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        as_json = shown_as_json(name, sys.stderr) if config.log_format == "json" else None
-        open_log(run, as_json or (lambda text, kind: _print(text)), stack)
+        lines = shown_as_lines(config.log_format, name, sys.stderr)
+        open_log(run, lines or (lambda text, kind, level: None if level == "error" else _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
         run.write("config.toml", dump_toml(config))
@@ -135,10 +135,9 @@ def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
     except LocalProtocolError as error:
         raise UserError(str(error)) from error
     if lost:
-        say(
-            f"port {lost}, where this bootstrap was last time, is taken{_holder(lost)}: links handed out before lead "
-            f"nowhere until it has it back (free it, then start this again with --port {lost})"
-        )
+        taken = f"port {lost}, where this bootstrap was last time, is taken{_holder(lost)}"
+        remedy = f"free it, then start this again with --port {lost}"
+        say(Warned(f"{taken}: links handed out before lead nowhere until it has it back ({remedy})"))
 
 
 def _holder(port: int) -> str:
@@ -169,7 +168,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
         status = _status(config, manifest, transport)
         traffic, here = status["traffic"], len(status["peers"])
         if traffic.get("rejected/newer"):
-            once("newer", outdated(transport.too_new() or "a peer"))
+            once("newer", Warned(outdated(transport.too_new() or "a peer")))
         reasons = [name.removeprefix("rejected/") for name, n in traffic.items() if n and "rejected/" in name]
         say_first_refusals(once, reasons, transport.refusals())
         if addresses:

@@ -1,11 +1,13 @@
 r"""The display of a node while it runs: the terminal or JSON lines, events.jsonl, `/healthz`.
 
-    sentences --> logger "swarm_node" --> terminal, or one JSON object a line --> standard output or error
-                                     \--> events.jsonl
+    sentences --> logger "swarm_node" --> terminal: the sentence --> standard output or error
+                                     \    elsewhere: time, level and sentence, or one JSON object a line
+                                      \-> events.jsonl
     rounds    --> Console.progress, Console.health
 
 Any module may say a sentence: `logging.getLogger(__name__).info(sentence)`, with `extra={"kind": KIND}` if it is not a
-plain note. Code that several nodes of one process share, such as a crew in a test, takes a `Say` instead, because the
+plain note. Levels are `info`, `warning` (something failed or was lost, and the node goes on) and `error` (the run ends
+by it). Code that several nodes of one process share, such as a crew in a test, takes a `Say` instead, because the
 logger belongs to the process.
 """
 
@@ -17,40 +19,61 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TextIO
+from functools import partial
+from io import TextIOWrapper
+from typing import Protocol, TextIO
 
+from protocol.errors import printable
 from swarm_node.config import NodeConfig
+from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
 from swarm_node.observability.progress import Lasting, ProgressDisplay
+from swarm_node.say import Warned
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
 PASSING = {"start", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
 
-Show = Callable[[str, str], None]  # (sentence, its kind)
+
+class Show(Protocol):
+    """Shows a sentence. `level` is `info`, `warning` or `error`."""
+
+    def __call__(self, text: str, kind: str, level: str) -> None: ...
 
 
 def say(text: str, kind: str = "note") -> None:
-    """Say one sentence, from any thread."""
-    LOGGER.info("%s", text, extra={"kind": kind})
+    """Say one sentence, from any thread. `Warned` sentences have the level `warning`."""
+    level = logging.WARNING if isinstance(text, Warned) else logging.INFO
+    LOGGER.log(level, "%s", text, extra={"kind": kind})
 
 
-def shown_as_json(node: str, stream: TextIO) -> Show:
-    """Show each sentence as one JSON object a line, with the time in UTC and the node's name."""
+def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
+    """How sentences are shown as lines for programs, in the `log_format`: `json`, or `text` with time and level.
+    None on a terminal, unless it is to be JSON. Times are in UTC."""
+    as_json = log_format == "json"
+    if stream.isatty() and not as_json:
+        return None
+    if isinstance(stream, TextIOWrapper):  # a character that it cannot show must not end a run
+        stream.reconfigure(errors="backslashreplace")
     lasting = Lasting(stream)
 
-    def show(text: str, kind: str) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        lasting.write(json.dumps({"time": now, "node": node, "kind": kind, "message": text}) + "\n")
+    def show(text: str, kind: str, level: str) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if as_json:
+            record = {"time": now, "level": level, "node": node, "kind": kind, "message": text}
+            lasting.write(json.dumps(record) + "\n")
+        else:
+            lasting.write("".join(f"{now} {level.upper():7} {line}\n" for line in text.split("\n")))
         lasting.flush()
 
     return show
 
 
 def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
-    """Show sentences that are logged below "swarm_node", and append them to events.jsonl, until the stack is closed."""
-    events = EventLog(run.events, lambda text: show(text, "note"))
+    """Show sentences that are logged below "swarm_node", and append them to events.jsonl, until the stack is closed.
+    The error that closes it is the last of them."""
+    events = EventLog(run.events, lambda text: show(text, "note", "warning"))
     stack.callback(events.close)
     handler = _Handler(show, events)
     stack.callback(setattr, LOGGER, "propagate", LOGGER.propagate)
@@ -59,7 +82,14 @@ def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # a library that logs to the terminal must not say everything twice
+    stack.push(_say_error)
     return events
+
+
+def _say_error(kind: object, error: BaseException | None, trace: object) -> None:
+    """Say the error that ends a run."""
+    if isinstance(error, SwarmNodeError):
+        LOGGER.error("%s", printable(str(error)), extra={"kind": "error"})
 
 
 def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStack) -> None:
@@ -76,23 +106,24 @@ class Console:
     def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
         """`json_output`: standard output is for the final JSON document alone. Raises UserError."""
         self.json_output = json_output
-        lines: Show | None = None
-        if config.log_format == "json":
-            lines = shown_as_json(config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout)
-        self.progress = ProgressDisplay(
-            config.total_rounds, config.minutes, json_output, line=lines and (lambda text: lines(text, "progress"))
-        )
+        name, stream = config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout
+        lines = shown_as_lines(config.log_format, name, stream)
+        line = None if lines is None else partial(lines, kind="progress", level="info")
+        self.progress = ProgressDisplay(config.total_rounds, config.minutes, json_output, line=line)
         self.events = open_log(run, lines or self._show, stack)
         self.health = Health()
         open_health(config, self.health, run, stack)
         if goes_with_container(run.path):
             say(
-                f"{run.path} is inside the container and will be deleted with it; mount a volume there "
-                "(docker run -v NAME:DIR)"
+                Warned(
+                    f"{run.path} is inside the container and will be deleted with it; mount a volume there "
+                    "(docker run -v NAME:DIR)"
+                )
             )
 
-    def _show(self, text: str, kind: str) -> None:
-        self.progress.say(text, lasting=kind not in PASSING)
+    def _show(self, text: str, kind: str, level: str) -> None:
+        if level != "error":  # the command line shows that one below all others
+            self.progress.say(text, lasting=kind not in PASSING)
 
     def following(self, follow: Callable[[Callable[[int, float], None]], bool]) -> bool:
         """Call `follow`, and show the rounds that it reports: those of another node that leads this one's crew."""
@@ -128,5 +159,5 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text, kind = record.getMessage(), getattr(record, "kind", "note")
-        self._show(text, kind)
+        self._show(text, kind, record.levelname.lower())
         self._events.write(kind, text)

@@ -31,7 +31,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.cgroups import cpu_quotas
 from swarm_node.runtime.pause import Machine, pause_asked, quiet
 from swarm_node.runtime.shutdown import Stopper
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.rundir import RunDir
 
 MACHINE_CHECK_S = 2.0  # time between two looks at the machine
@@ -255,7 +255,7 @@ class ResourceLimits:
                 self.look(ended)
                 exceeded = "" if self.over else self._memory.exceeded()
             except OSError as error:  # too many open files, for one
-                once("look", f"limits and pauses wait until this machine can be looked at again: {error}")
+                once("look", Warned(f"limits and pauses wait until this machine can be looked at again: {error}"))
                 continue
             if exceeded and not ended.is_set():
                 self.over = f"the node took {exceeded}; what it had learned is saved"

@@ -25,6 +25,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.runtime.pipeline_run import run_crew
+from swarm_node.say import Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
@@ -169,12 +170,12 @@ class StageProcesses:
         long."""
         now, log = self.now(), self.folder / f"{other.stage}.log"
         if code == USER_ERROR:
-            self.say(f"the process of stage {other.stage} ended: {log.read_text().strip().splitlines()[-1]}")
+            self.say(Warned(f"the process of stage {other.stage} ended: {log.read_text().strip().splitlines()[-1]}"))
             return
         wait_s = RESTART_S if now - other.started > MAX_RESTART_S else other.wait_s
         other.wait_s = min(MAX_RESTART_S, 2 * wait_s)
         other.again = now + (wait_s if code else max(wait_s, ENDED_RESTART_S))
-        self.say(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again")
+        self.say(Warned(f"the process of stage {other.stage} ended with {code} (see {log}); it is started again"))
 
     def _end(self) -> None:
         processes = [other.process for other in self._processes if other.process is not None]

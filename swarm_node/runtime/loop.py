@@ -32,6 +32,7 @@ from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
+from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -323,7 +324,7 @@ class Run:
 
 
 def _say_completions(groups: Sequence[Group]) -> None:
-    say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
+    say(Warned(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:"), "zero_reward")
     for group in groups[:3]:
         rollout = group.rollouts[0]
         end = "" if rollout.finished else " [cut off at max_new_tokens]"

@@ -18,7 +18,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
 
 OWNER_CHECK_S = 10.0  # time between two looks whether the owner is active; each starts a process
@@ -204,5 +204,5 @@ class Machine:
 
     def _told(self, name: str, value: Any, what: str) -> Any:
         if value is None:
-            self._once(name, f"this machine does not tell {what}: resources.pause_on {name} has no effect now")
+            self._once(name, Warned(f"this machine does not tell {what}: resources.pause_on {name} has no effect now"))
         return value

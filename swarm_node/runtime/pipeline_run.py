@@ -21,6 +21,7 @@ from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopper
 from swarm_node.runtime.shutdown import Stopper
+from swarm_node.say import Warned
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm
@@ -103,7 +104,7 @@ def _enter(
     try:
         run.path.chmod(0o700)
     except OSError as error:
-        say(f"users who can read {run.path} find the crew's name there: {error.strerror}")
+        say(Warned(f"users who can read {run.path} find the crew's name there: {error.strerror}"))
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     fitting = entered.of_a_member(config)

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from swarm_node.config.machine import SpotConfig
 from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, Stopper
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 
 DMI = Path("/sys/class/dmi/id")
 NOTICE_CHECK_S = 2.0
@@ -150,18 +150,16 @@ def watch_cloud(
                 return
             since = time.monotonic() if since is None else since
             if time.monotonic() - since >= FAILING_S[name]:
-                once(
-                    "failing",
-                    f"no notices can be had of {name} ({error or type(error).__name__}); asked for again and again all "
-                    "the same, unless with --spot off. docker/spot.md says what a container needs",
-                )
+                failing = f"no notices can be had of {name} ({error or type(error).__name__})"
+                remedy = "asked for again and again all the same, unless with --spot off"
+                once("failing", Warned(f"{failing}; {remedy}. docker/spot.md says what a container needs"))
         else:
             if ended.is_set():
                 return
             since = None
             if notice is not None and notice.left_s < math.inf:
                 stop.notice(notice.left_s)
-                say(f"{notice.text}: leaving")
+                say(Warned(f"{notice.text}: leaving"))
                 return
             if notice is not None and not told_advice:
                 told_advice = stop.advised = True

@@ -22,6 +22,7 @@ from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime.console import say
 from swarm_node.runtime.cost import CostMeter, Costs
+from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -129,7 +130,7 @@ class RunState:
                     raise CheckpointError("this run has not averaged until now")
                 self.node.averager.load_state_dict(checkpoint.tensors.get("averaging", {}), state["averaging"])
             except (CheckpointError, KeyError) as error:
-                say(f"averaging begins anew: {error}")
+                say(Warned(f"averaging begins anew: {error}"))
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
                 self.node.member.late_join.seek(0.0)
@@ -137,7 +138,11 @@ class RunState:
             table = {label: Held(*values) for label, values in state["before"].items()}
             self.before = Evaluation(table, state.get("before_by_question", []))  # without: by an earlier version
         else:
-            say("tasks or evaluation settings are not those this run began with: no figures from before training")
+            say(
+                Warned(
+                    "tasks or evaluation settings are not those this run began with: no figures from before training"
+                )
+            )
         return True
 
     def catch_up(self) -> None:

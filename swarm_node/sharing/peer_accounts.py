@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from protocol.manifest import ManifestLimits
 from swarm_node.observability.reasons import words
+from swarm_node.say import Warned
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "
@@ -109,7 +110,7 @@ class PeerAccounts:
             self.said.add(reason)
             origin = peer or "an unproven sender"
             shown = f": {ascii(detail[:160])[1:-1]}" if detail else ""  # a stranger's text, safe for a terminal
-            self.say(f"refused: {words(reason)} ({reason}), from {origin}{shown} (said once)")
+            self.say(Warned(f"refused: {words(reason)} ({reason}), from {origin}{shown} (said once)"))
         if account is None or peer is None or reason not in MALICIOUS:
             return
         now = self.now()
@@ -120,7 +121,7 @@ class PeerAccounts:
             account.muted_until = now + MUTE_S
             if peer not in self.said_muted and len(self.said_muted) < MAX_SAID:
                 self.said_muted.add(peer)
-                self.say(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends")
+                self.say(Warned(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends"))
 
 
 @dataclass

@@ -29,6 +29,7 @@ from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, foreign_advantages, is_judged
 from swarm_node.grpo.down_sampling import down_sampled
+from swarm_node.say import Warned
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
 from swarm_node.types import Group, Rollout
@@ -205,7 +206,9 @@ class ReplayBuffer:
         self._refused += payloads > 0
         if before >= DISTRUSTED > self.trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
             self._named.add(peer)
-            self.say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
+            self.say(
+                Warned(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
+            )
 
     def _compared(self, group: Group) -> Group:
         """`group` with its advantages."""

@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
+from swarm_node.say import Warned
 from swarm_node.storage.rundir import existing_part, os_error_text, sync
 
 FORMAT = 1
@@ -125,7 +126,7 @@ class CheckpointStore:
                 checkpoint = read_checkpoint(path, accept)
             except CheckpointError as error:
                 self._refused.add(path.name)
-                self._report(f"checkpoint {path.name} refused: {error}")
+                self._report(Warned(f"checkpoint {path.name} refused: {error}"))
                 if isinstance(error, ForeignCheckpoint):
                     foreign = foreign or error
             else:
@@ -134,7 +135,7 @@ class CheckpointStore:
         if foreign is not None:
             raise UserError(f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir")
         if self._refused:
-            self._report("no checkpoint is usable: starting anew (the refused ones stay where they are)")
+            self._report(Warned("no checkpoint is usable: starting anew (the refused ones stay where they are)"))
         return None
 
     def _write(self, round: int, copies: Copies, text: bytes) -> None:
@@ -146,7 +147,7 @@ class CheckpointStore:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
             problem = os_error_text(error, self._directory)
             self._failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
-            self._report(self._failure)
+            self._report(Warned(self._failure))
         else:
             self._failure = None
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.errors import CheckpointError, SwarmNodeError, UserError
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order, read_state
 from swarm_node.storage.rundir import os_error_text
@@ -144,7 +144,7 @@ class Mirror:
         if torn:
             where = ", ".join(str(self._run / folder) for folder in torn) if whole else str(self._run)
             wrong = next(iter(torn.values()))
-            self._say(f"no checkpoint in {where} is whole ({wrong}): looking for one at {self._url}")
+            self._say(Warned(f"no checkpoint in {where} is whole ({wrong}): looking for one at {self._url}"))
         return whole, set(torn)
 
     def _fill(self, accept: Accept, crew: bool, whole: set[str], needed: bool, again: bool) -> None:
@@ -157,7 +157,7 @@ class Mirror:
         except Exception as error:  # each driver has its own
             if needed:
                 raise
-            self._say(f"cannot read {self._url} ({_what(error)}): going on with the stages that are here")
+            self._say(Warned(f"cannot read {self._url} ({_what(error)}): going on with the stages that are here"))
             return
         newest: dict[str, int] = {}
         for copy in copies:
@@ -251,7 +251,9 @@ class Mirror:
         if thread.is_alive() or self._failed or self._lacks_newest():
             newest = [f"{folder}/{names[-1]}" for folder, names in list(self._done.items()) if names]
             self._over = True  # a driver whose process ends under it fails: nothing to mention
-            self._say(f"the last checkpoint is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
+            self._say(
+                Warned(f"the last checkpoint is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
+            )
 
     def _lacks_newest(self) -> bool:
         """Whether a folder's newest checkpoint has no copy. Torn ones were mentioned and do not count."""
@@ -284,7 +286,7 @@ class Mirror:
         except Exception as error:  # each driver has its own; a copy that fails must not cost a run
             self._failed[where] = time.monotonic()
             again = f"tried again every {COPY_RETRY_S:.0f} s"
-            self._once(where, f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}")
+            self._once(where, Warned(f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}"))
         else:
             self._failed.pop(where, None)
             self._once.over(where)

@@ -23,7 +23,7 @@ from protocol.messages import PeerCard
 from protocol.peers import is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Say, Warned
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
@@ -65,7 +65,7 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
             except UserError as error:
                 if run is None or kept is None or not named.startswith("https:") or _joined_by(run) != named:
                     raise  # the kept manifest may be of another swarm, whose members would see this node's answers
-                say(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}")
+                say(Warned(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}"))
                 manifest = kept
             return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, named=named)
         manifest = parse_manifest(_read(Path(named).expanduser()))

@@ -21,7 +21,7 @@ from protocol.messages import PeerCard
 from protocol.peers import is_relayed, peer_of
 from protocol.transports.base import Transport
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Say, Warned
 from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_bootstrap
 
 MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
@@ -103,7 +103,7 @@ def ask_around(
             said = now
             why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])
             link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
-            say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
+            say(Warned(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why"))
         if peers and len(refused) == len(peers):
             refused.clear()
         pause = min(MAX_ASK_AGAIN_S, ASK_AGAIN_S + (now - began) / 10)

@@ -29,7 +29,7 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.policy.policy import Policy
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
@@ -116,9 +116,10 @@ class Member:
         """The metrics of the last round. Replaced as a whole, so that other threads may read them."""
         self._slots = self._count_slots()
         if config.rollouts.group_size > manifest.limits.max_rollouts:
-            say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
+            most = manifest.limits.max_rollouts
+            say(Warned(f"this swarm takes groups of at most {most}: nothing of this node's is shared"))
         if config.rollouts.max_new_tokens > (longest := manifest.limits.max_answer_tokens):
-            say(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared")
+            say(Warned(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared"))
         for shard in self.shards:  # a node that uses no foreign groups still forwards them
             heard = self.receiver.take if self.sharing.foreign else lambda data: None
             (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
@@ -228,7 +229,7 @@ class Member:
         self._figures = figures
         if figures.get("swarm/rejected/newer"):
             heard = (peer for peer, account in self.receiver.by_peer().items() if "newer" in account["rejected"])
-            self._say_once("outdated", outdated(next(heard, self.transport.too_new() or "a peer")))
+            self._say_once("outdated", Warned(outdated(next(heard, self.transport.too_new() or "a peer"))))
         return figures
 
     def status(self) -> dict[str, Any]:

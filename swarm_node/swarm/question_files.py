@@ -16,7 +16,7 @@ from protocol.transports.base import Transport
 from protocol.transports.transfer import Pace
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Say, Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.download import download
 from swarm_node.swarm.links import Swarm
@@ -82,7 +82,7 @@ def _beside(task: ManifestTask, swarm: Swarm, say: Say) -> bytes | None:
     try:
         data = read_questions(str(path)) if path.is_file() else b""
     except (UserError, OSError) as error:  # a file of that name, but perhaps another one
-        say(f"{error}; looking elsewhere for {_called(task)}")
+        say(Warned(f"{error}; looking elsewhere for {_called(task)}"))
         return None
     return data if _is(task, data) else None
 
@@ -93,10 +93,10 @@ def _from_source(task: ManifestTask, say: Say, until: float) -> bytes | None:
     try:
         data = download(task.source, task.bytes, _seconds_for(task, until), public=True)
     except UserError as error:
-        say(f"{printable(str(error))}; asking members for {_called(task)}")
+        say(Warned(f"{printable(str(error))}; asking members for {_called(task)}"))
         return None
     if not _is(task, data):
-        say(f"{printable(task.source)} is not what the manifest says; asking members for {_called(task)}")
+        say(Warned(f"{printable(task.source)} is not what the manifest says; asking members for {_called(task)}"))
         return None
     return data
 
@@ -116,7 +116,7 @@ def _from_members(
     try:
         return ask_around(transport, swarm, ask, _called(task), say, look_until - time.monotonic())
     except PeerUnreachable as error:
-        say(f"{error}; training without it (if you have the file, name it with --tasks)")
+        say(Warned(f"{error}; training without it (if you have the file, name it with --tasks)"))
         return None
 
 

@@ -19,6 +19,7 @@ from protocol.lineage import branch
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
 from swarm_node.pipeline.membership.roster import CrewRoster, short
+from swarm_node.say import Warned
 
 REPLAN_S = 2.0  # shortest time between two plans that only begin work anew
 
@@ -146,7 +147,7 @@ class Leader:
         if not (self.plan or self.roster.before):
             return  # nothing was in it
         self._queue.counts["lost"] += not again  # the peer that was to rebuild it has failed
-        self._queue.say(f"stage {stage} of crew {self.spec.crew} is lost ({why})")
+        self._queue.say(Warned(f"stage {stage} of crew {self.spec.crew} is lost ({why})"))
         self.lost.add(stage)
         self.why = self._anew = why  # even if the same peer gets it again
 

@@ -26,6 +26,7 @@ from swarm_node.pipeline.membership.following import Following
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import LeaderSearch, Rivals
 from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM, NOTHING, short
+from swarm_node.say import Warned
 
 MAX_GUESTS = 32  # peers of the crew that wait here while it has no leader
 
@@ -225,7 +226,7 @@ class Leadership:
         link = self.following.link
         self._stop_following()
         peer = link.peer if link else ""
-        self.queue.say(f"the leader of crew {self.spec.crew} is lost (peer {short(peer)}: {why})")
+        self.queue.say(Warned(f"the leader of crew {self.spec.crew} is lost (peer {short(peer)}: {why})"))
         self.search.begin(peer, [peer, *self.following.succession(peer)], now)
         for guest in self.guests:
             self._answer(guest, "")
@@ -272,7 +273,9 @@ class Leadership:
 
     def resign(self, why: str, now: float) -> None:
         """Stage 0 cannot be held here: the next in line must lead."""
-        self.queue.say(f"this node cannot hold stage 0 of crew {self.spec.crew} ({why}): another peer must lead")
+        self.queue.say(
+            Warned(f"this node cannot hold stage 0 of crew {self.spec.crew} ({why}): another peer must lead")
+        )
         self.queue.counts["unable"] += 1
         self.barred, self.barred_until = True, now + BANNED_S
         self._stop_leading(None, now)

@@ -27,6 +27,7 @@ from swarm_node.pipeline.recovery.replicas import Replicas, offer_stages
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
 from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer
 from swarm_node.policy.loading import Plan as Loading
+from swarm_node.say import Warned
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class HeldStages:
             try:
                 checkpoint = self.checkpoints.read(file, Span.of(file.stage, spans))
             except CheckpointError as error:
-                self.say(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}")
+                self.say(Warned(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}"))
                 continue
             state = StageWeights(checkpoint.tensors["policy"], checkpoint.round, float(checkpoint.state["omega"]))
             self.weight_transfer.replicas[file.stage] = state

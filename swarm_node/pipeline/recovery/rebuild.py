@@ -37,6 +37,7 @@ from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, W
 from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.policy import lines, model_digest
+from swarm_node.say import Warned
 
 WAIT_S = 0.1  # between two looks whether a stage that is being fetched is still wanted
 REFETCH_S = 0.5
@@ -91,7 +92,7 @@ class StageBuilder:
                     self._load(worker, source, order, spans)
             except (ProtocolError, CheckpointError, Unavailable, UserError, ValueError) as error:
                 why = str(error)  # UserError: a file that may not be read
-                self.say(f"{stage.span} could not be built from {source.way}: {why}")
+                self.say(Warned(f"{stage.span} could not be built from {source.way}: {why}"))
                 continue
             return Built(worker, source, start)
         return why

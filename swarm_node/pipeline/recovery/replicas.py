@@ -18,6 +18,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, WeightTransfer, size_of
+from swarm_node.say import Warned
 
 MANY_STAGES, EVERY = 4, 20
 """With so many stages and all weights trained, replicas are renewed every so many updates; else after each update."""
@@ -98,7 +99,7 @@ class Replicas:
             size = size_of(like.values())
             if known is None and 0 < self.transfer.room() < 2 * size:  # the rest is for training
                 if stage not in self.cramped:
-                    self.say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
+                    self.say(Warned(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit"))
                 self.cramped.add(stage)
                 continue
             self.transfer.keep(stage, plan.assignments[stage].peer, like)

@@ -19,7 +19,7 @@ from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, en
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Say, Warned
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
@@ -81,14 +81,14 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
             return _from_hub(model, False, say)
         except HubFailed as failure:
             slow = failure.slow
-            say(f"the hub {failure}: asking members for model {model.name}")
+            say(Warned(f"the hub {failure}: asking members for model {model.name}"))
     near = [folder for folder in [in_hub_cache(model.name, model.revision)] if folder is not None]
     try:
         return fetch_model(model, donors, say, near, SLOW_HUB_NO_PIECE_S if slow else NO_PIECE_S)
     except UserError as error:
         if not slow:
             raise
-        say(f"{error}; going on with the hub, though it is slow")
+        say(Warned(f"{error}; going on with the hub, though it is slow"))
     try:
         return _from_hub(model, True, say)
     except HubFailed as failure:

@@ -85,7 +85,7 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     links = [parse_link(line) for line in output.out.splitlines()]
     assert [link.peers for link in links] == [[address(0, 1), address(3)], [address(0, 2), address(3)]]
     assert "1 other member;" in output.err
-    assert output.err.splitlines()[-1] == "leaving"
+    assert output.err.splitlines()[-1].endswith(" INFO    leaving")
     assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
     assert hub.announced[0].roles == ["bootstrap"]
     assert hub.announced[0].shards == []
@@ -200,6 +200,7 @@ def test_a_lost_port_is_said_to_kill_links(monkeypatch: pytest.MonkeyPatch, caps
         Path("hub/ports.json").write_text(json.dumps({31330: port}))
         (sentence,) = told()
         assert told(dial_only=True) == []
-    assert sentence.startswith(f"port {port}, where this bootstrap was last time, is taken")
+    taken = f"WARNING port {port}, where this bootstrap was last time, is taken"
+    assert sentence.split(maxsplit=1)[1].startswith(taken)
     assert "links handed out before lead nowhere until it has it back" in sentence and f"--port {port}" in sentence
     assert told() == []
