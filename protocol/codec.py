@@ -120,7 +120,15 @@ class SignedCodec(Generic[S]):
 _batches = SignedCodec(RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG)
 _cards = SignedCodec(PeerCard, MAX_CARD_BYTES, CARD_TAG)
 sign_batch, verify_batch = _batches.sign, _batches.verify
-sign_card, verify_card = _cards.sign, _cards.verify
+verify_card = _cards.verify
+
+
+def sign_card(card: PeerCard, sender: Identity) -> bytes:
+    """The bytes of `card`, signed; without what it declares if its addresses leave no room for that. Raises
+    LocalProtocolError for a card that peers would refuse."""
+    if card.declared is not None and SIGNED_HEAD_BYTES + len(_encoder.encode(card)) > MAX_CARD_BYTES:
+        card = msgspec.structs.replace(card, declared=None)
+    return _cards.sign(card, sender)
 
 
 def decode_as(decoder: Any, data: Any) -> Any:

@@ -51,6 +51,17 @@ MAX_FAMILY_CHARS: Final = 64  # a model family, for example `qwen2`
 MAX_SHARDS: Final = 1024  # gossip shards of a swarm: with 32 peers on each, 32,000 peers
 MEMBERSHIP_BUCKETS: Final = 16  # cards are spread over this many DHT keys, so that no dictionary outgrows a reply
 
+# ---------------------------------------------------------------- what members declare
+
+MAX_DECLARED_BYTES: Final = 512
+"""What a peer declares of itself on its card, written by this node: a third of the card stays for its addresses."""
+MAX_DECLARED_KINDS: Final = 16  # kinds of task in it: those of most swarms, at some 20 bytes each
+MAX_KIND_CHARS: Final = 64  # as long as the name of an environment or of a question file
+MAX_DECLARED_ANSWERS: Final = 2**20
+"""Answers to one kind of task in it. Readers compare shares, so a larger number would say nothing more."""
+MAX_DECLARED_PEERS: Final = 8  # other peers in it, those whose groups were used most
+MAX_VERSION_CHARS: Final = 32  # version of the software: `0.1.0`, or a development version with its commit
+
 # ---------------------------------------------------------------- manifests, requests
 
 MAX_MANIFEST_BYTES: Final = 64 * 1024  # a manifest as TOML: tasks, limits, a bootstrap list

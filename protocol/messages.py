@@ -98,6 +98,37 @@ class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": 
     term: Count = 0  # term of the leader that the peer follows, or is
 
 
+class DeclaredKind(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer says of its latest answers to one kind of task."""
+
+    kind: Annotated[str, Meta(max_length=limits.MAX_KIND_CHARS, pattern=r"^[A-Za-z0-9_./:-]+\Z")]
+    """Label of the kind of task, as the swarm's tasks name it."""
+    answers: Annotated[int, Meta(ge=1, le=limits.MAX_DECLARED_ANSWERS)]
+    right: Annotated[int, Meta(ge=0, le=limits.MAX_DECLARED_ANSWERS)]  # readers take no more than `answers`
+
+
+class DeclaredUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer says of the groups of one other peer that it trained on."""
+
+    peer: Hash16  # `protocol.topics.short_hash` of that peer's id
+    groups: Count
+
+
+class Declared(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a peer says of itself, for people: nobody checks it, and no node trains by it. Totals are of its process."""
+
+    since: Time = 0.0  # when its process joined the swarm
+    version: Annotated[str, Meta(max_length=limits.MAX_VERSION_CHARS, pattern=r"^[A-Za-z0-9.+-]*\Z")] = ""
+    """Version of its software."""
+    kinds: Annotated[list[DeclaredKind], Meta(max_length=limits.MAX_DECLARED_KINDS)] = []
+    """Its latest answers by kind of task, the most frequent kinds first."""
+    pass_1: Annotated[float, Meta(ge=0, le=1)] | None = None  # its latest held-out pass@1
+    questions: Annotated[int, Meta(ge=0, le=2**31)] = 0  # held-out questions behind it
+    used: Count = 0  # groups of other peers that it trained on
+    used_of: Annotated[list[DeclaredUse], Meta(max_length=limits.MAX_DECLARED_PEERS)] = []
+    """Those of them that came from the peers whose groups it used most."""
+
+
 class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A peer's description of itself, renewed in the DHT every few seconds. The peer is the one that signed it."""
 
@@ -123,3 +154,5 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """First and last layer that it holds, of a policy spread over several peers."""
     crew: CrewCard | None = None  # `None` = it holds its policy alone
     speaks: Count = 0  # the newest protocol version that it understands, if this card is written in an older one
+    declared: Declared | None = None
+    """What it says of its success; `None` = it says nothing, or the rest of the card leaves no room for it."""

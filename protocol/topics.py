@@ -34,6 +34,11 @@ def epoch_at(now: float) -> int:
     return int(now // EPOCH_SECONDS)
 
 
+def short_hash(peer: str) -> str:
+    """The 16 hex digits that name a peer where its whole id would take too much room."""
+    return f"{number('peer', peer):016x}"
+
+
 def number(*parts: str) -> int:
     """64 bits of a hash of `parts`, as an integer."""
     return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:8], "big")

@@ -153,6 +153,7 @@ class Node:
         n = sharing.own + sharing.foreign - len(own) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
+        self.exchange.teaching.learned_from(foreign)
         return own + replayed + foreign
 
     def learn(

@@ -80,6 +80,20 @@ METRICS: dict[str, dict[str, str]] = {
         "([why](../sharing.md#payloads)). Missing while 0.",
         "swarm/groups_waiting": "Groups in the pool now.",
         "swarm/bytes_waiting": "Their bytes.",
+        "swarm/success_by_others_first": "Share of right answers among the first 128 own groups, on the kinds of task "
+        "that others taught ([meaning](../sharing.md#what-it-was-worth)). Missing while there are fewer than 256 own "
+        "groups, as the next three, and without such a kind.",
+        "swarm/success_by_others": "The same among the latest 128 own groups.",
+        "swarm/success_by_itself_first": "Share of right answers among the first 128 own groups, on the kinds of task "
+        "that this node taught itself.",
+        "swarm/success_by_itself": "The same among the latest 128 own groups.",
+        "swarm/unsolved_taught": "Questions of which others' right answers were trained on while the latest own "
+        "answers to their kind were all wrong: a running total that a resumed run restores. Missing while 0.",
+        "swarm/declared_pass_1": "Mean held-out pass@1 of the members that declare it: their word. Missing if none "
+        "does, as the next two.",
+        "swarm/declared_used": "Groups of this node that members say they trained on, at least: their word.",
+        "swarm/declared_share": "Share of this node's groups in what a member trained on of others' groups, mean over "
+        "members that say so, at least.",
     },
     "Averaging": {
         "averaging/exchanges": "How often this node averaged: a running total.",
@@ -145,7 +159,7 @@ whole total once more."""
 
 LAST_VALUE = COUNTERS | frozenset(
     "round rounds step time num_tokens averaging/exchanges averaging/bytes averaging/skipped/<reason> cost/spent "
-    "cost/groups cost/per_admitted_group cost/per_reward_point".split()
+    "cost/groups cost/per_admitted_group cost/per_reward_point swarm/unsolved_taught swarm/declared_used".split()
 )
 """Totals and positions: a line of several rounds has their values at its end. For all other numbers it has means."""
 

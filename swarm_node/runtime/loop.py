@@ -309,7 +309,14 @@ class Run:
                 say(NONE_HELD_OUT, "held_out")
             return Evaluation()
         self.progress.say(f"held-out questions, {when} training", lasting=False)
-        return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
+        found = evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
+        self._declare(found)
+        return found
+
+    def _declare(self, found: Evaluation) -> None:
+        """Let members know this node's held-out figure."""
+        if self.node.member is not None and "all" in found.table:
+            self.node.member.held_out = found.table["all"].pass_1, found.table["all"].questions
 
     def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""

@@ -65,6 +65,7 @@ class RunState:
                 "trainer": numbers,
                 "replay": self._replay(),
                 "tally": msgspec.to_builtins(self.tally),
+                "teaching": None if self.node.member is None else self.node.member.teaching.state(),
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
@@ -112,6 +113,9 @@ class RunState:
         with suppress(KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
             figures = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
             self.tally, self.cost.costs = figures
+        if self.node.member is not None:
+            with suppress(KeyError, msgspec.ValidationError):  # of another version: counted from here on
+                self.node.member.teaching.load(state["teaching"])
         if self.crew is None:
             self.node.policy.load_trainable_state(checkpoint.tensors["policy"])
             self.node.trainer.load_state_dict(checkpoint.tensors["optimizer"], state["trainer"])

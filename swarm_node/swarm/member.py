@@ -19,7 +19,7 @@ from protocol.codec import SPOKEN, common_version, in_version
 from protocol.identity import Identity
 from protocol.limits import SLOTS
 from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of
 from protocol.transports.base import Handler, Transport
 from swarm_node.averaging.averager import Averager
@@ -28,10 +28,13 @@ from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
+from swarm_node.observability.worth import Worth, worth_metrics
 from swarm_node.policy.policy import Policy
 from swarm_node.say import Once, Say, Warned
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
+from swarm_node.sharing.teaching import Teaching
+from swarm_node.swarm.declared import declare, declared_table, kinds_of, pass_1_of, uses_of
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
@@ -105,6 +108,10 @@ class Member:
             spoken=spoken,
             spent=spent,
         )
+        self.teaching = Teaching()
+        self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
+        self._began = now()
+        self._kinds = kinds_of(manifest)
         self.averager: Averager | None = None
         self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
@@ -145,6 +152,7 @@ class Member:
     def publish(self, groups: Sequence[Group]) -> None:
         """Share the sampled groups, and record how this node does on each kind of task."""
         self.replay_buffer.observe(groups)
+        self.teaching.observe(groups)
         self.publisher.publish(groups)
         if self.publisher.metrics().get("swarm/unsent/age"):
             late = "sampling a round takes more than an hour: peers take no answers that late; sample fewer groups"
@@ -201,8 +209,31 @@ class Member:
             speed=speed,
             stages=stages,
             crew=crew,
+            declared=self._declared(),
         )
         self.transport.announce(in_version(card, self._version(), self._spoken))
+
+    def _declared(self) -> Declared | None:
+        """What this node says of itself; None if its user does not want that."""
+        if not self.sharing.declare:
+            return None
+        return declare(self._began, self.teaching.latest(), self.held_out, self.replay_buffer.used_by_peer())
+
+    def worth(self) -> Worth:
+        """What the swarm gave this node, as far as it is known. For any thread."""
+        members = self.transport.members()
+        by_others, by_itself = self.teaching.changes()
+        groups, share, declaring = uses_of(self.peer_id, members)
+        return Worth(
+            by_others=by_others,
+            by_itself=by_itself,
+            unsolved=self.teaching.unsolved,
+            pass_1=None if self.held_out is None else self.held_out[0],
+            theirs=pass_1_of(members),
+            used_by_others=groups,
+            share_of_used=share,
+            declaring=declaring,
+        )
 
     def metrics(self, speed: float) -> dict[str, float]:
         """The metrics `swarm/*` of the round that ends. All are running totals, except `used` and levels."""
@@ -217,6 +248,7 @@ class Member:
             **self.receiver.metrics(),
             **self.replay_buffer.metrics(),
             **({} if averager is None else averager.metrics()),
+            **worth_metrics(self.worth()),
         }
         refused: list[str] = []
         for name, value in totals.items():
@@ -255,12 +287,14 @@ class Member:
             "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
             "refused": msgspec.to_builtins(refusal_rows(self.transport.refusals(), counts, self._names)),
             "averaging": None if self.averager is None else self.averager.status(),
+            "worth": msgspec.to_builtins(self.worth()),
             "peers": {
                 peer: {
                     "name": self._names.get(peer, ""),
                     "present": peer in members,
                     "trains": peer not in members or "trainer" in members[peer].roles,
                     "policy_version": members[peer].policy_version if peer in members else None,
+                    "declared": declared_table(members[peer].declared, self._kinds) if peer in members else None,
                     **counts.get(peer, {}),
                     "used": used.get(peer, 0),
                 }

@@ -27,6 +27,7 @@ ALL_FILES_S = 120.0
 """How long question files may delay the start of a node, whatever their sources and members do: as long as the largest
 set that a manifest may name takes at nine megabits a second."""
 HOLDER_S = 20.0  # how long a node looks for a member that holds a file, before it starts without
+UNNAMED = "questions"  # name of a file that the manifest gives none
 FILE_PACE = Pace(10.0, 2**20)  # how long one question file may take
 
 
@@ -49,7 +50,7 @@ def gather_files(
     for task in manifest.tasks:
         if not task.sha256:
             continue
-        path = run.files / task.sha256[:16] / f"{task.name or 'questions'}.jsonl"
+        path = run.files / task.sha256[:16] / f"{task.name or UNNAMED}.jsonl"
         with os_errors_explained(path):
             at_hand = path.exists() and _is(task, path.read_bytes())
         if not at_hand:

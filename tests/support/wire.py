@@ -12,6 +12,9 @@ from protocol.identity import Identity
 from protocol.messages import (
     PROTOCOL_VERSION,
     CrewCard,
+    Declared,
+    DeclaredKind,
+    DeclaredUse,
     PeerCard,
     RolloutBatch,
     SharedGroup,
@@ -63,6 +66,15 @@ CARD = PeerCard(
     speed=1234.5,
     stages=(0, 11),
     crew=CrewCard("c0ffee0123456789", "8899aabbccddeeff", count=2, held=(0,), term=3),
+)
+DECLARED = Declared(
+    since=1_799_990_000.0,
+    version="0.1.0",
+    kinds=[DeclaredKind("gcd", 640, 211), DeclaredKind("sapo/bf", 64, 0)],
+    pass_1=0.4375,
+    questions=200,
+    used=1204,
+    used_of=[DeclaredUse("1f2e3d4c5b6a7988", 700), DeclaredUse("8899aabbccddeeff", 504)],
 )
 
 

@@ -33,13 +33,16 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import (
     MAX_BATCH_BYTES,
     MAX_CARD_BYTES,
+    MAX_DECLARED_ANSWERS,
+    MAX_DECLARED_KINDS,
+    MAX_DECLARED_PEERS,
     MAX_GROUPS,
     MAX_ROLLOUTS,
     MAX_TEXT_CHARS,
     SLOTS,
 )
 from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
-from tests.support.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
+from tests.support.wire import BATCH, CARD, DECLARED, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
 
 DATA = Path(__file__).parents[2] / "data"
 REASONS = {"size", "signature", "version", "newer", "schema", "swarm"}
@@ -70,6 +73,42 @@ def test_golden_bytes(kind: Kind) -> None:
     golden = (DATA / kind.golden).read_bytes()
     assert kind.seal(kind.record, IDENTITY) == golden
     assert kind.open(golden, SWARM) == (IDENTITY.peer_id, kind.record)
+
+
+def test_a_card_with_what_its_peer_declares() -> None:
+    card = replace(CARD, declared=DECLARED)
+    golden = (DATA / "peer_card_v1_declared.bin").read_bytes()
+    assert sign_card(card, IDENTITY) == golden
+    assert verify_card(golden, SWARM) == (IDENTITY.peer_id, card)
+
+
+def test_addresses_come_before_what_is_declared() -> None:
+    longest = f"/dns4/{'a' * 110}/tcp/31330/p2p/{IDENTITY.peer_id}"
+    crowded = replace(CARD, addresses=[longest] * 8, declared=DECLARED)
+    assert verify_card(sign_card(crowded, IDENTITY), SWARM)[1] == replace(crowded, declared=None)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"kinds": [["gcd", 8, 4]] * (MAX_DECLARED_KINDS + 1)},
+        {"kinds": [["<b>", 8, 4]]},
+        {"kinds": [["gcd", 0, 0]]},
+        {"kinds": [["gcd", 8, -1]]},
+        {"kinds": [["gcd", MAX_DECLARED_ANSWERS + 1, 4]]},
+        {"pass_1": 1.5},
+        {"pass_1": math.nan},
+        {"version": "1 <script>"},
+        {"used": -1},
+        {"used_of": [["1f2e3d4c5b6a7988", 1]] * (MAX_DECLARED_PEERS + 1)},
+        {"used_of": [["12D3KooW", 1]]},
+        {"since": math.inf},
+        [],
+    ],
+)
+def test_what_is_declared_has_limits(declared: Any) -> None:
+    sealed = seal({**fields(CARD), "declared": declared}, CARD_TAG)
+    assert refused(lambda: verify_card(sealed, SWARM), REASONS) == "schema"
 
 
 def test_a_card_from_before_there_were_crews() -> None:

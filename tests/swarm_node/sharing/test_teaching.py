@@ -1,0 +1,75 @@
+"""Who taught a node which kinds of task, and what became of its own success on them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from protocol.messages import TaskName
+from swarm_node.observability.worth import WINDOW
+from swarm_node.sharing.teaching import LATEST, Teaching
+from swarm_node.types import Group, Rollout, Task
+
+
+def group(kind: str, right: int, wrong: int = 0, index: int = 0, peer: str | None = None) -> Group:
+    task = Task(TaskName(kind, "0" * 16, "test 1", 0, index), kind, "?", "!")
+    rollouts = [Rollout([1], [0.0], True, reward=float(c), correct=c) for c in [True] * right + [False] * wrong]
+    return Group(task, [1], rollouts, peer=peer)
+
+
+def trained(right: tuple[int, int] = (0, 4)) -> Teaching:
+    """A node that failed at `gcd` until others taught it, and got from 1 to 2 of 4 at `lcm` by itself."""
+    teaching = Teaching()
+    for i, now in enumerate([0] * (WINDOW // 2) + [1] * (WINDOW // 2)):
+        teaching.observe([group("gcd", right[now], 4 - right[now]), group("lcm", 1 + now, 3 - now)])
+        teaching.learned_from([group("gcd", 1, index=i, peer="bob")])
+    return teaching
+
+
+def test_success_is_told_by_who_taught_the_kind() -> None:
+    by_others, by_itself = trained().changes()
+    assert by_others is not None and by_itself is not None
+    assert (by_others.kinds, by_others.first, by_others.now) == (["gcd"], 0.0, 1.0)
+    assert (by_itself.kinds, by_itself.first, by_itself.now) == (["lcm"], 0.25, 0.5)
+
+
+def test_a_kind_taught_more_by_its_own_answers_is_its_own() -> None:
+    by_others, by_itself = trained(right=(1, 2)).changes()
+    assert by_others is None and by_itself is not None and by_itself.kinds == ["gcd", "lcm"]
+
+
+def test_few_groups_say_nothing_of_success() -> None:
+    teaching = Teaching()
+    teaching.observe([group("gcd", 1, 3)] * (2 * WINDOW - 1))
+    assert teaching.changes() == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "foreign", "counts"),
+    [
+        ([("gcd", 0)], [("gcd", 1)], 1),
+        ([("gcd", 1)], [("gcd", 1)], 0),
+        ([("gcd", 0)], [("gcd", 0)], 0),
+        ([("lcm", 0)], [("gcd", 1)], 0),
+        ([("gcd", 1)] + [("gcd", 0)] * LATEST, [("gcd", 1)], 1),
+        ([("gcd", 1)] + [("gcd", 0)] * (LATEST - 1), [("gcd", 1)], 0),
+        ([("gcd", 0)], [("gcd", 1), ("gcd", 1)], 1),
+    ],
+    ids=["unsolved", "solved here", "wrong there", "never asked here", "forgotten", "remembered", "twice"],
+)
+def test_questions_that_only_others_solved(
+    own: list[tuple[str, int]], foreign: list[tuple[str, int]], counts: int
+) -> None:
+    teaching = Teaching()
+    teaching.observe([group(kind, right, 4 - right) for kind, right in own])
+    teaching.learned_from([group(kind, right, 1, index=7, peer="bob") for kind, right in foreign])
+    assert teaching.unsolved == counts
+
+
+def test_a_checkpoint_keeps_the_counts() -> None:
+    before, after = trained(), Teaching()
+    after.load(msgspec.json.decode(msgspec.json.encode(before.state())))
+    assert after.changes() == before.changes() and after.unsolved == before.unsolved > 0
+    with pytest.raises(msgspec.ValidationError):
+        after.load(None)
+    assert after.changes() == before.changes()

@@ -1,0 +1,85 @@
+"""What members say of themselves on their cards: bounded, of the swarm's own tasks, and each member one voice."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
+from protocol.manifest import Manifest, ManifestTask
+from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
+from protocol.topics import short_hash
+from swarm_node.swarm.declared import (
+    declare,
+    declared_table,
+    is_known,
+    kinds_of,
+    pass_1_of,
+    success_by_kind,
+    uses_of,
+)
+from tests.support.wire import CARD, DECLARED
+
+
+def says(**fields: object) -> PeerCard:
+    return replace(CARD, declared=msgspec.convert(fields, Declared))
+
+
+def test_a_node_declares_within_its_share_of_the_card() -> None:
+    kinds = {f"{'k' * 40}_{i}": (i, i) for i in range(1, 60)}
+    used = {f"peer {i}": i for i in range(1, 30)}
+    record = declare(1_800_000_000.0, kinds, (1 / 3, 200), used)
+    assert len(msgspec.msgpack.encode(record)) <= MAX_DECLARED_BYTES
+    assert 0 < len(record.kinds) <= MAX_DECLARED_KINDS and 0 < len(record.used_of) <= MAX_DECLARED_PEERS
+    assert record.kinds[0].answers == 59 and record.used_of[0] == DeclaredUse(short_hash("peer 29"), 29)
+    assert record.used == sum(used.values()), "the sum counts those that are not named, too"
+    assert record.pass_1 == 0.3333 and record.questions == 200
+
+
+def test_a_name_that_others_would_refuse_stays_here() -> None:
+    record = declare(0.0, {"my questions": (8, 4), "gcd": (8, 4), "lcm": (0, 0)}, None, {})
+    assert record.kinds == [DeclaredKind("gcd", 8, 4)] and record.pass_1 is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("gcd", True), ("small/gcd", True), ("gcd:0123", True), ("letters", True), ("bf", True), ("gcdd", False)],
+)
+def test_kinds_are_those_of_the_manifest(kind: str, known: bool) -> None:
+    tasks = [ManifestTask(env="small"), ManifestTask(env="sapo/bf"), ManifestTask(sha256="0" * 64, name="letters")]
+    assert is_known(kind, kinds_of(Manifest("sums", tasks))) is known
+
+
+def test_a_liar_is_one_voice_of_many() -> None:
+    honest = says(kinds=[["gcd", 100, 20], ["lcm", 100, 10]])
+    liar = says(kinds=[["gcd", MAX_DECLARED_ANSWERS, MAX_DECLARED_ANSWERS], ["unheard_of", 1, 1]])
+    cards = {"a": honest, "b": honest, "c": honest, "liar": liar, "silent": CARD}
+    gcd, lcm = success_by_kind(cards, {"gcd", "lcm"})
+    assert gcd == {"kind": "gcd", "members": 4, "success": pytest.approx(0.4), "share": pytest.approx(2.5 / 4)}
+    assert lcm["members"] == 3 and lcm["success"] == pytest.approx(0.1)
+    more_right_than_answers = says(kinds=[["gcd", 1, 1000]])
+    assert success_by_kind({"liar": more_right_than_answers})[0]["success"] == 1.0
+
+
+def test_the_share_of_what_others_used() -> None:
+    me = short_hash("me")
+    cards = {
+        "a": says(used=100, used_of=[[me, 30], [short_hash("b"), 70]]),
+        "b": says(used=10, used_of=[[me, 10**6]]),
+        "c": says(used=50),
+        "d": says(used=0),
+        "me": says(used=8, used_of=[[me, 8]]),
+        "silent": CARD,
+    }
+    assert uses_of("me", cards) == (40, pytest.approx((0.3 + 1.0 + 0.0) / 3), 3)
+    assert uses_of("me", {}) == (0, None, 0)
+
+
+def test_figures_of_members_that_declare_none_are_left_out() -> None:
+    cards = {"a": says(pass_1=0.5, questions=10), "b": says(pass_1=0.25, questions=10), "c": says(), "d": CARD}
+    assert pass_1_of(cards) == [0.25, 0.5]
+    assert declared_table(None) is None
+    table = declared_table(DECLARED, {"gcd"})
+    assert table is not None and table["kinds"] == {"gcd": [640, 211]} and table["version"] == "0.1.0"
+    assert "used_of" not in table
