@@ -40,6 +40,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from swarm_node.observability.worth import unsolved
+
 SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly noise
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
 BAR_WIDTH = 40
@@ -304,7 +306,14 @@ class ProgressDisplay:
             return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
         who = others if crew is None else f"{others}, {crew} of the crew"
         used = f"{fmean(used_lately):.1f}"
-        return [f"{who}, {used} of their groups a round", f"{who}, {used} groups a round", f"{others}, {used} groups"]
+        taught = self._metrics.get("swarm/unsolved_taught")
+        words = [f"{who}, {used} of their groups a round; {unsolved(int(taught))}"] if taught else []
+        return [
+            *words,
+            f"{who}, {used} of their groups a round",
+            f"{who}, {used} groups a round",
+            f"{others}, {used} groups",
+        ]
 
     def _rates(self) -> list[str]:
         if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:

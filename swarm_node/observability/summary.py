@@ -23,6 +23,7 @@ from swarm_node.install import own_command
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import words
 from swarm_node.observability.tally import Tally
+from swarm_node.observability.worth import Worth, worth_lines
 
 LEAST_QUESTIONS = 50
 LEAST_ROUNDS = 20  # with fewer rounds, a change of reward compares one round with another
@@ -86,6 +87,7 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int = 0  # tokens trained on
     held_out: HeldOut | None = None
     swarm: SwarmFigures | None = None
+    worth: Worth | None = None  # what the swarm gave
     averaging: Averaging | None = None
     stages: Stages | None = None
     refused: dict[str, int] = {}
@@ -107,7 +109,7 @@ def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
     return float(low), float(high)
 
 
-def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) -> Figures:
+def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, worth: Worth | None = None) -> Figures:
     """The figures of the rounds in `tally`."""
     whole = {name: round(total) for name, total in tally.totals.items() if total > 0}
     n, own, used = tally.rewards.count, tally.own, tally.used
@@ -132,6 +134,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
         num_tokens=round(tally.num_tokens),
         held_out=held_out,
         swarm=swarm if swarm != SwarmFigures() else None,
+        worth=worth,
         averaging=Averaging(exchanges, whole.get("averaging/bytes", 0)) if exchanges else None,
         stages=stages if stages.lost else None,
         refused={
@@ -163,6 +166,7 @@ def summary(run: Figures) -> list[str]:
         {
             "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
             "received": received,
+            "worth": [] if run.worth is None else list(worth_lines(run.worth)),
             "gave": gave,
             "refused": _refused(run.refused),
             "traffic": traffic,

@@ -13,6 +13,7 @@ from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.plots import plot_reward
 from swarm_node.observability.summary import INDENT, HeldOut, figures, interval, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
+from swarm_node.observability.worth import Worth
 from swarm_node.rollouts.evaluate import Evaluation, rows
 from swarm_node.runtime.console import Console
 from swarm_node.storage.rundir import RunDir
@@ -28,10 +29,12 @@ class RunReport:
     before: Evaluation
     after: Evaluation
     samples: int  # answers to each held-out question
+    worth: Worth | None = None  # what the swarm gave this node
 
     def __post_init__(self) -> None:
         self._plot = self.run.plots / "reward.png"
-        self.figures = figures(self.tally, self.resumed_at, compared(self.before, self.after, self.samples))
+        held_out = compared(self.before, self.after, self.samples)
+        self.figures = figures(self.tally, self.resumed_at, held_out, self.worth)
 
     def tell(self, console: Console, whole: bool, evaluates: bool, rounds: int | None = None) -> None:
         """Show the report in words; the other parameters are those of `next_steps`."""

@@ -102,8 +102,7 @@ class Teaching:
         return msgspec.to_builtins(self._state)
 
     def load(self, state: Any) -> None:
-        """Go on from the state in a checkpoint. Raises msgspec.ValidationError, and changes nothing, if it is of another
-        version."""
+        """Go on from the state in a checkpoint. Raises msgspec.ValidationError if it is of another version."""
         self._state = msgspec.convert(state, TeachingState)
 
     def _taught(self, kind: str) -> Taught:

@@ -30,6 +30,8 @@ from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
 
+DECLARED = "how many of its answers are right, its held-out figure and whose groups it trains on"
+
 
 @dataclass(frozen=True)
 class JoinedSwarm:
@@ -114,6 +116,8 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
         seen += ", its speed, the kind and progress of its model, and the answers that its model writes"
         if config.averaging.method != "none" or config.pipeline.stages:
             seen += "; also the weights it trains"
+        if config.sharing.declare:
+            seen += f"; and {DECLARED} (sharing.declare)"
         stored = f"Answers of others are stored in {run.path}, and never executed"
     given = ""
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):

@@ -110,6 +110,7 @@ class Member:
         )
         self.teaching = Teaching()
         self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
+        self.last_worth: Worth | None = None  # as of the latest round
         self._began = now()
         self._kinds = kinds_of(manifest)
         self.averager: Averager | None = None
@@ -248,8 +249,9 @@ class Member:
             **self.receiver.metrics(),
             **self.replay_buffer.metrics(),
             **({} if averager is None else averager.metrics()),
-            **worth_metrics(self.worth()),
+            **worth_metrics(worth := self.worth()),
         }
+        self.last_worth = worth
         refused: list[str] = []
         for name, value in totals.items():
             reason = name.removeprefix("rejected/")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor
@@ -110,6 +111,7 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
             members = look_around(transport, PATIENT_S)
             reached["connected"] = bool(members) or transport.stats().get("connections/dht", 0) > 0
+    kinds = kinds_of(swarm.manifest) if swarm.manifest else None
     status = {
         "swarm": swarm.id,
         "swarm_name": swarm.manifest.name if swarm.manifest else "",
@@ -118,11 +120,11 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "asked": addresses,
         "peers": {
             peer: msgspec.to_builtins(msgspec.structs.asdict(card))  # also fields with default values
-            | {"present": True, "trains": "trainer" in card.roles}
+            | {"present": True, "trains": "trainer" in card.roles, "declared": declared_table(card.declared, kinds)}
             for peer, card in sorted(members.items())
         },
     }
-    listed = [_member(peer, card) for peer, card in sorted(members.items())]
+    listed = [_member(peer, card, kinds) for peer, card in sorted(members.items())]
     averaging = sorted({card.cohort for card in members.values()} - {""})
     cohorts = {name: _totals([member for member in listed if member["cohort"] == name]) for name in averaging}
     return {
@@ -132,11 +134,12 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "metrics": None,
         **reached,
         "members": listed,
+        "kinds": success_by_kind(members, kinds),
         "totals": _totals(listed) | {"cohorts": cohorts},
     }
 
 
-def _member(peer: str, card: PeerCard) -> dict[str, Any]:
+def _member(peer: str, card: PeerCard, kinds: Collection[str] | None) -> dict[str, Any]:
     """A member in the JSON document, by its card."""
     return {
         "peer": peer,
@@ -151,6 +154,7 @@ def _member(peer: str, card: PeerCard) -> dict[str, Any]:
         "crew": None if card.crew is None else card.crew.id,
         "stages": [] if card.crew is None else list(card.crew.held),
         "addresses": list(card.addresses),
+        "declared": declared_table(card.declared, kinds),
     }
 
 

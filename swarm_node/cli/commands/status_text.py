@@ -9,8 +9,10 @@ import msgspec
 
 from swarm_node.observability.reasons import words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
+from swarm_node.observability.worth import Worth, worth_lines
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
+KINDS_LISTED = 8  # most kinds of task that a line names
 WORST = 5  # most sources of refusals that are named
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Cells = Callable[[Mapping[str, Any]], list[str]]
@@ -50,6 +52,8 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused}"
     yield from _sources(status, "" if refused else "refused")
+    for number, line in enumerate(_worth(status)):
+        yield f"{'' if number else 'worth':10} {line}"
     if status.get("crew"):
         yield from _crew(status["crew"], status["time"])
     absent = (status.get("crew") or {}).get("absent", [])
@@ -70,9 +74,32 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         titles = ["here", "updates", "received", "admitted", "used", "refused, by reason"]
         yield from _table(peers, titles, _exchanged)
     elif peers:
+        yield from _success(found.get("kinds", []))
         averaged = any(peer["cohort"] for peer in peers.values())
-        titles = ["roles", "model", "updates", "tokens/s", *(["cohort"] if averaged else []), "address"]
-        yield from _table(peers, titles, lambda figures: _member(figures, averaged))
+        says = any(peer.get("declared") for peer in peers.values())
+        optional = [*(["success", "held-out"] if says else []), *(["cohort"] if averaged else [])]
+        titles = ["roles", "model", "updates", "tokens/s", *optional, "address"]
+        yield from _table(peers, titles, lambda figures: _member(figures, averaged, says))
+
+
+def _worth(status: Mapping[str, Any]) -> Iterator[str]:
+    """What the swarm gave the run; a status of another version has none."""
+    try:
+        worth = msgspec.convert(status.get("worth") or {}, Worth)
+    except msgspec.ValidationError:
+        return
+    yield from worth_lines(worth)
+
+
+def _success(kinds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Success by kind of task over all members that declare it."""
+    if not kinds:
+        return
+    listed = ", ".join(f"{row['kind']} {row['success']:.2f}" for row in kinds[:KINDS_LISTED])
+    more = f" and {len(kinds) - KINDS_LISTED} more" if len(kinds) > KINDS_LISTED else ""
+    yield f"success    {listed}{more}: what members say of themselves, unchecked, as below"
+    if unsolved := [row["kind"] for row in kinds if not row["success"]]:
+        yield f"{'':10} nobody solves {', '.join(unsolved[:KINDS_LISTED])}"
 
 
 def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
@@ -175,15 +202,23 @@ def _exchanged(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _member(figures: Mapping[str, Any], averaged: bool) -> list[str]:
+def _member(figures: Mapping[str, Any], averaged: bool, says: bool) -> list[str]:
+    declared = figures.get("declared") or {}
+    shares = [right / answers for answers, right in declared.get("kinds", {}).values()]
+    success = _share(sum(shares) / len(shares) if shares else None)
     return [
         ", ".join(figures["roles"]),
         figures["family"] or "-",
         _cell(figures["policy_version"]),
         _cell(figures["speed"]),
+        *([success, _share(declared.get("pass_1"))] if says else []),
         *([figures["cohort"] or "-"] if averaged else []),
         (figures["addresses"] or ["-"])[0],
     ]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _cell(value: float | None) -> str:

@@ -42,7 +42,19 @@ from protocol.limits import (
     SLOTS,
 )
 from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
-from tests.support.wire import BATCH, CARD, DECLARED, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
+from tests.support.wire import (
+    BATCH,
+    CARD,
+    DECLARED,
+    IDENTITY,
+    STRANGER,
+    SWARM,
+    fields,
+    mutations,
+    refused,
+    seal,
+    values,
+)
 
 DATA = Path(__file__).parents[2] / "data"
 REASONS = {"size", "signature", "version", "newer", "schema", "swarm"}

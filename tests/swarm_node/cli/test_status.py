@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
 from swarm_node.cli.commands import status
 from swarm_node.cli.commands.status import show_status
 from swarm_node.config import NetworkConfig
@@ -381,6 +381,35 @@ def test_on_a_terminal_it_says_that_it_looks(
     assert capsys.readouterr().err == "looking for members, a few seconds\n"
 
 
+def test_what_members_say_of_themselves_is_marked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    kinds = [DeclaredKind("gcd", 100, 25), DeclaredKind("lcm", 100, 0), DeclaredKind("strange", 9, 9)]
+    says = Declared(since=NOW - 60, version="0.1.0", kinds=kinds, pass_1=0.375, questions=100)
+    bob = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "bob", ["trainer"], declared=says)
+    visiting(monkeypatch, {peer_id(2): bob, peer_id(3): card("carol")})
+    lines = shown(capsys, make_swarm(address(1, listening))).splitlines()
+    (success,) = [line for line in lines if line.startswith("success")]
+    assert "gcd 0.25, lcm 0.00" in success and "unchecked" in success
+    assert "           nobody solves lcm" in lines
+    header, row, other = lines[-3:]
+    assert header.split()[-3:] == ["success", "held-out", "address"]
+    assert row.split()[-3:] == ["0.12", "0.38", "-"] and other.split()[-3:-1] == ["-", "-"]
+    assert "strange" not in "".join(lines), "it is no task of this swarm"
+
+
+def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -> None:
+    worth = {"by_others": {"kinds": ["gcd"], "first": 0.1, "now": 0.6}, "unsolved": 124, "theirs": [0.3, 0.5]}
+    make_run("runs/alice", worth=worth)
+    lines = shown(capsys, "runs/alice").splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
+    assert lines[at] == "worth      success on kinds taught mostly by others (gcd) 0.100 -> 0.600"
+    assert lines[at + 1].endswith("others taught 124 questions while its own answers to their kind were all wrong")
+    assert lines[at + 2].endswith("held-out pass@1 not measured yet; 2 members say 0.300 to 0.500 (self-declared)")
+    make_run("runs/later", worth={"by_others": "of another version"})
+    assert "worth" not in shown(capsys, "runs/later")
+
+
 # --------------------------------------------------------------------- for programs
 
 
@@ -414,6 +443,7 @@ def test_the_json_lists_members_and_totals(
         "crew": None,
         "stages": [],
         "addresses": [],
+        "declared": None,
     }
     carol = members["carol"]
     assert (carol["layers"], carol["crew"], carol["stages"], carol["cohort"]) == ([6, 11], "1" * 16, [1], None)

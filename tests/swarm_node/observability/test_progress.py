@@ -345,7 +345,9 @@ def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="",
         clock.now += 1
         traffic = {"swarm/bytes_in": 12_000.0 * round, "swarm/bytes_out": 9_000.0 * round} if others is not None else {}
         figures = {"swarm/trainers": others, "swarm/groups_used": 4.0} if others is not None else {}
-        progress.update(round, {"reward": round / 20, "perf/generated_tok_s": 2310.0} | figures | traffic, averaged)
+        progress.update(
+            round, {"reward": round / 20, "perf/generated_tok_s": 2310.0} | figures | traffic | swarm, averaged
+        )
     if said:
         progress.say(said)
         clock.now += 90
@@ -406,6 +408,13 @@ def test_an_ascii_terminal_gets_ascii_only():
 def test_a_run_alone_shows_nothing_of_others():
     assert len(in_view(80, others=None)) == 2
     assert in_view(80, others=0)[2] == "0 others, 4.0 of their groups a round", "of those that have left"
+
+
+def test_questions_that_only_others_solved_are_in_view():
+    figures = {"swarm/unsolved_taught": 124.0}
+    wide = "3 others, 4.0 of their groups a round; others taught 124 questions"
+    assert in_view(80, **figures)[2] == wide
+    assert in_view(60, **figures)[2] == "3 others, 4.0 of their groups a round"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,14 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
 
 
+@pytest.mark.parametrize(("declare", "trains"), [(True, True), (False, True), (True, False)])
+def test_what_is_declared_is_named_unless_off(run: RunDir, declare: bool, trains: bool) -> None:
+    said: list[str] = []
+    config = NodeConfig(sharing=SharingConfig(declare=declare))
+    say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, []), config, run, said.append, trains)
+    assert ("(sharing.declare)" in said[0]) == (declare and trains)
+
+
 @pytest.mark.parametrize("own", [{}, {"answer": "boxed", "partial": True}])
 def test_a_member_judges_by_its_swarms_form(monkeypatch: pytest.MonkeyPatch, run: RunDir, own: dict[str, Any]) -> None:
     monkeypatch.setattr("swarm_node.swarm.join.open_transport", lambda *arguments: FakeTransport())

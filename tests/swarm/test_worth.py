@@ -1,0 +1,47 @@
+"""What the swarm gave a node, and what members declare of themselves, in a simulated swarm."""
+
+from __future__ import annotations
+
+from protocol.manifest import Manifest
+from swarm_node.observability.worth import worth_lines
+from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.swarm.member import Member
+from tests.support.simulated_peers import MakePeer, used
+
+
+def member(peer: Peer) -> Member:
+    assert peer.node.member is not None
+    return peer.node.member
+
+
+def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest: Manifest) -> None:
+    peers = [peer(), peer(), peer(options={"sharing": {"own": 2, "foreign": 2, "declare": False}})]
+    first, second, silent = peers
+    simulation = Simulation(manifest, peers, seed=3)
+    for one, pass_1 in zip(peers, (0.25, 0.5, 1.0), strict=True):
+        member(one).held_out = pass_1, 10
+    simulation.run(seconds=60.0)
+    worth = member(first).worth()
+    assert worth.pass_1 == 0.25
+    assert worth.theirs == [0.5], "the third says nothing"
+    assert worth.declaring == 1 and 0 < worth.used_by_others <= used(second, first)
+    assert worth.share_of_used is not None and 0 < worth.share_of_used < 1, "the second also used the third's"
+    assert member(silent).worth().declaring == 2
+    assert first.metrics[-1]["swarm/declared_pass_1"] == 0.5
+    text = "\n".join(worth_lines(worth))
+    assert "held-out pass@1 0.250; 1 member says 0.500 (self-declared)" in text
+    assert f"1 member says that it trained on {worth.used_by_others:,} of its groups" in text
+    status = member(first).status()
+    declared = [row["declared"] for row in status["peers"].values()]
+    assert [row for row in declared if row][0]["kinds"].keys() == {"count_bits"}
+    assert status["worth"]["theirs"] == [0.5]
+
+
+def test_a_node_says_how_it_does_by_who_taught_it(peer: MakePeer, manifest: Manifest) -> None:
+    peers = [peer(), peer()]
+    Simulation(manifest, peers, seed=4).run(150)
+    worth = member(peers[0]).worth()
+    told = worth.by_others or worth.by_itself
+    assert told is not None and told.kinds == ["count_bits"]
+    last = peers[0].metrics[-1]
+    assert {last.get("swarm/success_by_others"), last.get("swarm/success_by_itself")} == {told.now, None}
