@@ -138,7 +138,8 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     tasks = SimpleNamespace(names=[])
-    node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=tasks, replay=None, member=None)
+    one = {"averager": None, "replay": None, "member": None}
+    node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
     own = RunSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
     state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost)
