@@ -46,10 +46,10 @@ class SpotConfig(Section):
 
 
 class HealthConfig(Section):
-    """Health of this node for monitoring: /healthz, and /metrics for Prometheus."""
+    """Health of this node for monitoring: /livez, /healthz, and /metrics for Prometheus."""
 
     port: int = Field(0, ge=0, lt=65536)
-    """TCP port of /healthz and, for Prometheus, /metrics; 0 = none."""
+    """TCP port of /livez, /healthz and, for Prometheus, /metrics; 0 = none."""
     listen: Annotated[str, AfterValidator(checked_ip)] = "127.0.0.1"
     """IP address to listen on. There is no authentication: keep the default, unless a firewall protects the port."""
     hosts: list[Annotated[str, Field(pattern=HOST_NAME)]] = []

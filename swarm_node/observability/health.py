@@ -1,22 +1,21 @@
 """Whether this node trains, over HTTP, for container runtimes, load balancers and Prometheus.
 
+    GET /livez      200 unless no round has ended for so long that only a new start helps; else 503 and the reason
     GET /healthz    200 and a status text while rounds end or the node waits for its crew; else 503 and the reason
     GET /metrics    Prometheus text: `swarm_node_training`, the node's identity (`swarm_node_info`), and the numbers of
                     the last round under sanitised names, with meaning and type from `metrics_reference`;
-                    `swarm/rejected/age` is `swarm_node_swarm_rejected{reason="age"}`
+                    `swarm/rejected/age` is `swarm_node_swarm_rejected_total{reason="age"}`
 
-A process that runs but does not train answers 503: before the first round, when a round takes far longer than those
-before it, and while it leaves. Time in which the node waits for a good reason belongs to no round: neither to the
-silence since the last one, nor to the longest one.
+A process that runs but does not train answers 503 at /healthz: before the first round, when a round takes far longer
+than those before it, and while it leaves. At /livez all these are 200, because a new start would mend none of them.
+Time in which the node waits for a good reason belongs to no round: neither to the silence since the last one, nor to
+the longest one.
 
 `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK. It asks at the address in
 the run directory (SWARM_NODE_RUN_DIR) or, if no process holds that, at the address in the environment.
 
 Only requests that call this machine by an expected name are answered (`hosts`). A connection has REQUEST_S for its
 request and the answer; when MAX_REQUESTS are open, the oldest makes way for a new one.
-
-Left out: `prometheus_client`, which appends `_total` to the names of counters. Those here are the names of
-metrics.jsonl, whose totals are not all counters.
 """
 
 from __future__ import annotations
@@ -37,6 +36,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
+from prometheus_client.core import InfoMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+
 from swarm_node import __version__
 from swarm_node.errors import UserError
 from swarm_node.observability.hosts import is_expected
@@ -46,6 +49,10 @@ from swarm_node.storage.rundir import RunDir
 LEAST_SILENCE_S = 120.0
 TIMES = 10
 """Silence is a fault after so many times the longest of the last so many rounds, but not before LEAST_SILENCE_S."""
+STUCK_S = 1800.0
+STUCK_TIMES = 100
+"""A node is stuck after so many times the longest of the last rounds, but not before STUCK_S: the model may be
+evaluated meanwhile, or a last checkpoint be written to a slow disk."""
 REQUEST_S = 5.0  # longest life of a connection: the request and the answer are a few kilobytes
 MAX_REQUESTS = 16  # most connections, and so threads, at a time
 DEFAULT_PORT = "31390"  # the port of the container image
@@ -59,7 +66,7 @@ OWN = {
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
 }
 """Metrics besides the numbers of a round, and their meanings."""
-CONTENT = {"/healthz": "text/plain; charset=utf-8", "/metrics": "text/plain; version=0.0.4; charset=utf-8"}
+TEXT = "text/plain; charset=utf-8"
 
 
 class Health:
@@ -88,6 +95,7 @@ class Health:
 
     def identify(self, name: str, swarm: str) -> None:
         """Set the name of the node and the id of its swarm (empty = none)."""
+        name = name.encode(errors="replace").decode()  # a run directory may have any name
         self._info = {"name": name, "swarm": swarm, "version": __version__}
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -113,62 +121,59 @@ class Health:
     def verdict(self) -> tuple[bool, str]:
         """(whether the node does its work, a status text or the reason why not)"""
         waiting = self.look()
-        ended, now = list(self._ended), self._clock()
         if self.leaving:
             return False, "leaving"
         if waiting:
             return True, f"waiting: {waiting}"
-        if not ended:
-            return False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
-        longest = max((b - a for a, b in pairwise(ended)), default=0.0)
-        silent = now - self._waited - ended[-1]
+        if not self._ended:
+            return False, f"starting for {self._clock() - self._began:.0f} s: no {self._what} has ended yet"
+        silent, longest = self._silence()
         if silent > max(self._least_s, TIMES * longest):
             before = f"before that, one took {longest:.1f} s at most"
             return False, f"no {self._what} has ended for {silent:.0f} s; {before}"
-        return True, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
+        return True, f"{self._what} {self._numbers['round']:.0f} ended {self._clock() - self._last:.0f} s ago"
+
+    def alive(self) -> tuple[bool, str]:
+        """(whether the node may still do its work without a new start, a status text or the reason why not)"""
+        waiting = self.look()
+        if self.leaving or waiting or not self._ended:
+            return True, self.verdict()[1]
+        silent, longest = self._silence()
+        if silent > max(STUCK_S, STUCK_TIMES * longest):
+            return False, f"stuck: no {self._what} has ended for {silent:.0f} s"
+        return True, self.verdict()[1]
+
+    def _silence(self) -> tuple[float, float]:
+        """(seconds since the last round, seconds of the longest round before it), both without waiting."""
+        ended = list(self._ended)
+        return self._clock() - self._waited - ended[-1], max((b - a for a, b in pairwise(ended)), default=0.0)
 
     def metrics(self) -> str:
         """The metrics in Prometheus's text format, version 0.0.4."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, as a collector of prometheus_client."""
         training, _ = self.verdict()
         own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
-        families: dict[str, tuple[str, dict[str, float]]] = {}  # name -> (a key that describes it, labels -> number)
+        if self._info:
+            yield InfoMetricFamily(PREFIX.rstrip("_"), OWN["info"], value=self._info)
+        families: dict[str, Metric] = {}
         for key, value in {**self._numbers, **own}.items():
-            family, labels = labelled(key)
-            _, samples = families.setdefault(metric_name(family), (key, {}))
-            samples[_labels(labels)] = value
-        who = _family(metric_name("info"), "info", {_labels(self._info): 1.0}) if self._info else ""
-        return who + "".join(_family(name, *families[name]) for name in sorted(families))
+            stem, labels = labelled(key)
+            meaning, is_counter = describe_metric(key) or (OWN.get(key, ""), False)
+            name = metric_name(stem)
+            family = families.setdefault(name, Metric(name, meaning, "counter" if is_counter else "gauge"))
+            if all(sample.labels != labels for sample in family.samples):  # else two names differ in signs only
+                family.add_sample(f"{name}_total" if is_counter else name, labels, value)
+        yield from (families[name] for name in sorted(families))
 
 
 def metric_name(name: str) -> str:
-    """The name at /metrics: `swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
+    """The name at /metrics, without the `_total` of counters: `swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
     return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
-
-
-def _family(name: str, key: str, samples: Mapping[str, float]) -> str:
-    """The lines of one metric: labels -> number, described as `key` is."""
-    meaning, is_counter = describe_metric(key) or (OWN.get(key, ""), False)
-    described = f"# HELP {name} {_escaped(meaning)}\n" if meaning else ""
-    numbers = "".join(f"{name}{labels} {_number(value)}\n" for labels, value in sorted(samples.items()))
-    return f"{described}# TYPE {name} {'counter' if is_counter else 'gauge'}\n{numbers}"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    quoted = {name: _escaped(value).replace('"', r"\"") for name, value in labels.items()}
-    text = ",".join(f'{name}="{value}"' for name, value in quoted.items())
-    return f"{{{text}}}" if text else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 @contextmanager
@@ -245,19 +250,18 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        code, text = 200, ""
+        health, content = self.server.health, TEXT
+        code, text = 404, "/livez, /healthz or /metrics\n"
         if not is_expected(self.headers.get("Host"), self.server.hosts):
             code, text = 403, "unknown host: ask by an IP address, or list this name in health.hosts\n"
-        elif self.path == "/healthz":
-            good, text = self.server.health.verdict()
+        elif self.path in ("/livez", "/healthz"):
+            good, text = health.alive() if self.path == "/livez" else health.verdict()
             code, text = 200 if good else 503, f"{text}\n"
         elif self.path == "/metrics":
-            text = self.server.health.metrics()
-        else:
-            code, text = 404, "/healthz or /metrics\n"
-        body = text.encode(errors="replace")  # a run directory may have any name
+            code, text, content = 200, health.metrics(), CONTENT_TYPE_PLAIN_0_0_4
+        body = text.encode(errors="replace")
         self.send_response(code)
-        self.send_header("Content-Type", CONTENT.get(self.path, CONTENT["/healthz"]))
+        self.send_header("Content-Type", content)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

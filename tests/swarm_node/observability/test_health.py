@@ -61,6 +61,33 @@ def test_slow_rounds_have_more_time() -> None:
     assert not health.verdict()[0]
 
 
+def test_only_a_stuck_node_is_not_alive() -> None:
+    clock, why = VirtualTime(), ""
+    health = Health(clock=clock)
+    health.waiting = lambda: why
+    clock.now += 7 * 24 * 3600
+    assert health.alive() == (True, health.verdict()[1]), "a large model may load for long"
+    rounds(health, clock, 3, 2.0)
+    clock.now += 1800
+    assert not health.verdict()[0] and health.alive()[0]
+    clock.now += 1
+    assert health.alive() == (False, "stuck: no round has ended for 1801 s")
+    why = "paused: quiet hours"
+    assert health.alive() == (True, "waiting: paused: quiet hours")
+    health.leaving = True
+    assert health.alive() == (True, "leaving")
+
+
+def test_slow_rounds_are_alive_for_longer() -> None:
+    clock = VirtualTime()
+    health = Health(clock=clock)
+    rounds(health, clock, 3, 600.0)
+    clock.now += 100 * 600
+    assert health.alive()[0]
+    clock.now += 1
+    assert not health.alive()[0]
+
+
 def test_waiting_for_the_crew_is_healthy_leaving_not() -> None:
     health = Health()
     health.waiting = lambda: "stage 1 is missing"
@@ -135,6 +162,7 @@ def test_it_is_answered_over_http() -> None:
     with serving(health, "127.0.0.1", 0) as port:
         status, kind, text = get(port, "/healthz")
         assert (status, kind) == (503, "text/plain; charset=utf-8") and "no round has ended yet" in text
+        assert get(port, "/livez")[0] == 200
         assert get(port, "/metrics")[2] == (
             "# HELP swarm_node_training Whether it does what it is for, as /healthz says: 1 or 0.\n"
             "# TYPE swarm_node_training gauge\nswarm_node_training 0.0\n"
@@ -154,8 +182,8 @@ def test_it_is_answered_over_http() -> None:
     assert [line.split()[2] for line in lines if line.startswith("# TYPE")] == families
     assert {"swarm_node_round 7.0", "swarm_node_reward 0.25"} < set(samples)
     assert [line for line in samples if "rejected" in line] == [
-        'swarm_node_swarm_rejected{reason="age"} 3.0',
-        'swarm_node_swarm_rejected{reason="size"} 2.0',
+        'swarm_node_swarm_rejected_total{reason="size"} 2.0',
+        'swarm_node_swarm_rejected_total{reason="age"} 3.0',
     ]
     assert {"swarm_node_kl NaN", "swarm_node_reward_gcd -Inf", "swarm_node_training 1.0"} < set(samples)
     with pytest.raises(OSError):
@@ -223,7 +251,7 @@ def test_only_expected_names_are_answered() -> None:
             return int(text.split()[1]), text
 
     with serving(health, "127.0.0.1", 0, ["Node1.lan"]) as port:
-        for path in ("/metrics", "/healthz"):
+        for path in ("/metrics", "/healthz", "/livez"):
             assert {host: asked(port, f"Host: {host}\r\n", path)[0] for host in HOSTS} == HOSTS
         assert "swarm_node_" not in asked(port, "Host: page.example\r\n", "/metrics")[1]
         assert asked(port, "", "/healthz")[0] == 200, "a probe of HTTP/1.0 names no host, a browser always does"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
+from prometheus_client import parser
 
 import swarm_node
 from swarm_node.observability.health import Health, metric_name
 from swarm_node.observability.metrics_reference import COUNTERS, METRICS, OF_BOOTSTRAPS, describe_metric, labelled
+from swarm_node.observability.reasons import HOSTILE
 from tests.support.repository import ROOT
-
-parser = pytest.importorskip("prometheus_client.parser")
 
 DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
 EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
@@ -45,7 +48,9 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
         family = found.pop(metric_name(name))
         assert family.type == ("counter" if each in COUNTERS else "gauge"), each
         assert family.documentation and "`" not in family.documentation and "](" not in family.documentation, each
-        assert [sample.labels for sample in family.samples] == [labels]
+        assert [(sample.name, sample.labels) for sample in family.samples] == [
+            (metric_name(name) + "_total" * (each in COUNTERS), labels)
+        ]
     assert all(family.documentation for family in found.values())
     own = {"swarm_node_info", "swarm_node_training", "swarm_node_waiting", "swarm_node_seconds_since_round"}
     assert set(found) == own
@@ -68,7 +73,36 @@ def test_a_figure_that_survives_resuming_is_no_counter() -> None:
     assert describe_metric("nonsense") is None
 
 
-# --------------------------------------------------------------------- the dashboard
+# --------------------------------------------------------------------- the dashboard and the alerts
+
+
+def names_of_samples() -> set[str]:
+    return {sample.name for family in families().values() for sample in family.samples}
+
+
+def alerts() -> list[dict[str, Any]]:
+    [group] = yaml.safe_load((DASHBOARD.parent / "alerts.yml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+def test_alerts_name_what_a_node_can_say() -> None:
+    known = names_of_samples()
+    for rule in alerts():
+        used = re.findall(r"\bswarm_node_\w+", rule["expr"])
+        assert set(used) <= known and (used or "up{" in rule["expr"]), rule["alert"]
+        reasons = re.findall(r'reason=~"([^"]+)"', rule["expr"])
+        assert {reason for each in reasons for reason in each.split("|")} <= HOSTILE
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "action"}
+    assert len({rule["alert"] for rule in alerts()}) == len(alerts()) > 5
+    loaded = yaml.safe_load((DASHBOARD.parent / "prometheus.yml").read_text())
+    assert loaded["rule_files"] == ["alerts.yml"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_prometheus_takes_the_alerts() -> None:
+    subprocess.run(["promtool", "check", "config", DASHBOARD.parent / "prometheus.yml"], check=True)
 
 
 def expressions() -> Iterator[str]:
@@ -82,7 +116,7 @@ def expressions() -> Iterator[str]:
 
 
 def test_every_expression_names_what_a_node_can_say() -> None:
-    known = set(families())
+    known = names_of_samples()
     used = set()
     for expression in expressions():
         for pattern in re.findall(r'__name__=~"([^"]+)"', expression):
@@ -104,10 +138,10 @@ def test_every_panel_is_of_the_chosen_nodes() -> None:
 
 
 def test_rates_are_of_counters_and_slopes_are_not() -> None:
-    counters = {metric_name(labelled(example(each))[0]) for each in COUNTERS}
+    counters = {metric_name(labelled(example(each))[0]) + "_total" for each in COUNTERS}
     rated = {name for each in expressions() for name in re.findall(r"(?:rate|increase)\((swarm_node_\w+)\[", each)}
     sloped = {name for each in expressions() for name in re.findall(r"(?:deriv|delta)\((swarm_node_\w+)\[", each)}
-    assert "swarm_node_swarm_rejected" in rated and rated <= counters
+    assert "swarm_node_swarm_rejected_total" in rated and rated <= counters
     assert sloped and not sloped & counters
 
 
