@@ -103,11 +103,14 @@ def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStac
 class Console:
     """The display of a run, and events.jsonl."""
 
-    def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
-        """`json_output`: standard output is for the final JSON document alone. Raises UserError."""
+    def __init__(
+        self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack, quiet: bool = False
+    ) -> None:
+        """`json_output`: standard output is for the final JSON document alone. `quiet`: nothing is shown. Raises
+        UserError."""
         self.json_output = json_output
         name, stream = config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout
-        lines = shown_as_lines(config.log_format, name, stream)
+        lines = _nowhere if quiet else shown_as_lines(config.log_format, name, stream)
         line = None if lines is None else partial(lines, kind="progress", level="info")
         self.progress = ProgressDisplay(config.total_rounds, config.minutes, json_output, line=line)
         self.events = open_log(run, lines or self._show, stack)
@@ -147,6 +150,10 @@ class Console:
         """Say that a signal or a notice has come; /healthz answers from now on that the node leaves."""
         self.health.leaving = True
         say(text, "stop")
+
+
+def _nowhere(text: str, kind: str, level: str) -> None:
+    """Show nothing."""
 
 
 class _Handler(logging.Handler):

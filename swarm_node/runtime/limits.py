@@ -140,11 +140,13 @@ class Allowance:
 def cpu_limit(percent: float, stop: Stopper) -> Iterator[None]:
     """Make the main thread sleep so that this process and its children take at most `percent` of the `cpus`.
 
-    It no longer sleeps once `stop` was requested. Call it from the main thread.
+    It no longer sleeps once `stop` was requested. UserError in any thread but the main one.
     """
     if percent >= 100:
         yield
         return
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("resources.max_cpu works in the main thread only: call `train` there, or leave it out")
     processes, napping = ProcessTree(), False
     allowance = Allowance(percent / 100 * cpus(), processes.cpu_s(), time.monotonic())
 

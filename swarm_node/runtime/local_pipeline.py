@@ -24,6 +24,7 @@ from pathlib import Path
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.runtime.callbacks import Manner, TrainResult
 from swarm_node.runtime.pipeline_run import run_crew
 from swarm_node.say import Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -42,8 +43,8 @@ ENDED_RESTART_S = 10.0
 USER_ERROR = 2  # exit code of a process whose output ends with what the user has to do
 
 
-def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
-    """Train a policy in `pipeline.stages` stages on this machine. Returns the exit code. Raises UserError."""
+def run_local_crew(config: NodeConfig, manner: Manner) -> TrainResult:
+    """Train a policy in `pipeline.stages` stages on this machine. Raises UserError."""
     config = _private(config.model_copy(update={"swarm": None}))
     run = RunDir(config.directory)
     swarm = _swarm(config, run)
@@ -54,7 +55,7 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
         with StageProcesses(config, run.path / "peers", link, say).running():
             yield
 
-    return run_crew(own, json_output, swarm, beside)
+    return run_crew(own, manner, swarm, beside)
 
 
 def _private(config: NodeConfig) -> NodeConfig:

@@ -24,6 +24,7 @@ from swarm_node.observability.sinks import open_sinks
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import estimate
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
+from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import WEIGHTS_CHECK_S, finish_mirror, last_exchange, open_mirror, say_reach
@@ -64,12 +65,14 @@ class Run:
         found: Swarm | None = None,
         crew: CrewNode | None = None,
         private: bool = False,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Load everything, in the order in which mistakes are cheapest to find.
 
         `found` is the swarm to join, `crew` the one that this node leads, `private` as for `Node`. Raises
         StopRequested.
         """
+        self.callbacks = callbacks or Callbacks()
         self.run = run
         self.stop = stop
         self.crew = crew
@@ -173,6 +176,7 @@ class Run:
         finally:
             self.progress.stop()
         self.checkpoints.wait()
+        self.callbacks.checkpoints(self.checkpoints.written)
         if self.checkpoints.failed and not self._changing:  # there may be room by now
             self.state.save()
             self.checkpoints.wait()
@@ -213,7 +217,7 @@ class Run:
             self.own.announce(f"from round {node.round + 1}")
         started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
         saved_at = time.monotonic()
-        while node.round < config.total_rounds:
+        while node.round < config.total_rounds and not self.callbacks.ends:
             self.limits.wait(stop)
             over = config.minutes and time.monotonic() - started - self.limits.paused_s > 60 * config.minutes
             if over if self.crew is None else self.crew.minutes_over:
@@ -243,6 +247,8 @@ class Run:
             self.own.trained()
             self.state.tally.add(record)
             self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
+            self.callbacks.round(node.round, record)
+            self.callbacks.checkpoints(self.checkpoints.written)
             self._average(stop)
             advised = stop.advised  # what comes from here on is of the next round
             if self.crew is not None:
@@ -311,6 +317,7 @@ class Run:
         self.progress.say(f"held-out questions, {when} training", lasting=False)
         found = evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
         self._declare(found)
+        self.callbacks.evaluation(self.node.round, found.table)
         return found
 
     def _declare(self, found: Evaluation) -> None:
@@ -330,6 +337,11 @@ class Run:
         if self.console.json_output:
             told.dump(self.node.round)
         return told
+
+    def result(self, report: RunReport) -> TrainResult:
+        """The ended run, for the program that started it."""
+        newest = None if self.crew is not None else self.checkpoints.newest
+        return TrainResult(self.run.path, self.node.round, self.finished, report.figures, newest)
 
 
 def _say_completions(groups: Sequence[Group]) -> None:

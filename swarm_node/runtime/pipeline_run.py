@@ -13,13 +13,15 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
+from swarm_node.observability.summary import Figures
 from swarm_node.pipeline.assemble import CrewParts, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
+from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import finish_mirror, open_mirror, say_reach
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
-from swarm_node.runtime.preemption import stopper
+from swarm_node.runtime.preemption import stopping
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.say import Warned
 from swarm_node.storage.mirror import Mirror
@@ -34,11 +36,12 @@ Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextMan
 """(the join link, empty while there is none; how to say a sentence) -> the context of what runs beside the node."""
 
 
-def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None = None) -> int:
-    """Hold stages, and lead the crew while that is this node's task, until the run is over or a signal comes. Returns
-    the exit code. Raises UserError."""
+def run_crew(config: NodeConfig, manner: Manner, swarm: Swarm, beside: Beside | None = None) -> TrainResult:
+    """Hold stages, and lead the crew while that is this node's task, until the run is over or a signal comes. The
+    result has figures if this node led. Callbacks hear of the rounds that it leads. Raises UserError."""
     crew: CrewNode | None = None
     lead: Run | None = None
+    callbacks = Callbacks(manner.callbacks)
 
     def last_resort() -> None:
         try:
@@ -51,15 +54,15 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
     refuse_in_a_crew(config, RunDir(config.directory))
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        console = Console(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, say, ADVICE))
+        console = Console(config, run, manner.json_output, stack, manner.quiet)
+        stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say, ADVICE))
         with ExitStack() as inner:
             try:
                 crew, mirror = _enter(config, run, console, swarm, stop, inner)
             except StopRequested:
                 console.leave(STOPPING)
                 stop.safe()
-                return 0
+                return TrainResult(run.path, 0, False, Figures(), None)
             check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             if beside is not None:
                 command = crew.parts.join_command
@@ -73,7 +76,8 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                         crew.take_lead(stop)
                         with ExitStack() as leading:
                             private = beside is not None
-                            lead = Run(crew.config, run, leading, stop, console, crew=crew, private=private)
+                            of_run = crew.config, run, leading, stop, console
+                            lead = Run(*of_run, crew=crew, private=private, callbacks=callbacks)
                             lead.train()
                         if not lead.finished:
                             crew.leaving.drain(stop)
@@ -92,9 +96,11 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 crew.leaving.close(stop)
             stop.safe()
             finish_mirror(mirror, stop)
-        if lead is not None:
-            lead.report().draw()  # the swarm has been left
-    return 0
+        if lead is None:
+            return callbacks.end(TrainResult(run.path, crew.progress.round, crew.parts.over, Figures(), None))
+        report = lead.report()  # the swarm has been left
+        report.draw()
+        return callbacks.end(lead.result(report))
 
 
 def _enter(

@@ -22,7 +22,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarm_node.config.machine import SpotConfig
-from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, Stopper
+from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, EmbeddedStopper, Stopper
 from swarm_node.say import Once, Say, Warned
 
 DMI = Path("/sys/class/dmi/id")
@@ -129,6 +129,15 @@ def stopper(
         finally:
             ended.set()
             watch.join(SENTENCE_S if stop.noticed else CLOUD_WATCH_END_S)
+
+
+def stopping(
+    embedded: bool, config: SpotConfig, last_resort: Callable[[], None], say: Say, advice: str = ""
+) -> AbstractContextManager[Stopper]:
+    """What stops a run: signals and notices; only Ctrl-C if the run is `embedded` in another program."""
+    if embedded:
+        return EmbeddedStopper()
+    return stopper(config, last_resort, say, *([advice] if advice else []))
 
 
 def watch_cloud(

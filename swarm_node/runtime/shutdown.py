@@ -24,6 +24,7 @@ import time
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from swarm_node.errors import StopRequested
@@ -178,6 +179,38 @@ class Stopper:
             # Others' signals, such as a reward function's alarm, come here too.
             if number in (*STOPPING, HANGUP, NOTICE):
                 return number
+
+
+class EmbeddedStopper(Stopper):
+    """Stops a run that is part of another program. It never ends the process, and has no deadline.
+
+    In the main thread it owns SIGINT: the first stops the run, the second raises KeyboardInterrupt. In another thread
+    it owns nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self._restore: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> EmbeddedStopper:
+        if threading.current_thread() is threading.main_thread():
+            self._restore = partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._handle))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.hold()
+        self._restore()
+
+    def notice(self, left_s: float) -> None:
+        """Tell the run to stop at the next point where it allows that."""
+        self.requested = self.noticed = True
+        self._ends = min(self._ends, time.monotonic() + left_s)
+        self._woken.set()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled:
+            raise KeyboardInterrupt
+        super()._handle(number, frame)
 
 
 def _quit(code: int) -> None:

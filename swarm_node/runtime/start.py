@@ -1,15 +1,23 @@
-"""Starts a run of the kind that the configuration asks for: alone, as a member of a swarm, or as one of a crew."""
+"""Starts a run of the kind that the configuration asks for: alone, as a member of a swarm, or as one of a crew.
+
+    swarm-node local, join -> run_local, run_join --\
+    swarm_node.train ------------------------------> start -> Run, or a crew's node
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
+import torch
+
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
+from swarm_node.observability.summary import Figures
+from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
-from swarm_node.runtime.preemption import aside, stopper
+from swarm_node.runtime.preemption import aside, stopping
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm
 
@@ -17,33 +25,42 @@ NOT_BEGUN = "stopping before training began; the same command begins here again"
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
-    """Train alone until `rounds` or `minutes` are over or a signal comes; resume the run that is in the directory.
-
-    With `pipeline.stages`, as many processes hold the policy. Returns the exit code. Raises UserError.
-    """
-    if config.pipeline.stages:
-        from swarm_node.runtime.local_pipeline import run_local_crew
-
-        refuse_in_a_crew(config, RunDir(config.directory))
-        return run_local_crew(config, json_output)
-    return _run(config.model_copy(update={"swarm": None}), json_output)
+    """Do `swarm-node local` in a process of its own. Returns the exit code. Raises UserError."""
+    start(config, None, Manner(json_output))
+    return 0
 
 
 def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
-    """Train as a member of `swarm` until `rounds` or `minutes` are over or a signal comes; resume as `run_local` does.
+    """Do `swarm-node join` in a process of its own. Returns the exit code. Raises UserError."""
+    start(config, swarm, Manner(json_output))
+    return 0
 
-    It waits for others only once, for the swarm's manifest. With `pipeline.stages`, this node is one of a crew.
-    Returns the exit code. Raises UserError.
+
+def start(config: NodeConfig, swarm: Swarm | None, manner: Manner) -> TrainResult:
+    """Train until `rounds` or `minutes` are over or a signal comes; resume the run that is in the directory.
+
+    A member of `swarm` waits for others only once, for the swarm's manifest. With `pipeline.stages`, as many processes
+    hold the policy, or this node is one of a crew. Raises UserError.
     """
-    if config.pipeline.stages:
-        from swarm_node.runtime.pipeline_run import run_crew
+    threads = torch.get_num_threads()
+    try:
+        if config.pipeline.stages and swarm is not None:
+            from swarm_node.runtime.pipeline_run import run_crew
 
-        return run_crew(config, json_output, swarm)
-    return _run(config, json_output, swarm)
+            return run_crew(config, manner, swarm)
+        if config.pipeline.stages:
+            from swarm_node.runtime.local_pipeline import run_local_crew
+
+            refuse_in_a_crew(config, RunDir(config.directory))
+            return run_local_crew(config, manner)
+        return _run(config if swarm is not None else config.model_copy(update={"swarm": None}), manner, swarm)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> int:
+def _run(config: NodeConfig, manner: Manner, swarm: Swarm | None) -> TrainResult:
     whole: Run | None = None
+    callbacks = Callbacks(manner.callbacks)
 
     def last_resort() -> None:
         if whole is None:
@@ -53,15 +70,16 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
 
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        console = Console(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, say))
+        console = Console(config, run, manner.json_output, stack, manner.quiet)
+        stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say))
         with ExitStack() as inner:
             try:
-                whole = Run(config, run, inner, stop, console, swarm)
+                whole = Run(config, run, inner, stop, console, swarm, callbacks=callbacks)
             except StopRequested:
                 console.leave(NOT_BEGUN)
                 stop.safe()
-                return 0
+                return TrainResult(run.path, 0, False, Figures(), None)
             whole.train()
-        whole.report().draw()  # the swarm has been left
-    return 0
+        report = whole.report()  # the swarm has been left
+        report.draw()
+        return callbacks.end(whole.result(report))

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from swarm_node.storage.rundir import existing_part, os_error_text, sync
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
 MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
+MAX_WRITTEN = 64  # complete checkpoints that wait for somebody to hear of them
 # errors of the system that mean for good that a file of a checkpoint is missing
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
@@ -73,6 +75,8 @@ class CheckpointStore:
         self._last_good: int | None = None
         self._failure: str | None = None
         self._writing: Future[None] | None = None
+        self.written: deque[Path] = deque(maxlen=MAX_WRITTEN)
+        """Complete checkpoints of this start, oldest first; a reader may empty it, from any thread."""
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
         """Copy all tensors now and write them in the background, once an older write is over. A write that fails is
@@ -90,6 +94,11 @@ class CheckpointStore:
         """Raise UserError if there is no room for two checkpoints of `size` bytes, or for one beside those that exist:
         the newest goes only after the next is complete."""
         check_room(self._directory, size, len(self._list()))
+
+    @property
+    def newest(self) -> Path | None:
+        """The directory of the newest checkpoint, whether it is usable or not; None if there is none."""
+        return found[-1] if (found := self._list()) else None
 
     @property
     def busy(self) -> bool:
@@ -140,9 +149,10 @@ class CheckpointStore:
 
     def _write(self, round: int, copies: Copies, text: bytes) -> None:
         try:
-            self._write_atomically(round, copies, text)
+            name = self._write_atomically(round, copies, text)
             self._last_good = round
             self._prune(round)
+            self.written.append(self._directory / name)
         except OSError as error:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
             problem = os_error_text(error, self._directory)
@@ -151,7 +161,8 @@ class CheckpointStore:
         else:
             self._failure = None
 
-    def _write_atomically(self, round: int, copies: Copies, text: bytes) -> None:
+    def _write_atomically(self, round: int, copies: Copies, text: bytes) -> str:
+        """Write a checkpoint; its name."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for leftover in self._directory.glob(".tmp-*"):
             shutil.rmtree(leftover)
@@ -167,8 +178,10 @@ class CheckpointStore:
             for file in [*files, temporary / "SHA256SUMS", temporary]:
                 sync(file)
             same = [order(path)[1] for path in self._list() if order(path)[0] == round]
-            temporary.rename(self._directory / (f"round-{round:08}" + (f"-{max(same) + 1}" if same else "")))
+            name = f"round-{round:08}" + (f"-{max(same) + 1}" if same else "")
+            temporary.rename(self._directory / name)
             sync(self._directory)
+            return name
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 

@@ -1,0 +1,176 @@
+"""`swarm_node.train` in somebody else's process: callbacks, Ctrl-C, threads, errors."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import swarm_node
+from swarm_node.runtime.api import resolve
+
+TINY: dict[str, Any] = {
+    "run_dir": "run",
+    "rounds": 3,
+    "tasks": ["small/gcd"],
+    "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+    "eval": {"questions": 4, "samples": 2},
+    "checkpoints": {"every": 1},
+}
+
+
+class Recorder(swarm_node.Callback):
+    """Keeps what it hears, and the threads in which it heard it."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+        self.threads: set[threading.Thread] = set()
+
+    def keep(self, what: str, value: Any) -> None:
+        self.heard.append((what, value))
+        self.threads.add(threading.current_thread())
+
+    def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+        self.keep("round", round)
+        assert metrics["round"] == round and metrics["reward"] >= 0
+
+    def on_evaluation(self, round: int, figures: Mapping[str, Any]) -> None:
+        self.keep("evaluation", round)
+        assert figures["all"].questions == figures["gcd"].questions == 4
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.keep("checkpoint", path.name)
+        assert (path / "SHA256SUMS").exists()
+
+    def on_end(self, result: swarm_node.TrainResult) -> None:
+        self.keep("end", result)
+
+
+class Until(swarm_node.Callback):
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_round(self, round: int, metrics: Mapping[str, Any]) -> bool:
+        return round == self.last
+
+
+class Interrupt(swarm_node.Callback):
+    """Sends Ctrl-C so many times in the first round."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+        for _ in range(self.times):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_callbacks_hear_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    result = swarm_node.train(TINY, [recorder], quiet=True)
+    assert [each for each in recorder.heard if each[0] in ("round", "evaluation")] == [
+        ("evaluation", 0),
+        *(("round", n) for n in (1, 2, 3)),
+        ("evaluation", 3),
+    ]
+    saved = [name for what, name in recorder.heard if what == "checkpoint"]
+    assert saved == ["round-00000001", "round-00000002", "round-00000003"]
+    assert recorder.heard[-1] == ("end", result) and recorder.threads == {threading.current_thread()}
+    assert (result.rounds, result.finished, result.figures.rounds_recorded) == (3, True, 3)
+    assert result.figures.held_out is not None and result.figures.held_out.questions == 4
+    assert result.checkpoint == Path("run/checkpoints/round-00000003")
+    assert [record["round"] for record in result.metrics()] == [1, 2, 3]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_callback_ends_the_run_and_train_resumes_it() -> None:
+    recorder = Recorder()
+    first = swarm_node.train(TINY, [Until(2), recorder], quiet=True)
+    assert (first.rounds, first.finished) == (2, False)
+    assert ("evaluation", 2) in recorder.heard, "as at the end of any run"
+    again = swarm_node.train({"run_dir": "run"}, quiet=True)  # the run's own settings
+    assert (again.rounds, again.finished, again.figures.resumed_at) == (3, True, 2)
+
+
+def test_a_failing_callback_loses_no_round() -> None:
+    class Broken(swarm_node.Callback):
+        def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+            if round == 2:
+                raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        swarm_node.train(TINY | {"checkpoints": {"every": 100}}, [Broken()], quiet=True)
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["round-00000002"]
+
+
+def test_ctrl_c_saves_and_returns() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    result = swarm_node.train(TINY, [Interrupt(1)], quiet=True)
+    assert (result.rounds, result.finished) == (1, False) and result.checkpoint is not None
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with pytest.raises(KeyboardInterrupt):
+        swarm_node.train(TINY, [Interrupt(2)], quiet=True)
+    assert [record["round"] for record in result.metrics()] == [1, 2]
+    assert signal.getsignal(signal.SIGINT) == before[0]
+
+
+def test_another_thread_takes_no_signal() -> None:
+    before, handlers, results = signal.getsignal(signal.SIGINT), [], []
+
+    class Look(swarm_node.Callback):
+        def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    def work() -> None:
+        results.append(swarm_node.train(TINY | {"rounds": 1}, [Look()], quiet=True))
+        with pytest.raises(swarm_node.UserError, match="main thread"):
+            swarm_node.train(TINY | {"rounds": 2, "resources": {"max_cpu": 50}}, quiet=True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results[0].finished and handlers == [before]
+
+
+def test_wrong_settings_raise_a_users_error() -> None:
+    for config, message in [
+        ({"round": 3}, "unknown key round in config; did you mean rounds?"),
+        ({"grpo": {"loss": "gpso"}}, "did you mean 'gspo'?"),
+        ("nowhere.toml", "cannot read the configuration nowhere.toml"),
+    ]:
+        with pytest.raises(swarm_node.UserError) as caught:
+            swarm_node.train(config)
+        assert message in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_tables_files_and_objects_mean_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('rounds = 3\n[grpo]\nbetas = [0.8, 0.9]\nloss = "gspo"\n')
+    table = {"rounds": 3, "grpo": {"betas": (0.8, 0.9), "loss": "gspo"}}
+    found = [resolve(config) for config in (table, str(file), file, swarm_node.NodeConfig.model_validate(table))]
+    assert all(each == found[0] for each in found) and found[0].grpo.loss == "gspo"
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import sys, swarm_node; print({'torch', 'pydantic', 'typer'} & {*sys.modules}); swarm_node.train; "
+    code += "print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["set()", "False"]
+    assert all(getattr(swarm_node, name) for name in swarm_node.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = swarm_node.trian  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_example_runs(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(root / "examples/train.py")], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ended after" in done.stdout and Path("runs/example-model/model.safetensors").exists()
