@@ -41,6 +41,8 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "doctor": swarm.doctor,
         "identity show": swarm.show_identity,
         "identity new": swarm.new_identity,
+        "identity export": swarm.export_identity,
+        "identity import": swarm.import_identity,
     },
     "Use": {"eval": model.evaluate_model, "export": model.export, "merge": model.merge_models},
     "Look": {
@@ -61,8 +63,8 @@ GROUPS = {
 """First word of several commands -> explanation."""
 EPILOG = (
     "Every option is also an environment variable (SWARM_NODE_ROUNDS for --rounds), and so is every key of "
-    "the configuration (SWARM_NODE_GRPO__LOSS for grpo.loss). Later sources win: defaults, settings of the run in this "
-    "directory, file, environment, options, --set."
+    "the configuration (SWARM_NODE_GRPO__LOSS for grpo.loss). With _FILE at its end, it names a file with the value. "
+    "Later sources win: defaults, settings of the run in this directory, file, environment, options, --set."
 )
 
 

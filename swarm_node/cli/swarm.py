@@ -10,7 +10,9 @@ import typer
 
 from swarm_node.cli.options import CommandSettings, Json, option
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import RunDir, os_errors_explained
+from swarm_node.storage.rundir import RunDir
+
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of a key, as `identity export` writes it.")]
 
 
 def new(
@@ -115,43 +117,28 @@ def doctor(
 
 
 def show_identity(settings: CommandSettings) -> None:
-    """Print the peer id of a run."""
-    typer.echo(_identity_of(_joined_run(settings)))
+    """Print the peer id of a run, and its key file."""
+    from swarm_node.cli.commands import identity
+
+    typer.echo(identity.shown(settings.load(swarm="any")))
 
 
 def new_identity(settings: CommandSettings) -> None:
     """Create a key for a run that has none, and print its peer id. Never replaces a key."""
-    from protocol.identity import Identity
+    from swarm_node.cli.commands import identity
 
-    run = _joined_run(settings)
-    with os_errors_explained(run.identity):
-        run.path.mkdir(parents=True, exist_ok=True)
-        try:
-            Identity.generate().save(run.identity)
-        except FileExistsError as error:
-            raise UserError(
-                f"{run.identity} exists already; it is the key of this peer, so move it away first"
-            ) from error
-    typer.echo(_identity_of(run))
+    typer.echo(identity.create(settings.load(swarm="any")))
 
 
-def _joined_run(settings: CommandSettings) -> RunDir:
-    """The directory that `join` would use."""
-    return RunDir(settings.load(swarm="any").directory)
+def export_identity(settings: CommandSettings, file: KeyFile) -> None:
+    """Copy the key of a run to a new file that only you can read, for a backup or another machine."""
+    from swarm_node.cli.commands import identity
+
+    typer.echo(identity.export_key(settings.load(swarm="any"), file))
 
 
-def _identity_of(run: RunDir) -> str:
-    """Peer id and path of the key file. Raises UserError."""
-    from protocol.errors import LocalProtocolError
-    from protocol.identity import Identity
+def import_identity(settings: CommandSettings, file: KeyFile) -> None:
+    """Give a run that has no key the one in a file. Never replaces a key."""
+    from swarm_node.cli.commands import identity
 
-    try:
-        return f"{Identity.load(run.identity).peer_id}\n{run.identity}"
-    except FileNotFoundError as error:
-        raise UserError(
-            f"no identity in {run.path}: joining a swarm creates one, and so does `swarm-node identity new`"
-        ) from error
-    except LocalProtocolError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read {run.identity}: {error.strerror}") from error
+    typer.echo(identity.import_key(settings.load(swarm="any"), file))

@@ -10,7 +10,7 @@ from textwrap import shorten
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, subsections
+from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, all_keys, subsections
 from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
 
@@ -38,7 +38,9 @@ def explain(error: ValidationError, source: str) -> str:
     if isinstance(value, dict) and len(value) == 1 and field is not None and dict(subsections(field)):
         ((name, value),) = value.items()  # all that was given of the section
         key += f".{name}"
-    return f"{key} = {shorten(_shown(value), 80)} in {source}: {message}"
+    is_secret = source.startswith(VARIABLE_PREFIX) and source.endswith(FILE_SUFFIX)
+    shown = "(hidden)" if is_secret else shorten(_shown(value), 80)
+    return f"{key} = {shown} in {source}: {message}"
 
 
 def _tells(error: ErrorDetails) -> tuple[bool, bool, int, bool]:

@@ -14,6 +14,7 @@ from swarm_node.config.section import Section
 
 Table = dict[str, Any]  # nested, as in a TOML file
 VARIABLE_PREFIX = "SWARM_NODE_"  # start of the names of environment variables
+FILE_SUFFIX = "_FILE"  # end of the name of a variable that names a file with the value: a mounted secret
 
 
 @cache

@@ -2,6 +2,8 @@
 
 defaults < settings of the run < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < options (--seed 3)
          < --set grpo.loss=gspo
+
+SWARM_NODE_PIPELINE__CREW_FILE=/run/secrets/crew takes the value from that file, and so does every key.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from swarm_node.config.explaining import did_you_mean, explain
-from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
+from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name
 from swarm_node.config.own import HOW_LONG, own_layer, read_toml, say_kept
@@ -26,6 +28,7 @@ from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
 
 SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
+MAX_SECRET_CHARS = 65_536  # longest value in a file
 Layers = Sequence[tuple[str, Table]]  # (source, partial table) in rising precedence
 
 
@@ -141,8 +144,14 @@ def read_layers(
     layers = [] if file is None else [(str(file), read_toml(file, "the configuration"))]
     variables = all_variables()
     for name in sorted(name for name in env if name.startswith(VARIABLE_PREFIX)):
+        plain = name.removesuffix(FILE_SUFFIX)
         if name in variables:
             layers.append((name, nest(variables[name], _parse(env[name], all_keys()[variables[name]]))))
+        elif plain in variables:
+            key = variables[plain]
+            if twice := [other for other in sorted(env) if variables.get(other) == key]:
+                raise UserError(f"both {twice[0]} and {name} are set: {key} takes one of them")
+            layers.append((name, nest(key, _parse(_secret(name, env[name]), all_keys()[key]))))
         elif name != SETS_VARIABLE and name not in others:
             hint = did_you_mean(name, [*variables, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
@@ -151,6 +160,21 @@ def read_layers(
     given = {name: value for name, value in flags.items() if value is not None}
     layers += [("--" + name.replace("_", "-"), nest(keys.get(name, name), value)) for name, value in given.items()]
     return layers + [("--set", _parse_set(text, "--set")) for text in sets]
+
+
+def _secret(variable: str, file: str) -> str:
+    """The text in the file that an environment variable names, without blanks around it. Raises UserError."""
+    try:
+        with Path(file).open(encoding="utf-8") as stream:
+            text = stream.read(MAX_SECRET_CHARS + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {file!r}, which {variable} names: {error.strerror}") from None
+    except ValueError:  # UnicodeDecodeError, or a NUL in the name
+        raise UserError(f"{file!r}, which {variable} names, is not UTF-8 text") from None
+    if len(text) > MAX_SECRET_CHARS or not text.strip():
+        wrong = "empty" if not text.strip() else f"longer than {MAX_SECRET_CHARS} characters"
+        raise UserError(f"{file!r}, which {variable} names, is {wrong}: it must hold one value")
+    return text.strip()
 
 
 def _split_sets(text: str) -> list[str]:

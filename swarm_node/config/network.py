@@ -65,6 +65,9 @@ Rate = Annotated[float, Field(ge=0), AfterValidator(_checked_rate)]
 class NetworkConfig(Section):
     """Where this node listens, and which addresses it announces."""
 
+    identity: str | None = None
+    """Key file that makes this node's peer id, such as a mounted secret. It is read and never written. Unset =
+    identity.key in the run directory, made at the first start."""
     listen: Annotated[str, AfterValidator(checked_ip)] = NetworkSettings.listen
     """IP address to listen on; 127.0.0.1 = this machine only."""
     port: int = Field(NetworkSettings.port, ge=0, lt=65536)

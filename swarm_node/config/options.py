@@ -82,6 +82,7 @@ OPTIONS = (
     ),
     KeyOption("pipeline.crew", "--crew", "join", metavar="NAME"),
     KeyOption("pipeline.stage", "--stage", "join", metavar="auto|K"),
+    KeyOption("network.identity", "--identity", "join bootstrap identity", NETWORK, "FILE"),
     KeyOption("network.listen", "--listen", "join bootstrap", NETWORK, "IP"),
     KeyOption("network.announce", "--announce", "join bootstrap", NETWORK, "IP|HOST"),
     KeyOption("network.port", "--port", "join bootstrap", NETWORK),

@@ -25,7 +25,7 @@ from swarm_node.swarm.base_weights.finding import choose_model
 from swarm_node.swarm.links import Swarm, keep, kept_manifest
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
-from swarm_node.swarm.network import open_transport, serve_swarm, visitor
+from swarm_node.swarm.network import identity_file, open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
@@ -83,8 +83,9 @@ def join_swarm(
         waited_s = time.monotonic() - began
     keep(manifest, run, swarm.named)
     try:
-        with os_errors_explained(run.identity):
-            identity = Identity.load_or_create(run.identity)
+        key = identity_file(config.network, run)
+        with os_errors_explained(key):
+            identity = Identity.load_or_create(key)
     except LocalProtocolError as error:
         raise UserError(str(error)) from error
     transport = open_transport(config.network, manifest, swarm.peers, run, say)

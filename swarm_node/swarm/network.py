@@ -26,11 +26,21 @@ if TYPE_CHECKING:
 def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
     """The transport's settings; `peers` are added to the bootstrap addresses of the configuration. Raises UserError."""
     check_addresses(config.bootstrap)
-    table = config.model_dump()
+    table = config.model_dump(exclude={"identity"})
     table["bootstrap"] = tuple(distinct([*config.bootstrap, *peers]))
     table["announce"] = tuple(config.announce)
     table["named_ports"] = tuple(sorted({"port", "gossip_port"} & config.model_fields_set))
     return NetworkSettings(**table)
+
+
+def identity_file(config: NetworkConfig, run: RunDir) -> Path:
+    """The key file of this node. Raises UserError if the user named one that is not there."""
+    if config.identity is None:
+        return run.identity
+    file = Path(config.identity).expanduser()
+    if not file.is_file():
+        raise UserError(f"no key file at {file} (network.identity); `swarm-node identity export {file}` writes one")
+    return file
 
 
 def open_transport(
@@ -42,7 +52,7 @@ def open_transport(
     try:
         with os_errors_explained(run.path):
             return P2PTransport(
-                identity_path=run.identity,
+                identity_path=identity_file(config, run),
                 swarm=manifest.swarm_id,
                 settings=settings_of(config, [*peers, *manifest.bootstrap]),
                 shards=manifest.shards,

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.cli.options import COMMAND_VARIABLES
 from swarm_node.config import load_config
+from swarm_node.config.keys import FILE_SUFFIX
 from swarm_node.config.options import all_variables
 from swarm_node.errors import UserError
 from tests.support.pages import ELSEWHERE, Command, stands_for_something
@@ -160,5 +161,5 @@ def check_syntax(script: str) -> None:
 def check_variables(text: str) -> None:
     """Each SWARM_NODE_* variable sets something."""
     for name in VARIABLE.findall(text):
-        known = name in all_variables() or name in COMMAND_VARIABLES
+        known = name.removesuffix(FILE_SUFFIX) in all_variables() or name in COMMAND_VARIABLES
         assert known, f"{name} sets nothing: no key of the configuration and no option has it"

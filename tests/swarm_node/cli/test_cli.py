@@ -367,6 +367,39 @@ def test_identity_is_made_once() -> None:
     assert "restore it" in run("identity", "show", "--run-dir", "runs/a").stderr
 
 
+def test_a_key_moves_to_another_run() -> None:
+    peer = run("identity", "new", "--run-dir", "runs/a").stdout.splitlines()[0]
+    exported = run("identity", "export", "--run-dir", "runs/a", "backup.key")
+    assert exported.exit_code == 0 and exported.stdout.splitlines()[0] == peer
+    assert Path("backup.key").stat().st_mode & 0o777 == 0o600
+    assert run("identity", "import", "--run-dir", "runs/b", "backup.key").stdout.splitlines()[0] == peer
+    assert Path("runs/b/identity.key").read_bytes() == Path("runs/a/identity.key").read_bytes()
+    assert Path("runs/b/identity.key").stat().st_mode & 0o777 == 0o600
+    shown = run("identity", "show", "--run-dir", "runs/none", "--identity", "backup.key")
+    assert shown.stdout.splitlines() == [peer, "backup.key"]
+
+
+def test_no_key_is_replaced_by_another() -> None:
+    run("identity", "new", "--run-dir", "runs/a")
+    run("identity", "new", "--run-dir", "runs/b")
+    key = Path("runs/b/identity.key").read_bytes()
+    for arguments in (
+        ["import", "--run-dir", "runs/b", "runs/a/identity.key"],
+        ["export", "--run-dir", "runs/a", "runs/b/identity.key"],
+    ):
+        refused = run("identity", *arguments)
+        assert refused.exit_code == 2 and "runs/b/identity.key exists already" in refused.stderr
+    assert Path("runs/b/identity.key").read_bytes() == key
+
+
+def test_what_is_no_key_is_not_imported() -> None:
+    Path("notes.txt").write_text("x" * 68)
+    for file, message in (("notes.txt", "is not an Ed25519 identity file"), ("none.key", "no key file at none.key")):
+        refused = run("identity", "import", "--run-dir", "runs/a", file)
+        assert refused.exit_code == 2 and message in refused.stderr
+    assert not Path("runs").exists()
+
+
 def test_ending_runs_no_garbage_collection() -> None:
     program = (
         "import gc, sys; from swarm_node.cli.app import main; gc.disable()\n"

@@ -108,6 +108,39 @@ def test_unknown_keys_name_the_nearest_one(text: str, message: str) -> None:
         load_config(file)
 
 
+def test_any_key_may_be_in_a_file() -> None:
+    Path("crew").write_text("home\n")
+    Path("rounds").write_text(" 7\n")
+    env = {"SWARM_NODE_PIPELINE__CREW_FILE": "crew", "SWARM_NODE_ROUNDS_FILE": "rounds"}
+    config = load_config(env=env | {"SWARM_NODE_PIPELINE__STAGES": "2"})
+    assert (config.pipeline.crew, config.rounds) == ("home", 7)
+
+
+@pytest.mark.parametrize("other", ["SWARM_NODE_CREW", "SWARM_NODE_PIPELINE__CREW"])
+def test_a_value_and_its_file_are_refused(other: str) -> None:
+    Path("crew").write_text("home")
+    message = f"^both {other} and SWARM_NODE_CREW_FILE are set: pipeline.crew takes one of them$"
+    with pytest.raises(UserError, match=message):
+        load_config(env={other: "home", "SWARM_NODE_CREW_FILE": "crew"})
+
+
+def test_a_bad_secret_file_is_named_not_shown() -> None:
+    Path("bad").write_text("my secret \u0007")
+    Path("empty").write_text("\n")
+    Path("binary").write_bytes(b"\xff\xfe")
+    Path("long").write_text("x" * 70_000)
+    for file, message in (
+        ("none", "cannot read 'none', which SWARM_NODE_CREW_FILE names: No such file or directory"),
+        ("empty", "'empty', which SWARM_NODE_CREW_FILE names, is empty: it must hold one value"),
+        ("binary", "'binary', which SWARM_NODE_CREW_FILE names, is not UTF-8 text"),
+        ("long", "'long', which SWARM_NODE_CREW_FILE names, is longer than 65536 characters"),
+        ("bad", "pipeline.crew = (hidden) in SWARM_NODE_CREW_FILE: must"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_config(env={"SWARM_NODE_CREW_FILE": file})
+        assert str(caught.value).startswith(message) and "my secret" not in str(caught.value)
+
+
 def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
     with pytest.raises(
         UserError, match="^unknown environment variable SWARM_NODE_ROUND; did you mean SWARM_NODE_ROUNDS"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import RemoteProtocolError
+from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from swarm_node.config import (
     NetworkConfig,
@@ -17,7 +18,7 @@ from swarm_node.config import (
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import render
-from swarm_node.swarm.network import open_transport, serve_swarm, settings_of
+from swarm_node.swarm.network import identity_file, open_transport, serve_swarm, settings_of
 from tests.support.fake_transport import FakeTransport, address
 from tests.support.manifests import PLAIN, QUESTIONS, with_questions
 
@@ -46,6 +47,17 @@ def test_files_that_cannot_be_read_are_explained(run: RunDir, name: str, monkeyp
     (run.path / name).mkdir()
     with pytest.raises(UserError, match=f"run/{name}: Is a directory"):
         open_transport(NetworkConfig(), PLAIN, [], run, print)
+
+
+def test_a_mounted_key_is_used_in_place_of_the_runs(run: RunDir) -> None:
+    assert identity_file(NetworkConfig(), run) == run.identity
+    with pytest.raises(UserError, match="no key file at secret.key"):
+        identity_file(NetworkConfig(identity="secret.key"), run)
+    Identity.generate(bytes(32)).save(Path("secret.key"))
+    Path("secret.key").chmod(0o400)
+    assert identity_file(NetworkConfig(identity="secret.key"), run) == Path("secret.key")
+    settings_of(NetworkConfig(identity="secret.key"), [])
+    assert not run.identity.exists()
 
 
 def test_settings_join_configuration_and_swarm() -> None:
