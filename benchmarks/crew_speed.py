@@ -112,7 +112,7 @@ def random_policy(size: Model, folder: Path) -> Path:
     """A starter that was taught nothing."""
     from transformers import AutoTokenizer
 
-    from swarm_node.policy.loading import starter_path
+    from swarm_node.policy.model_path import starter_path
     from swarm_node.policy.policy import save
     from swarm_node.policy.starter import build_model
 

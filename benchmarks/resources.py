@@ -176,7 +176,7 @@ def make_policy(folder: Path) -> str:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from swarm_node.policy.loading import starter_path
+    from swarm_node.policy.model_path import starter_path
     from swarm_node.policy.policy import save
 
     tokenizer = AutoTokenizer.from_pretrained(starter_path())

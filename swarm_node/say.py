@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 Say = Callable[[str], None]  # takes one sentence for the user, from any thread
@@ -9,6 +10,23 @@ Say = Callable[[str], None]  # takes one sentence for the user, from any thread
 
 class Warned(str):
     """A sentence of level `warning`: something failed or was lost, and the node goes on. Any `Say` takes it."""
+
+
+class Detail(str):
+    """A sentence of level `debug`: a technical detail, shown with --verbose alone. Any `Say` takes it."""
+
+
+def level_of(sentence: str) -> int:
+    """The level of a sentence, as `logging` counts them."""
+    if isinstance(sentence, Warned):
+        return logging.WARNING
+    return logging.DEBUG if isinstance(sentence, Detail) else logging.INFO
+
+
+def is_shown(level: int) -> bool:
+    """Whether sentences of this level are shown in this process, by --verbose and --quiet or by the level of the
+    logger "swarm_node"."""
+    return level >= (logging.getLogger("swarm_node").level or logging.INFO)
 
 
 class Once:

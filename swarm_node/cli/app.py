@@ -19,7 +19,7 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
-from swarm_node.cli.options import with_settings
+from swarm_node.cli.options import with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import NobodyReached, PluginError, SwarmNodeError
 
@@ -126,7 +126,7 @@ def _application() -> typer.Typer:
     for panel, commands in COMMANDS.items():
         for words, function in commands.items():
             first, _, second = words.partition(" ")
-            command = _reporting(with_settings(function, first))
+            command = _reporting(with_verbosity(with_settings(function, first)))
             if second:
                 groups[first].command(second)(command)
             else:

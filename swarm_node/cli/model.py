@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, option, split_names
+from swarm_node.cli.options import CommandSettings, Json, note, option, split_names, starting
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, check_new_directory
@@ -25,6 +26,8 @@ def starter(
     seed: Annotated[int, option("--seed", explanation("seed"), min=0)] = 0,
 ) -> None:
     """Train the starter model, or a bigger one, from nothing."""
+    check_new_directory(out, make=False)
+    starting()
     from swarm_node.cli.commands.starter import make_starter
 
     typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
@@ -43,9 +46,17 @@ def evaluate_model(
     json_output: Json = False,
 ) -> None:
     """Measure pass@1 and pass@k on held-out questions."""
+    from swarm_node.policy.model_path import checked
+    from swarm_node.tasks.checking import check_specs
+
+    names = split_names(tasks)
+    check_specs(names or [], answer_needed=False)
+    if not RunDir(target).exists and target != "starter":
+        checked(target)
+    starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, split_names(tasks), samples, questions, json_output)
+    main(target, names, samples, questions, json_output)
 
 
 def export(
@@ -56,9 +67,13 @@ def export(
     out: Annotated[Path, typer.Argument(help="New directory for the model.")],
 ) -> None:
     """Write the trained model for transformers (or PEFT, if it is an adapter)."""
+    for run in runs:
+        RunDir(run).check_exists()
+    check_new_directory(out, make=False)
+    starting()
     from swarm_node.cli.commands.export import export_run
 
-    export_run(runs, out)
+    export_run(runs, out, partial(note, err=False))
 
 
 def merge_models(
@@ -124,6 +139,7 @@ def merge_models(
         raise UserError("a merge is of one swarm, or of run directories")
     runs = [] if with_swarm else runs_of(sources)
     check_new_directory(out, make=False)
+    starting()
     from swarm_node.cli.commands.merge import MergeRequest, main
 
     request = MergeRequest(out, method, scale, questions, json_output, timeout, cohort, split_names(without) or [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,17 +25,19 @@ from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
+from swarm_node.errors import UserError
+from swarm_node.say import is_shown, level_of
 
 CONFIGURATION = "Configuration"
 COMMAND_VARIABLES: set[str] = set()
 """Environment variables of options that set no key of the configuration: `option` adds them."""
 
 
-def option(flag: str, help: str, variable: str = "", **settings: Any) -> Any:
+def option(flag: str, help: str, variable: str = "", short: str = "", **settings: Any) -> Any:
     """An option that sets no key. Its environment variable is named after it, unless `variable` names another."""
     name = VARIABLE_PREFIX + (variable or flag.removeprefix("--").replace("-", "_").upper())
     COMMAND_VARIABLES.add(name)
-    return typer.Option(flag, envvar=name, show_envvar=False, help=help, **settings)
+    return typer.Option(*filter(None, (flag, short)), envvar=name, show_envvar=False, help=help, **settings)
 
 
 Json = Annotated[
@@ -59,6 +62,22 @@ Sets = Annotated[
 ]
 
 
+Verbose = Annotated[bool, option("--verbose", "Also show technical details.", short="-v")]
+Quiet = Annotated[bool, option("--quiet", "Show results, warnings and errors only.", short="-q")]
+
+
+def note(sentence: str, err: bool = True) -> None:
+    """Show a sentence about what a command does, unless --quiet or its level says otherwise. `err`: on standard error,
+    not on standard output."""
+    if is_shown(level_of(sentence)):
+        typer.echo(sentence, err=err)
+
+
+def starting(what: str = "loading torch") -> None:
+    """Show at once that a command has begun, before it imports what takes seconds."""
+    note(f"starting ({what}) …")
+
+
 @dataclass(frozen=True)
 class CommandSettings:
     """The part of a command line that sets the configuration."""
@@ -80,14 +99,14 @@ class CommandSettings:
     def load_run(self, member: bool) -> NodeConfig:
         """The configuration for a start in a directory that may have a run. Raises UserError."""
         layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
-        return load_run_config(layers, member, lambda text: typer.echo(text, err=True))
+        return load_run_config(layers, member, note)
 
     def load_again(self, run: Path) -> NodeConfig:
         """The configuration to go on with the run in the directory `run`: its own settings, and those given here. Its
         `swarm` says whether it is a member's. Raises UserError."""
         own = read_own(run / "config.toml")
         layers = read_layers(self.file, os.environ, self.flags | {"run_dir": str(run)}, self.sets, COMMAND_VARIABLES)
-        return load_run_config(layers, own.swarm is not None, lambda text: typer.echo(text, err=True))
+        return load_run_config(layers, own.swarm is not None, note)
 
 
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:
@@ -117,6 +136,34 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
 
     run.__signature__ = inspect.Signature(list(parameters()))  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters()}
+    return run
+
+
+def with_verbosity(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with the options --verbose and --quiet, which set the level of the logger "swarm_node"."""
+    declared = [
+        parameter.replace(kind=Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+    ]
+    declared += [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in (("verbose", Verbose), ("quiet", Quiet))
+    ]
+
+    @functools.wraps(function)
+    def run(verbose: bool, quiet: bool, **values: Any) -> None:
+        if verbose and quiet:
+            raise UserError("--verbose and --quiet contradict each other: give one of them")
+        logger = logging.getLogger("swarm_node")
+        before = logger.level
+        logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+        try:
+            function(**values)
+        finally:
+            logger.setLevel(before)
+
+    run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
     return run
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, DryRun, Json
+from swarm_node.cli.options import CommandSettings, DryRun, Json, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
@@ -44,9 +44,15 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     if dry_run:
         print_config(config, json_output)
         return
+    from swarm_node.runtime.preflight import check_material, check_run_place
     from swarm_node.swarm.links import swarm_to_join
 
-    found = swarm_to_join(config) if member else None  # before torch is loaded: a mistyped name is answered at once
+    check_run_place(config, member)
+    found = swarm_to_join(config) if member else None
+    own_model = found is None or "model" in config.policy.model_fields_set
+    check_material(config, own_tasks=found is None, own_model=own_model)
+    if config.log_format == "text":
+        starting()
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)

@@ -23,7 +23,6 @@ import io
 import math
 import os
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_node.observability.worth import unsolved
+from swarm_node.observability.wrapping import wrapped
 
 SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly noise
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
@@ -51,7 +51,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 10.0  # traffic is the mean over so many seconds
 MAX_PLAIN = 120  # most characters of a plain line; a longer one leaves out the traffic
-LINK = "swarm://"
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LINE_LEAST_S, LINE_MOST_S = 5.0, 60.0  # between plain lines
 
@@ -113,6 +112,7 @@ class ProgressDisplay:
         self._plain = line or (lambda text: print(text, file=self._stream, flush=True))
         self._as_lines = line is not None
         self._on_terminal = tty and not self._console.is_dumb_terminal and not json_output and line is None
+        self.quiet = False  # whether rounds are not shown; sentences are
         self._clock = clock
         self.waiting: Callable[[], str] = str
         """Returns what the run waits for; empty = it goes on. Called on the thread that draws the live lines."""
@@ -146,7 +146,7 @@ class ProgressDisplay:
         self._started_at = self._updated_at = self._clock()
         self._ended.append(self._now())
         self._rounds_at = None
-        if self._on_terminal:
+        if self._on_terminal and not self.quiet:
             self._live = Live(get_renderable=self.view, console=self._console, refresh_per_second=4)
             self._live.start()
 
@@ -210,7 +210,7 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif not self._on_terminal and self._round != self._printed_round and len(self._ended) > 1:
+        elif not self._on_terminal and not self.quiet and self._round != self._printed_round and len(self._ended) > 1:
             self._print_line()
 
     def _share(self) -> float:
@@ -229,6 +229,8 @@ class ProgressDisplay:
         return int(10 * self._share() + 1e-9)
 
     def _line_due(self) -> bool:
+        if self.quiet:
+            return False
         since = self._ended[-1] - self._printed_at
         if self._printed_round is None or self._round >= self._total or since >= LINE_MOST_S:
             return True
@@ -244,17 +246,11 @@ class ProgressDisplay:
 
     def _print(self, text: str, indent: int = 0) -> None:
         if self._on_terminal:
-            lines = [self._broken(line, indent) for line in text.split("\n")]
+            wide = max(indent + 10, self._console.width)
+            lines = [wrapped(line, wide, indent) for line in text.split("\n")]
             self._console.print(Text("\n".join(lines)), soft_wrap=True)
         else:
             self._plain(text)
-
-    def _broken(self, line: str, indent: int) -> str:
-        """`line` broken between words, unless it has a link, which users copy with its command."""
-        wide = max(indent + 10, self._console.width)
-        if LINK in line or cell_len(line) <= wide:
-            return line
-        return textwrap.fill(line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
     def view(self) -> Group:
         """The lines that stay on a terminal, none wider than it. Also called from Rich's thread."""

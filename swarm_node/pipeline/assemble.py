@@ -38,7 +38,7 @@ from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import prepare
-from swarm_node.storage.checkpoints import check_room
+from swarm_node.storage.room import check_room
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,12 @@ from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.model_path import LORA_ABOVE, checked, starter_path
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
+from swarm_node.say import Detail
 
-LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
@@ -79,16 +79,17 @@ def load_policy(
     choose_paths(policy, rollouts)
     trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
-    report(plan.where)
+    report(Detail(plan.where))
     if not samples:
         return policy
     rows = "packed" if policy.packing else "plain"
     full = "" if policy.split_head else ", full logits (this architecture alters its logits after the head)"
-    report(f"decoding with {_engine_name(policy)}, {rows} rows in updates{full}")
+    report(Detail(f"decoding with {_engine_name(policy)}, {rows} rows in updates{full}"))
     if tokenizer.chat_template:
         _ = policy.frame  # a template that is refused is refused now
     else:
-        report(f"no chat template in this tokenizer: prompts are {config.prompt_template!r} (policy.prompt_template)")
+        template = f"prompts are {config.prompt_template!r} (policy.prompt_template)"
+        report(Detail(f"no chat template in this tokenizer: {template}"))
     return policy
 
 
@@ -126,7 +127,7 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     """
     transformers_logging.disable_progress_bar()
     path = _path(config)
-    if report is not None and not is_offline_mode() and not Path(_checked(path)).is_dir():
+    if report is not None and not is_offline_mode() and not Path(checked(path)).is_dir():
         report(f"asking {constants.ENDPOINT} for {path}; without a connection this takes a minute or more")
     adapter = adapter_base(path)
     base, revision = (path, config.revision) if adapter is None else (adapter, None)
@@ -169,18 +170,13 @@ def lacks(base: str, name: str) -> str:
     return f"{base} lacks weights that its config asks for, for example {name}"
 
 
-def starter_path() -> str:
-    """Directory of the starter policy that ships with this package."""
-    return str(resources.files("swarm_node.policy") / "starter_model")
-
-
 def _path(config: PolicyConfig) -> str:
     return starter_path() if config.model == "starter" else config.model
 
 
 def _load(factory: Any, path: str, revision: str | None, **options: object) -> Any:
     """`from_pretrained` with everything dangerous off and its errors in one line."""
-    path = _checked(path)
+    path = checked(path)
     with refusing(factory.__name__.removeprefix("Auto"), path):
         return factory.from_pretrained(path, trust_remote_code=False, **_at(revision), **options)
 
@@ -191,7 +187,7 @@ def model_file(plan: Plan, name: str) -> Path | None:
 
 
 def _file(base: str, revision: str | None, name: str) -> Path | None:
-    path = _checked(base)
+    path = checked(base)
     with refusing(name, path):
         found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **_at(revision))
     return None if found is None else Path(found)
@@ -199,7 +195,7 @@ def _file(base: str, revision: str | None, name: str) -> Path | None:
 
 def _vetted_config(base: str, revision: str | None) -> Any:
     """The config of a model, after a check that nothing in it, or beside it, is dangerous to read."""
-    path = _checked(base)
+    path = checked(base)
     with refusing("Config", path):
         if find_adapter_config_file(path, **_at(revision)) is not None:  # transformers would put it on by itself
             raise UserError(
@@ -220,7 +216,7 @@ def weight_map(plan: Plan) -> dict[str, str]:
         return dict.fromkeys(vetting.check_header(whole), vetting.WEIGHTS)
     index = model_file(plan, vetting.INDEX)
     if index is None:
-        if (folder := Path(_checked(plan.base))).is_dir():
+        if (folder := Path(checked(plan.base))).is_dir():
             vetting.refuse_pickles(f"{plan.base} has its weights", folder.iterdir())
         raise UserError(f"{plan.base} has no {vetting.WEIGHTS}: {vetting.CONVERT}")
     return vetting.weight_map_of(plan.base, index)
@@ -255,12 +251,11 @@ def refusing(what: str, path: str) -> Iterator[None]:
         detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
         if Path(path).is_dir():
             raise UserError(f"cannot load {what} from {path}: {detail}") from exc
-        nowhere = "" if "/" in path else f"there is no directory {path}; taken as a name on the hub: "
         if _is_out_of_reach(exc):
             detail = f"the hub cannot be reached{' (HF_HUB_OFFLINE is set)' if is_offline_mode() else ''}"
         raise UserError(
-            f"{nowhere}cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); "
-            "other members of a swarm give a model only if the swarm's manifest names it"
+            f"cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); other members "
+            "of a swarm give a model only if the swarm's manifest names it"
         ) from exc
 
 
@@ -276,19 +271,6 @@ def _is_out_of_reach(error: BaseException) -> bool:
 
 def _at(revision: str | None) -> dict[str, str]:
     return {"revision": revision} if revision else {}
-
-
-def _checked(path: str) -> str:
-    """`path` as transformers wants it. UserError if it must be a directory and holds no model."""
-    folder = Path(path).expanduser()
-    if path.startswith((".", "/", "~")) or folder.exists() or (folder.parent.is_dir() and folder.parent != Path(".")):
-        path = str(folder)
-        if not folder.is_dir():
-            raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
-        if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-            run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "checkpoints").is_dir() else ""
-            raise UserError(f"no model in {path}: it has no config.json{run}")
-    return path
 
 
 def _device(name: str) -> torch.device:

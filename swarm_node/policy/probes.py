@@ -20,6 +20,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, find_engine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder
 from swarm_node.policy.policy import Policy
+from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
 HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
@@ -96,7 +97,7 @@ def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
             policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
         )
     except Exception as exc:  # many forward passes refuse such a mask, each in its own way
-        policy.report(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows")
+        policy.report(Detail(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows"))
         return False
     return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
 
@@ -112,7 +113,7 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
         for step, token in enumerate(one):
             ours.append(decoder.forward(cache, torch.full((4,), token, device=policy.device), step))
     except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
-        policy.report(f"the native engine does not suit this model ({type(exc).__name__}: {exc})")
+        policy.report(Detail(f"the native engine does not suit this model ({type(exc).__name__}: {exc})"))
         return False
     logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
     return all(

@@ -27,10 +27,10 @@ from torch.nn.modules.module import (
 
 from protocol.limits import MAX_LAYERS
 from swarm_node.errors import UserError
+from swarm_node.policy.model_path import MAX_HEADER_BYTES
 
 MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
 MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each
-MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
 MAX_TENSORS = 2**17
 """Tensors in all files of a model, and modules, parameters and buffers that its config makes: the largest mixture of
 experts known has 91,991. So many take some seconds."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
+from swarm_node.say import Detail
 from swarm_node.tasks.taskset import TaskSet, judge
 from swarm_node.types import Group, Sampling, Task
 
@@ -60,7 +61,7 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
     most = policy.max_positions // 2
     if config.max_new_tokens <= most:
         return config
-    report(f"rollouts.max_new_tokens {config.max_new_tokens} -> {most}: half of this model's positions")
+    report(Detail(f"rollouts.max_new_tokens {config.max_new_tokens} -> {most}: half of this model's positions"))
     return config.model_copy(update={"max_new_tokens": most})
 
 

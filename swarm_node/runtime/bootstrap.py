@@ -7,6 +7,7 @@ Everything else goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` p
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-import psutil
 
 from protocol.errors import LocalProtocolError
 from protocol.manifest import Manifest
@@ -32,12 +32,13 @@ from swarm_node.runtime.console import open_health, open_log, say, shown_as_line
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
+from swarm_node.runtime.preflight import check_run_place, port_holder
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import STATUS_S
-from swarm_node.say import Once, Warned
+from swarm_node.say import Once, Warned, is_shown
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
-from swarm_node.swarm.join import say_what_leaves
+from swarm_node.swarm.introduction import say_what_leaves
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
@@ -55,6 +56,9 @@ def run_bootstrap(config: NodeConfig) -> int:
     swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
     if RunDir(config.directory).has_trained:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
+    check_run_place(config, network=True)
+    if config.log_format == "text" and is_shown(logging.INFO):
+        _print("starting (loading the network) …")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         lines = shown_as_lines(config.log_format, name, sys.stderr)
@@ -135,20 +139,9 @@ def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
     except LocalProtocolError as error:
         raise UserError(str(error)) from error
     if lost:
-        taken = f"port {lost}, where this bootstrap was last time, is taken{_holder(lost)}"
+        taken = f"port {lost}, where this bootstrap was last time, is taken{port_holder(lost)}"
         remedy = f"free it, then start this again with --port {lost}"
         say(Warned(f"{taken}: links handed out before lead nowhere until it has it back ({remedy})"))
-
-
-def _holder(port: int) -> str:
-    """The process that listens on the port, in brackets; empty if the system does not tell."""
-    try:
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
-                return f" (by {psutil.Process(one.pid).name()}, process {one.pid})"
-    except (psutil.Error, OSError):
-        pass
-    return ""
 
 
 def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health) -> None:

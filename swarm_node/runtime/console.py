@@ -29,7 +29,7 @@ from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
 from swarm_node.observability.progress import Lasting, ProgressDisplay
-from swarm_node.say import Warned
+from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
@@ -43,9 +43,8 @@ class Show(Protocol):
 
 
 def say(text: str, kind: str = "note") -> None:
-    """Say one sentence, from any thread. `Warned` sentences have the level `warning`."""
-    level = logging.WARNING if isinstance(text, Warned) else logging.INFO
-    LOGGER.log(level, "%s", text, extra={"kind": kind})
+    """Say one sentence, from any thread. A `Warned` one has the level `warning`, a `Detail` the level `debug`."""
+    LOGGER.log(level_of(text), "%s", text, extra={"kind": kind})
 
 
 def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
@@ -72,15 +71,16 @@ def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
 
 def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
     """Show sentences that are logged below "swarm_node", and append them to events.jsonl, until the stack is closed.
-    The error that closes it is the last of them."""
+    The error that closes it is the last of them. What is shown depends on the level that the logger has now: `info`
+    and above unless it is set. The file gets all."""
     events = EventLog(run.events, lambda text: show(text, "note", "warning"))
     stack.callback(events.close)
-    handler = _Handler(show, events)
+    handler = _Handler(show, events, LOGGER.level or logging.INFO)
     stack.callback(setattr, LOGGER, "propagate", LOGGER.propagate)
     stack.callback(LOGGER.setLevel, LOGGER.level)
     stack.callback(LOGGER.removeHandler, handler)
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(logging.DEBUG)
     LOGGER.propagate = False  # a library that logs to the terminal must not say everything twice
     stack.push(_say_error)
     return events
@@ -113,6 +113,7 @@ class Console:
         lines = _nowhere if quiet else shown_as_lines(config.log_format, name, stream)
         line = None if lines is None else partial(lines, kind="progress", level="info")
         self.progress = ProgressDisplay(config.total_rounds, config.minutes, json_output, line=line)
+        self.progress.quiet = not is_shown(logging.INFO)
         self.events = open_log(run, lines or self._show, stack)
         self.health = Health()
         open_health(config, self.health, run, stack)
@@ -159,12 +160,15 @@ def _nowhere(text: str, kind: str, level: str) -> None:
 class _Handler(logging.Handler):
     """Shows one sentence at a time, and appends it to events.jsonl."""
 
-    def __init__(self, show: Show, events: EventLog) -> None:
+    def __init__(self, show: Show, events: EventLog, least: int) -> None:
+        """`least`: the level from which sentences are shown."""
         super().__init__()
         self._show = show
         self._events = events
+        self._least = least
 
     def emit(self, record: logging.LogRecord) -> None:
         text, kind = record.getMessage(), getattr(record, "kind", "note")
-        self._show(text, kind, record.levelname.lower())
+        if record.levelno >= self._least:
+            self._show(text, kind, record.levelname.lower())
         self._events.write(kind, text)

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.say import Warned
-from swarm_node.storage.rundir import existing_part, os_error_text, sync
+from swarm_node.storage.room import check_room
+from swarm_node.storage.rundir import os_error_text, sync
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
@@ -197,19 +198,6 @@ class CheckpointStore:
         ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
             shutil.rmtree(path)
-
-
-def check_room(folder: Path, size: int, there: int = 0) -> None:
-    """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more (or two, if it has none)."""
-    count = max(1, 2 - there)
-    free = shutil.disk_usage(existing_part(folder)).free
-    if count * size > free:
-        each = f"{size / 2**20:,.1f} MiB"
-        wanted = f"two checkpoints of {each}" if count > 1 else f"one more checkpoint of {each}"
-        raise UserError(
-            f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
-            "directory (--run-dir)"
-        )
 
 
 def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint:

@@ -138,9 +138,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         run = cls(path)
         with os_errors_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
-            others = {name for name in os.listdir(run.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
-            if not run.exists and others:
-                raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
+            run._check_content()
             run._take_lock()
             try:
                 for folder in (run.checkpoints, run.export, run.plots):
@@ -153,6 +151,27 @@ class RunDir(AbstractContextManager["RunDir"]):
                 left.unlink(missing_ok=True)
         return run
 
+    def check_usable(self) -> None:
+        """Raise UserError if `open` would, as far as can be told without writing anything."""
+        with os_errors_explained(self.path):
+            there = existing_part(self.path)
+            if not there.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(there))
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable", str(there))
+            if self.path.exists():
+                self._check_content()
+        if self.in_use:
+            raise self._used()
+
+    def _check_content(self) -> None:
+        others = {name for name in os.listdir(self.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
+        if not self.exists and others:
+            raise UserError(f"{self.path} holds other things than a run; choose another --run-dir")
+
+    def _used(self) -> UserError:
+        return UserError(f"{self.path} is in use by process {self.holder}: stop it, or choose another --run-dir")
+
     def _take_lock(self) -> None:
         """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""
         self._lock = lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -162,8 +181,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             os.write(lock, f"{os.getpid()}\n".encode())
         except BlockingIOError as error:
             self.close()
-            used = f"{self.path} is in use by process {self.holder}"
-            raise UserError(f"{used}: stop it, or choose another --run-dir") from error
+            raise self._used() from error
         except OSError:
             self.close()
             raise

@@ -22,15 +22,14 @@ from swarm_node.errors import NobodyReached, UserError
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
-from swarm_node.swarm.links import Swarm, keep, kept_manifest
+from swarm_node.swarm.introduction import say_what_leaves
+from swarm_node.swarm.links import Swarm, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import identity_file, open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
-
-DECLARED = "how many of its answers are right, its held-out figure and whose groups it trains on"
 
 
 @dataclass(frozen=True)
@@ -104,28 +103,3 @@ def join_swarm(
     with waiting():
         model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
     return JoinedSwarm(manifest, identity, transport, tasks, model, waited_s)
-
-
-def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
-    """Say what members will see of this machine, before they do: once for each swarm and run directory. Nothing is
-    said of a swarm that was made here for processes of this machine."""
-    kept = kept_manifest(run)
-    if (not swarm.named and config.network.listen == "127.0.0.1") or (kept is not None and kept.swarm_id == swarm.id):
-        return
-    seen, stored = "this machine's IP address and the node's name", "Answers of others are passed on"
-    if trains:
-        seen += ", its speed, the kind and progress of its model, and the answers that its model writes"
-        if config.averaging.method != "none" or config.pipeline.stages:
-            seen += "; also the weights it trains"
-        if config.sharing.declare:
-            seen += f"; and {DECLARED} (sharing.declare)"
-        stored = f"Answers of others are stored in {run.path}, and never executed"
-    given = ""
-    if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
-        if_any = "" if swarm.manifest else ", if it has one,"
-        given = f"The files of the swarm's model{if_any} are given to members (sharing.give_model). "
-    relaying = "on (--relay)" if config.network.serve_relay else "off (--relay switches it on)"
-    say(
-        f"first time in this swarm. Its members will see: {seen}. {given}{stored}. "
-        f"Relaying the connections of others is {relaying}"
-    )

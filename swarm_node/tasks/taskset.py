@@ -29,8 +29,9 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.names import unknown_task
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
-from swarm_node.tasks.reasoning_gym import ReasoningGym, library, nearest
+from swarm_node.tasks.reasoning_gym import ReasoningGym, library
 from swarm_node.types import Rollout, Score, Task
 
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
@@ -233,12 +234,15 @@ def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
     elif name in ENVIRONMENTS or name in REFUSED or name in library():
         chosen = {name: table.config}
     else:
-        known = {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
-        hint = nearest(name, known)
-        raise UserError(f"unknown task {name!r}{hint} (`swarm-node tasks` lists all; a file ends in .jsonl)")
+        raise unknown_task(name, known_names())
     for path, options in chosen.items():
         environment = path.rpartition("/")[2]
         yield ENVIRONMENTS.get(environment, ReasoningGym)(environment, options, path)
+
+
+def known_names() -> set[str]:
+    """All names of sets, of their members and of environments."""
+    return {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
 
 
 def _own_source(name: str, options: dict[str, Any]) -> TaskSource:

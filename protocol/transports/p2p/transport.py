@@ -57,10 +57,12 @@ class P2PTransport:
         cache_file: Path | None = None,
         ports_file: Path | None = None,
         report: Callable[[str], None] = lambda sentence: None,
+        report_port: Callable[[str], None] | None = None,
     ) -> None:
         """Returns at once; the network comes up in the background. `limits` are the swarm's. `cache_file` keeps
         the addresses of peers from run to run, `ports_file` the ports. `report` is called with sentences for people, on
-        another thread, and ever more rarely for a sentence that repeats.
+        another thread, and ever more rarely for a sentence that repeats; `report_port`, if given, with those about a
+        port that is another than the wanted one.
 
         Raises LocalProtocolError for an identity file, a listen address or settings that cannot be used.
         """
@@ -68,7 +70,7 @@ class P2PTransport:
         self._identity_path, self._swarm, self._settings = identity_path, swarm, settings
         self._report = Reports(report)
         self._wake = asyncio.Event()
-        self._dht_port, self._gossip_port = choose_ports(settings, ports_file, self._report)
+        self._dht_port, self._gossip_port = choose_ports(settings, ports_file, report_port or self._report)
         told = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
         self._gossip = GossipSide(told, self._gossip_port, self._report, self._wake.set)
         self._services = Services(settings, self._report)

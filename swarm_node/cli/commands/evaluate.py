@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm_node.cli.commands.export import policy_of_run, tasks_of
+from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
@@ -27,7 +28,7 @@ from swarm_node.tasks.option_limits import check_options
 def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
     an exported model are measured with the tasks and the sampling settings of their training."""
-    say = Console(stderr=True, highlight=False).print
+    say = note
     run = RunDir(target)
     if run.exists:
         policy, config = policy_of_run(Path(target), say)

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
+from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.own import read_own
 from swarm_node.config.training import EvalConfig
@@ -108,13 +109,7 @@ class MergeRequest:
 def main(runs: Sequence[RunDir], request: MergeRequest) -> None:
     """Merge runs. A table, or a JSON document, goes to standard output."""
     check_new_directory(request.out)
-    say = on_stderr()
-    merge_and_show(cohort_of_runs(runs, say), request, say)
-
-
-def on_stderr() -> Say:
-    """A printer of sentences without markup: paths, and names of strangers, may look like it."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+    merge_and_show(cohort_of_runs(runs, note), request, note)
 
 
 def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:

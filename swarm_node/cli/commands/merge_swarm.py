@@ -27,7 +27,8 @@ from swarm_node.averaging.cohort import cohorts_of
 from swarm_node.averaging.cohort_weights import MAX_VERSION, collect_weights
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
-from swarm_node.cli.commands.merge import Cohort, MergeRequest, merge_and_show, on_stderr
+from swarm_node.cli.commands.merge import Cohort, MergeRequest, merge_and_show
+from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.refusals import SHORT_ID
@@ -52,7 +53,7 @@ ASTRAY = 10.0  # members are left out whose weights are this many times further 
 
 def main(named: str, config: NodeConfig, request: MergeRequest) -> None:
     """Merge members of the swarm that is `named`."""
-    say, out, wanted, timeout_s = on_stderr(), request.out, request.cohort, request.timeout_s
+    say, out, wanted, timeout_s = note, request.out, request.cohort, request.timeout_s
     swarm = find_swarm(named)
     check_new_directory(out)
     with ExitStack() as stack:

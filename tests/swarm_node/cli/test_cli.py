@@ -57,6 +57,27 @@ def test_help_explains_every_option(words: tuple[str, ...]) -> None:
     assert "completion" not in result.output.replace("completions", "")
 
 
+def test_every_command_has_verbose_and_quiet() -> None:
+    for words, command in commands():
+        if not hasattr(command, "commands"):
+            flags = {flag for parameter in command.params for flag in parameter.opts}
+            assert {"-v", "--verbose", "-q", "--quiet"} <= flags, words
+
+
+def test_verbose_and_quiet_contradict_each_other() -> None:
+    result = run("config", "validate", "-v", "-q")
+    assert result.exit_code == 2 and "contradict each other" in result.stderr
+
+
+def test_quiet_leaves_the_result_alone(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.toml").write_text("[grpo]\nloss = 'gspo'\n")
+    told = run("local", "--run-dir", str(tmp_path / "r"), "--dry-run")
+    quiet = run("local", "--run-dir", str(tmp_path / "r"), "--dry-run", "-q")
+    assert "goes on with its own settings" in told.stderr and not quiet.stderr
+    assert quiet.stdout == told.stdout
+
+
 LOADS = """
 import importlib, sys
 heavy = "torch", "transformers", "peft", "hivemind", "libp2p", "reasoning_gym", "matplotlib"

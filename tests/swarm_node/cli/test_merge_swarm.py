@@ -30,7 +30,7 @@ from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
-from swarm_node.cli.commands.merge import Cohort, Merged, MergeRequest, merge, on_stderr
+from swarm_node.cli.commands.merge import Cohort, Merged, MergeRequest, merge
 from swarm_node.cli.commands.merge_swarm import (
     MAX_SOURCES,
     QUIET_S,
@@ -44,6 +44,7 @@ from swarm_node.cli.commands.merge_swarm import (
     sources,
 )
 from swarm_node.cli.model import is_swarm
+from swarm_node.cli.options import note
 from swarm_node.config import AveragingConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
@@ -309,7 +310,7 @@ def test_members_with_useless_weights_are_left_out(swarm: Swarm, tmp_path: Path,
 
 
 def test_a_strangers_words_are_shown_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    on_stderr()("left out: a (no [/mine])")
+    note("left out: a (no [/mine])")
     assert capsys.readouterr().err == "left out: a (no [/mine])\n"
 
 

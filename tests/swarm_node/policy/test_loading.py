@@ -143,8 +143,8 @@ def test_unloadable_models_are_refused_in_one_line(tmp_path):
         load(save("gpt_neox", tmp_path / "neox"), RolloutsConfig(max_new_tokens=8, engine="native"))
 
 
-@pytest.mark.parametrize("name", ["some/model", "nosuch"])
-def test_an_unreachable_hub_is_one_sentence(name, caplog):
+def test_an_unreachable_hub_is_one_sentence(caplog):
+    name = "some/model"
     with pytest.raises(UserError) as refused, refusing("Config", name):
         hub_logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s")
         try:
@@ -153,7 +153,6 @@ def test_an_unreachable_hub_is_one_sentence(name, caplog):
             raise OSError("We couldn't connect") from error
     assert f"{name}: the hub cannot be reached" in str(refused.value)
     assert "; give a directory with the model (--model ./DIR)" in str(refused.value)
-    assert str(refused.value).startswith("there is no directory nosuch; ") is (name == "nosuch")
     assert not caplog.records and hub_logging.get_verbosity() == hub_logging.ERROR
 
 

@@ -15,7 +15,7 @@ import pytest
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.console import LOGGER, Console, say
-from swarm_node.say import Warned
+from swarm_node.say import Detail, Warned
 from swarm_node.storage.rundir import RunDir
 
 
@@ -110,3 +110,35 @@ def test_the_logger_is_as_before_when_a_run_is_over(tmp_path: Path, capsys: pyte
     before = LOGGER.level, LOGGER.propagate, [*LOGGER.handlers]
     shown(tmp_path / "run", capsys)
     assert (LOGGER.level, LOGGER.propagate, LOGGER.handlers) == before
+
+
+@pytest.mark.parametrize(
+    ("level", "sentences"),
+    [
+        (logging.NOTSET, ["plain", "warned"]),
+        (logging.DEBUG, ["technical", "plain", "warned"]),
+        (logging.WARNING, ["warned"]),
+    ],
+)
+def test_the_logger_s_level_decides_what_is_shown(
+    level: int,
+    sentences: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LOGGER, "level", level)
+    run = RunDir(tmp_path / "run")
+    with ExitStack() as stack:
+        opened = stack.enter_context(RunDir.open(run.path))
+        console = Console(NodeConfig(run_dir=str(run.path), rounds=2, log_format="json"), opened, False, stack)
+        for sentence in (Detail("technical"), "plain", Warned("warned")):
+            say(sentence)
+        console.progress.start()
+        console.progress.update(2, {"reward": 0.5})
+        console.progress.stop()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["message"] for one in told if one["kind"] == "note"] == sentences
+    assert any(one["kind"] == "progress" for one in told) == (level < logging.WARNING)
+    events = run.events.read_text()
+    assert all(sentence in events for sentence in ("technical", "plain", "warned")), "the file has all of them"

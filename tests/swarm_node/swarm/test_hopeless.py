@@ -18,7 +18,7 @@ from swarm_node.pipeline.assemble import check_disk_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.start import run_local
-from swarm_node.storage import checkpoints as checkpoints
+from swarm_node.storage import room
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import join
@@ -43,7 +43,7 @@ def config(folder: Path, **more: Any) -> NodeConfig:
 
 def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """So many bytes on the disk of checkpoints."""
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
 
 
 def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,14 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("swarm_node.swarm.join.open_transport", dialled)
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
-        assert "IP address" in told and "the answers that its model writes" in told
-        assert f"stored in {run.path}" in told and "off (--relay" in told
+        assert "IP address" in told and "every answer that your model writes" in told
+        assert f"kept in {run.path}" in told and "nothing is relayed (--relay)" in told
+        assert 3 <= told.count("\n  - ") <= 5 and max(map(len, told.splitlines())) < 80
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
     assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
     (told,) = enter(Swarm("ab" * 32, None, [address(1)]), relays)
-    assert "connections of others is on (--relay)" in told
+    assert "others may connect through you (--relay)" in told
 
 
 def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
@@ -84,15 +85,15 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
         say_what_leaves(Swarm(PLAIN.swarm_id, manifest, []), config, run, said.append, trains)
         return said[0]
 
-    assert "the node's name, its speed, the kind and progress of its model, and the answers" in told(PLAIN)
-    assert ("the weights it trains" in told(PLAIN)) == weights
+    assert "the node's name, its speed and its kind of model" in told(PLAIN)
+    assert ("the weights that it trains" in told(PLAIN)) == weights
     bootstrap = told(PLAIN, trains=False)
-    assert "IP address and the node's name." in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
+    assert "IP address and the node's name\n" in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
     with_model = replace(PLAIN, model=ManifestModel("tiny", "ab" * 32, 1000))
-    given = "The files of the swarm's model"
-    assert f"{given} are given to members" in told(with_model)
-    assert f"{given} are given to members" in told(with_model, trains=False)
-    assert f"{given}, if it has one, are given" in told(None)
+    given = "the files of the swarm's model"
+    assert f"{given} (sharing.give_model)" in told(with_model)
+    assert f"{given} (sharing.give_model)" in told(with_model, trains=False)
+    assert f"{given}, if it has one" in told(None)
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
 
 

@@ -1,0 +1,77 @@
+"""What a start needs, checked before torch is loaded: mistakes are answered at once.
+
+`Run` checks the same things again when it comes to them. Loads neither torch nor reasoning-gym, unless a task is
+unknown.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from protocol.errors import LocalProtocolError
+from protocol.transports.settings import is_free
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.model_path import LORA_ABOVE, checked, parameters, starter_path
+from swarm_node.storage.room import check_room
+from swarm_node.storage.rundir import RunDir
+from swarm_node.tasks.checking import check_specs
+
+STATE_BYTES = 12  # of a trained parameter in a checkpoint: the weight and the optimiser's two moments, four bytes each
+
+
+def check_run_place(config: NodeConfig, network: bool) -> None:
+    """Raise UserError if the run directory cannot be used, or if a port that the user chose is taken. `network`: the
+    node listens for others."""
+    RunDir(config.directory).check_usable()
+    if config.health.port:
+        _check_port(config.health.listen, config.health.port, "--health-port")
+    chosen = {"port", "gossip_port"} & config.network.model_fields_set
+    if network and not config.network.dial_only:
+        for key in sorted(chosen):
+            _check_port(config.network.listen, getattr(config.network, key) or 0, f"--{key.replace('_', '-')}")
+
+
+def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None:
+    """Raise UserError for tasks or a model that are not there, and for a disk without room for two checkpoints, where
+    the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its swarm."""
+    if own_tasks:
+        check_specs(config.tasks, config.rewards.checker_weight > 0 or not config.rewards.functions)
+    for function in config.rewards.functions:
+        file = Path(function.path.rpartition(":")[0]).expanduser()
+        if file.suffix == ".py" and not file.is_file():
+            raise UserError(f"reward function {function.path!r}: there is no file {file}")
+    if own_model:
+        path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
+        _check_disk(config, path)
+
+
+def _check_port(listen: str, port: int, option: str) -> None:
+    try:
+        if port and not is_free(listen, port):
+            raise UserError(f"port {port} of {listen} is taken{port_holder(port)}: free it, or choose another {option}")
+    except LocalProtocolError as error:
+        raise UserError(f"{error}; choose another {option}") from error
+
+
+def port_holder(port: int) -> str:
+    """The process that listens on the port, in brackets; empty if the system does not tell."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                return f" (by {psutil.Process(one.pid).name()}, process {one.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def _check_disk(config: NodeConfig, path: str) -> None:
+    """Raise UserError if two checkpoints of the model at `path` do not fit. Adapters are small; a crew has a check."""
+    size = parameters(path)
+    lora = config.policy.lora if config.policy.lora is not None else size is not None and size > LORA_ABOVE
+    if size is None or lora or config.pipeline.stages:
+        return
+    checkpoints = RunDir(config.directory).checkpoints
+    check_room(checkpoints, STATE_BYTES * size, len(list(checkpoints.glob("round-*"))))

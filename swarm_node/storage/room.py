@@ -1,0 +1,22 @@
+"""Room on a disk. Loads no torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import existing_part
+
+
+def check_room(folder: Path, size: int, there: int = 0) -> None:
+    """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more (or two, if it has none)."""
+    count = max(1, 2 - there)
+    free = shutil.disk_usage(existing_part(folder)).free
+    if count * size > free:
+        each = f"{size / 2**20:,.1f} MiB"
+        wanted = f"two checkpoints of {each}" if count > 1 else f"one more checkpoint of {each}"
+        raise UserError(
+            f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
+            "directory (--run-dir)"
+        )

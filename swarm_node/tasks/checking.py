@@ -1,0 +1,30 @@
+"""Whether tasks exist, before anything heavy is loaded: `load_tasks` checks their options as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm_node.config import TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
+from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.names import unknown_task
+from swarm_node.tasks.reasoning_gym import library, nearest
+from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
+
+
+def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
+    """Raise UserError for a name that is no task, and for a question file that cannot be read. reasoning-gym is loaded
+    only for a name that resembles none in the catalogue."""
+    for spec in specs:
+        name = spec if isinstance(spec, str) else spec.file or spec.env or ""
+        if name.endswith(".jsonl"):
+            QuestionFile(name, answer_needed)
+            continue
+        group, _, member = name.rpartition("/")
+        if ":" in name or name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):
+            continue
+        is_refused = name in REFUSED or (name.isidentifier() and not nearest(name, known_names()) and name in library())
+        if not is_refused:
+            raise unknown_task(name, known_names())
+        raise UserError(f"task {name!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")

@@ -1,0 +1,114 @@
+"""Mistakes that are found before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.runtime.preflight import check_material, check_run_place
+from swarm_node.storage import room
+from swarm_node.storage.rundir import RunDir
+
+LOOPBACK = "127.0.0.1"
+STARTER_BYTES = 12 * 438_912
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def config(folder: Path, **more: Any) -> NodeConfig:
+    return NodeConfig.model_validate({"run_dir": str(folder / "run"), **more})
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_place_that_can_be_used_stays_untouched(tmp_path: Path) -> None:
+    check_run_place(config(tmp_path, network={"listen": LOOPBACK}), network=True)
+    check_material(config(tmp_path), own_tasks=True, own_model=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    with (
+        RunDir.open(tmp_path / "run"),
+        pytest.raises(UserError, match=f"run is in use by process {os.getpid()}: stop it"),
+    ):
+        check_run_place(config(tmp_path), network=False)
+    check_run_place(config(tmp_path), network=False)
+
+
+def test_a_file_and_other_things_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="run is not a directory"):
+        check_run_place(config(tmp_path), network=False)
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/diary.txt").write_text("")
+    with pytest.raises(UserError, match="holds other things than a run"):
+        check_run_place(config(tmp_path), network=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="no permission to write"):
+        check_run_place(config(tmp_path), network=False)
+
+
+@pytest.mark.parametrize(("key", "option"), [("port", "--port"), ("gossip_port", "--gossip-port")])
+def test_a_chosen_port_that_is_taken_is_refused(tmp_path: Path, taken: int, key: str, option: str) -> None:
+    chosen = config(tmp_path, network={"listen": LOOPBACK, key: taken})
+    with pytest.raises(UserError, match=f"port {taken} of {LOOPBACK} is taken.*choose another {option}"):
+        check_run_place(chosen, network=True)
+    check_run_place(chosen, network=False)
+    check_run_place(config(tmp_path, network={"listen": LOOPBACK, key: taken, "dial_only": True}), network=True)
+
+
+def test_a_taken_port_of_health_is_refused(tmp_path: Path, taken: int) -> None:
+    with pytest.raises(UserError, match=f"port {taken} of {LOOPBACK} is taken.*choose another --health-port"):
+        check_run_place(config(tmp_path, health={"port": taken}), network=False)
+
+
+def test_room_for_two_checkpoints_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**22, 2**22))
+    with pytest.raises(UserError, match=r"for two checkpoints of 5\.0 MiB: 4\.0 MiB are free"):
+        check_material(config(tmp_path), own_tasks=True, own_model=True)
+    check_material(config(tmp_path, policy={"lora": True}), own_tasks=True, own_model=True)
+    check_material(config(tmp_path), own_tasks=True, own_model=False)
+
+
+def test_a_missing_reward_file_is_named(tmp_path: Path) -> None:
+    rewards = {"functions": [{"path": "nowhere.py:close"}]}
+    with pytest.raises(UserError, match=r"'nowhere.py:close': there is no file nowhere.py"):
+        check_material(config(tmp_path, rewards=rewards), own_tasks=True, own_model=True)
+
+
+def test_the_checks_load_nothing_heavy() -> None:
+    script = (
+        "import sys; from swarm_node.config import NodeConfig\n"
+        "from swarm_node.runtime.preflight import check_material, check_run_place\n"
+        "import swarm_node.cli.train, swarm_node.runtime.limits, swarm_node.swarm.links\n"
+        "config = NodeConfig(run_dir='/nowhere/x'); check_material(config, True, True)\n"
+        "print([n for n in ('torch', 'numpy', 'transformers', 'hivemind', 'reasoning_gym') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -1,0 +1,61 @@
+"""Names of tasks, checked before reasoning-gym is loaded; what is said about a name that is none."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm_node.config import TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.tasks.checking import check_specs
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"question": "1+1?", "answer": "2"}\nnot json\n')
+    return tmp_path
+
+
+def test_what_exists_is_taken() -> None:
+    check_specs(["small", "small/gcd", "bf", "good.jsonl", "mine.py:Class"], answer_needed=True)
+    check_specs([TaskConfig(env="gcd", config={"max_value": 5}), TaskConfig(file="good.jsonl")], answer_needed=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("gdc", "unknown task 'gdc'; did you mean 'gcd'"),
+        ("small/bf", "unknown task 'small/bf'"),
+        ("countdown", "'countdown' is refused: its scorer executes"),
+        ("zebra_puzzles", "'zebra_puzzles' is refused: its scorer has not been audited"),
+        ("broken.jsonl", "broken.jsonl, line 2"),
+        ("none.jsonl", "cannot read task file none.jsonl"),
+        ("q.json", r"a question file ends in .jsonl and has lines such as \{"),
+        ("openai/gsm8k", "data sets of the Hugging Face hub are not read directly"),
+    ],
+)
+def test_what_does_not_exist_is_named(spec: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_specs([spec], answer_needed=True)
+
+
+@pytest.mark.parametrize(
+    ("ending", "text"), [("csv", 'question,answer\n"1+1, or?",2\n'), ("tsv", "question\tanswer\na\t2\n")]
+)
+def test_the_advice_about_a_table_converts_it(ending: str, text: str, place: Path) -> None:
+    (place / f"my q.{ending}").write_text(text)
+    with pytest.raises(UserError) as refused:
+        check_specs([f"my q.{ending}"], answer_needed=True)
+    command = str(refused.value).splitlines()[-1]
+    assert shlex.split(command)[-1] == "my q.jsonl"
+    subprocess.run(command.replace("python3", shlex.quote(sys.executable), 1), shell=True, check=True)
+    row = json.loads((place / "my q.jsonl").read_text())
+    assert row["answer"] == "2"
+    check_specs(["my q.jsonl"], answer_needed=True)
