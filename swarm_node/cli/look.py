@@ -53,9 +53,14 @@ def list_tasks(json_output: Json = False) -> None:
 
 
 def dashboard(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUN…", help="Run directories, or one that holds runs; by default those below runs/."),
+    settings: CommandSettings,
+    shown: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN|SWARM…",
+            help="Run directories, one that holds runs, or a swarm by its link or manifest; by default the runs below "
+            "runs/.",
+        ),
     ] = None,
     port: Annotated[
         int | None,
@@ -70,11 +75,14 @@ def dashboard(
     host: Annotated[
         str, option("--host", "Address to listen on; any but 127.0.0.1 requires a token.", metavar="IP")
     ] = "127.0.0.1",
+    public: Annotated[
+        bool, option("--public", "Let everybody read it without a token: for pages of a swarm only, never for runs.")
+    ] = False,
 ) -> None:
-    """Show runs on a web page, live and side by side. Ctrl-C ends the page, not the runs."""
-    from swarm_node.observability.dashboard.serve import serve
+    """Show runs, or a swarm, on a web page, live and side by side. Ctrl-C ends the page, not the runs."""
+    from swarm_node.cli.commands.page import show_pages
 
-    serve(runs or [], host, port, typer.echo)
+    show_pages(shown or [], settings.load().network, host, port, public)
 
 
 def show_config(settings: CommandSettings, json_output: Json = False) -> None:

@@ -1,4 +1,4 @@
-"""The process of one stage of `local --stages`: `swarm-node` that ends when its standard input closes."""
+"""A process beside another (a pipeline stage of `local`, a bootstrap's page): `swarm-node` that ends with its input."""
 
 from __future__ import annotations
 

@@ -77,7 +77,17 @@ def new(
         typer.echo(f"no node runs yet: `swarm-node bootstrap {path}` (or `join`) prints the link for others", err=True)
 
 
-def bootstrap(settings: CommandSettings) -> None:
+def bootstrap(
+    settings: CommandSettings,
+    dashboard: Annotated[
+        str | None,
+        option(
+            "--dashboard",
+            "Show a page of the swarm at this port of this machine; at IP:PORT, to everybody who reaches that.",
+            metavar="PORT",
+        ),
+    ] = None,
+) -> None:
     """Run a rendezvous node for others to join through; prints the join link. It trains nothing. Ctrl-C ends it."""
     config = settings.load()
     from swarm_node.runtime.limits import be_nice
@@ -85,7 +95,12 @@ def bootstrap(settings: CommandSettings) -> None:
     be_nice(config.resources)
     from swarm_node.runtime.bootstrap import run_bootstrap
 
-    raise typer.Exit(run_bootstrap(config))
+    if dashboard is None:
+        raise typer.Exit(run_bootstrap(config))
+    from swarm_node.cli.commands.page import listens_at, page_process
+
+    listens_at(dashboard)
+    raise typer.Exit(run_bootstrap(config, lambda folder: page_process(folder, dashboard)))
 
 
 def status(

@@ -43,14 +43,13 @@ class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
 def worth_lines(worth: Worth) -> Iterator[str]:
     """The figures as sentences, without those that are not known."""
     changes = [(worth.by_others, "taught mostly by others"), (worth.by_itself, "taught mostly by its own answers")]
-    if parts := [_change(change, how) for change, how in changes if change is not None]:
-        yield "; ".join(parts)
+    yield from (_change(change, how) for change, how in changes if change is not None)
     if worth.unsolved:
         yield f"{unsolved(worth.unsolved)} while its own answers to their kind were all wrong"
     if worth.theirs:
         own = "not measured yet" if worth.pass_1 is None else f"{worth.pass_1:.3f}"
         low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
-        values = f"{low:.3f}" if n == 1 else f"{low:.3f} to {high:.3f}"
+        values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
         yield f"held-out pass@1 {own}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
     if worth.declaring and worth.share_of_used is not None:
         says = "says that it" if worth.declaring == 1 else "say that they"

@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,10 +39,12 @@ from swarm_node.runtime.status import STATUS_S
 from swarm_node.say import Once, Warned, is_shown
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
+from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.introduction import say_what_leaves
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
+from swarm_node.swarm.page import page_directory, page_of, page_status
 from swarm_node.swarm.question_files import gather_files
 
 MEMBERS_CHECK_S = 0.5
@@ -49,8 +52,13 @@ NO_ADDRESS_S = 30.0  # a bootstrap that had no address for so long is unhealthy:
 TRAFFIC_LINE_S = 60.0  # time between two lines about its state; one comes at once when a member comes or goes
 
 
-def run_bootstrap(config: NodeConfig) -> int:
-    """Run a bootstrap until a signal comes; returns the exit code. Raises UserError."""
+Beside = Callable[[Path], AbstractContextManager[None]]
+"""Shows, within its context, the pages that lie in a directory."""
+
+
+def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
+    """Run a bootstrap until a signal comes; returns the exit code. With `beside` it writes a page of the swarm, which
+    that shows. Raises UserError."""
     name = config.name or "bootstrap"
     config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
     swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
@@ -73,7 +81,13 @@ def run_bootstrap(config: NodeConfig) -> int:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, stop, stack)
             health.identify(name, manifest.swarm_id)
-            _watch(config, manifest, transport, run, health)
+            page = None
+            if beside is not None:
+                pages = run.path / "page"
+                page = stack.enter_context(RunDir.open(page_directory(pages, manifest.name)))
+                page.write_status(page_status(manifest.swarm_id, manifest.name, None))
+                stack.enter_context(beside(pages))
+            _watch(config, manifest, transport, run, health, page)
         except StopRequested:
             health.leaving = True
             say("leaving")
@@ -144,11 +158,13 @@ def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
         say(Warned(f"{taken}: links handed out before lead nowhere until it has it back ({remedy})"))
 
 
-def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health) -> None:
+def _watch(
+    config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health, page: RunDir | None
+) -> None:
     """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
     link, there, line_at, status_at, looks = "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
-    once = Once(say)
+    once, kinds = Once(say), kinds_of(manifest)
     memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -175,6 +191,9 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
         if now - status_at > STATUS_S:
             status_at = now
             run.write_status(status | {"link": link})
+            if page is not None and addresses:
+                seen = page_of(transport.members(), link, kinds)
+                page.write_status(page_status(manifest.swarm_id, manifest.name, seen))
         time.sleep(MEMBERS_CHECK_S)
 
 

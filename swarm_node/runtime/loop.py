@@ -329,7 +329,7 @@ class Run:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
         state = self.state
         held = state.before, self.after, self.config.eval.samples
-        worth = None if self.node.member is None else self.node.member.last_worth
+        worth = None if self.node.member is None else self.node.member.final_worth()
         told = RunReport(self.run, state.tally, self.began_at, *held, worth)
         whole = self.crew is None or self.crew.leaving.complete
         evaluates = self.crew is None and bool(self.tasks.held_out(1))

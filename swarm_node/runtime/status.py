@@ -11,6 +11,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.runtime.console import say
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import join_link
+from swarm_node.swarm.page import summary_of
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
@@ -40,7 +41,9 @@ def status_written(
                 crew.invite()
                 continue
             link = join_link(status["swarm"], status["addresses"], others)
-            run.write_status(status | {"link": link, "crew": None})
+            mine = {} if member.card is None else {member.peer_id: member.card}
+            page = summary_of({**member.transport.members(), **mine}, link, member.kinds)
+            run.write_status(status | {"link": link, "crew": None, "page": page})
             if status["addresses"] and link != told:
                 told = link
                 say("others join with:", "link")

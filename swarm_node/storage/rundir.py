@@ -47,9 +47,10 @@ from swarm_node.errors import UserError
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "checkpoints", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("peers", "paused", "waits", "health.json"),
+    *("peers", "paused", "waits", "health.json", "page"),
 }
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
+PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm
 MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
     r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"

@@ -110,9 +110,10 @@ class Member:
         )
         self.teaching = Teaching()
         self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
-        self.last_worth: Worth | None = None  # as of the latest round
+        self._worth: Worth | None = None  # as of the latest round
         self._began = now()
-        self._kinds = kinds_of(manifest)
+        self.kinds = kinds_of(manifest)
+        self.card: PeerCard | None = None  # as announced last
         self.averager: Averager | None = None
         self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
@@ -212,7 +213,8 @@ class Member:
             crew=crew,
             declared=self._declared(),
         )
-        self.transport.announce(in_version(card, self._version(), self._spoken))
+        self.card = in_version(card, self._version(), self._spoken)
+        self.transport.announce(self.card)
 
     def _declared(self) -> Declared | None:
         """What this node says of itself; None if its user does not want that."""
@@ -236,6 +238,12 @@ class Member:
             declaring=declaring,
         )
 
+    def final_worth(self) -> Worth | None:
+        """The figures of the latest round, with the held-out figure of now; the network may be closed."""
+        if self._worth is None or self.held_out is None:
+            return self._worth
+        return msgspec.structs.replace(self._worth, pass_1=self.held_out[0])
+
     def metrics(self, speed: float) -> dict[str, float]:
         """The metrics `swarm/*` of the round that ends. All are running totals, except `used` and levels."""
         self.announce(speed)
@@ -251,7 +259,7 @@ class Member:
             **({} if averager is None else averager.metrics()),
             **worth_metrics(worth := self.worth()),
         }
-        self.last_worth = worth
+        self._worth = worth
         refused: list[str] = []
         for name, value in totals.items():
             reason = name.removeprefix("rejected/")
@@ -296,7 +304,7 @@ class Member:
                     "present": peer in members,
                     "trains": peer not in members or "trainer" in members[peer].roles,
                     "policy_version": members[peer].policy_version if peer in members else None,
-                    "declared": declared_table(members[peer].declared, self._kinds) if peer in members else None,
+                    "declared": declared_table(members[peer].declared, self.kinds) if peer in members else None,
                     **counts.get(peer, {}),
                     "used": used.get(peer, 0),
                 }

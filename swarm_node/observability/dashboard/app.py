@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import io
 import mimetypes
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import segno
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -80,9 +82,29 @@ def make_app(
 
         return StreamingResponse(messages(), media_type="text/event-stream")
 
-    routes = [Route("/api/runs", runs), Route("/api/runs/{id:path}", run), Route("/api/stream", stream)]
+    async def qr(request: Request) -> Response:
+        view = await run_in_threadpool(gallery.view, request.path_params["id"])
+        link = None if view is None else view.link
+        if link is None:
+            return PlainTextResponse("no link\n", 404)
+        return Response(await run_in_threadpool(qr_code, link), media_type="image/svg+xml")
+
+    routes = [
+        Route("/api/runs", runs),
+        Route("/api/qr/{id:path}", qr),
+        Route("/api/runs/{id:path}", run),
+        Route("/api/stream", stream),
+    ]
     page = Mount("/", StaticFiles(directory=STATIC, html=True))
     return Guard(Starlette(routes=[*routes, page]), hosts, token)
+
+
+def qr_code(link: str) -> bytes:
+    """The link as a QR code in SVG, black on white. Of several addresses it has the first: a denser code is hard to
+    read from a screen."""
+    image = io.BytesIO()
+    segno.make(link.partition("&")[0], error="m", micro=False).save(image, kind="svg", scale=4, light="#fff")
+    return image.getvalue()
 
 
 @dataclass

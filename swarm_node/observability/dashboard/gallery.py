@@ -17,7 +17,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.view import Lock, View, glance
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import PAGE, RunDir
 
 RUNS = Path("runs")
 LISTED = 200  # most runs in the list, the newest first
@@ -41,6 +41,11 @@ class Gallery:
             if not _is_run(path) and not any(_runs_below(path)):
                 raise UserError(_no_run(path, named=bool(paths)))
 
+    @property
+    def pages_only(self) -> bool:
+        """Whether all that there is are pages of swarms."""
+        return all(run.read_role() == PAGE for run in self.runs().values())
+
     def runs(self) -> dict[str, RunDir]:
         found: dict[str, RunDir] = {}
         for path in self._paths:
@@ -51,7 +56,7 @@ class Gallery:
         return found
 
     def list(self) -> list[dict[str, Any]]:
-        """All runs in brief: first those in use (bootstraps after runs that train), then the newest."""
+        """All runs in brief: pages of swarms, then those in use (bootstraps after runs that train), then the newest."""
         now = time.time()
         with self._lock:
             looked, known = self._list
@@ -62,7 +67,7 @@ class Gallery:
             listed = [
                 {"id": id, "path": str(run.path), **glance(run, self._locks[run.path])} for id, run in runs.items()
             ]
-            listed.sort(key=lambda each: (-each["in_use"], -each["trains"], -each["started"]))
+            listed.sort(key=lambda each: (-each["page"], -each["in_use"], -each["trains"], -each["started"]))
             self._list = now, listed[:LISTED]
             return self._list[1]
 

@@ -28,17 +28,20 @@ who each send half a request would shut everyone out."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str], None]) -> None:
+def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str], None], public: bool = False) -> None:
     """Show the runs at `paths` until a signal; without a `port`, at the first free one of a few.
 
-    On an address that other machines reach, only requests with the token in the link are answered. Raises UserError.
+    On an address that other machines reach, only requests with the token in the link are answered, unless it is
+    `public`: then everybody may read, and only pages of swarms are shown. Raises UserError.
     """
     gallery = Gallery(paths)
+    if public and not gallery.pages_only:
+        raise UserError("--public is for pages of a swarm: runs show addresses and refusals, so leave it out for them")
     local = _is_local(host)
     with _listen(host, port) as listener:
         bound = listener.getsockname()[1]
-        token = None if local else secrets.token_urlsafe(24)
-        hosts = LOCAL_NAMES | {host} if local else None
+        token = None if local or public else secrets.token_urlsafe(24)
+        hosts = LOCAL_NAMES | {host} if local and not public else None
         app = make_app(gallery, hosts, token, stopping=lambda: server.should_exit)
         server = uvicorn.Server(
             uvicorn.Config(

@@ -19,7 +19,7 @@ import msgspec
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.reasons import words
-from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
 
 EVENTS = 300  # most events shown: the newest
 EVENT_BYTES = 512 << 10  # bytes at the end of events.jsonl in which events are looked for
@@ -95,8 +95,10 @@ class View:
         last = self._lately[-1] if self._lately else {}
         first_tenth, last_tenth = self.curves.tenths("reward")
         config, state = self._config, self.state(now)
-        trains = bool(self._lately) or _within(self.status, "role") != BOOTSTRAP
+        trains = bool(self._lately) or _within(self.status, "role") not in (BOOTSTRAP, PAGE)
         problems = list(self._problems.values())
+        if isinstance(problem := _within(self.status, "problem"), str):
+            problems.append(_text(problem, TEXT))
         if n := self.curves.left_out:
             problems.append(f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}")
         return {
@@ -123,6 +125,12 @@ class View:
             },
             "problems": problems,
         }
+
+    @property
+    def link(self) -> str | None:
+        """The join link on the page of the run's swarm; None if it has none, or one that is longer than links are."""
+        link = _within(self.status, "page", "link")
+        return link if isinstance(link, str) and 0 < len(link) < TEXT else None
 
     def state(self, now: float) -> State:
         """The state of the run, as far as its files show it."""
@@ -242,11 +250,12 @@ def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
     known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
     started = next((stamp[0] for path in known if (stamp := _stamp(path)) is not None), 0)
     rounds = _last_round(run.metrics, _stamp(run.metrics))
-    held = lock.held()
+    held, role = lock.held(), _role(run, _stamp(run.status))
     return {
+        "page": role == PAGE,
         "in_use": held,
         "paused": held and bool(run.read_waits()),
-        "trains": rounds is not None or _role(run, _stamp(run.status)) != BOOTSTRAP,
+        "trains": rounds is not None or role not in (BOOTSTRAP, PAGE),
         "rounds": rounds,
         "started": started / 1e9,
     }

@@ -3,6 +3,7 @@
 
 import { Chart, duration, number, smooth } from "./chart.js";
 import { element, put } from "./nodes.js";
+import { swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
 const SILENT_MS = 25000; // the server says something every ten seconds: a connection that says nothing is dead
@@ -162,7 +163,7 @@ function drawRuns() {
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
     name.className = `name ${now}`;
-    state.textContent = run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
+    state.textContent = run.page ? "swarm" : run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
     label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
     label.title = run.path;
   }
@@ -193,16 +194,20 @@ function redraw() {
 }
 
 function draw() {
-  const shown = selected.map((id, i) => ({ id, color: `c${i % COLORS}`, ...runs.get(id) }));
-  drawNotices(shown);
+  const all = selected.map((id, i) => ({ id, color: `c${i % COLORS}`, ...runs.get(id) }));
+  drawNotices(all);
+  const shown = all.filter((run) => run.status?.role !== "page"), known = shown.filter((run) => run.summary);
+  put(find("swarm"), ...all.filter((run) => !shown.includes(run)).flatMap((run) => swarmPage(run, known, tools)));
   find("main").classList.toggle("several", shown.length > 1);
-  const known = shown.filter((run) => run.summary);
+  find("settings").hidden = all.length > 0 && !shown.length;
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
   drawCharts(shown);
   drawTasks(shown);
-  put(find("details"), ...known.flatMap((run) => [peers(run, known), refusals(run, known), averaging(run, known), crew(run, known)]).filter(Boolean));
+  put(find("details"), ...known.flatMap((run) => [worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), swarmOf(run, known, tools)]).filter(Boolean));
   drawEvents(known);
-  document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
+  const page = all.find((run) => !shown.includes(run));
+  if (page) document.title = `swarm ${page.status.swarm_name || page.id} – swarm-node`;
+  else document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
 }
 
 function drawNotices(shown) {
@@ -567,6 +572,8 @@ function crew(run, known) {
     rows.length ? table(`Stages of ${run.id}`, ["Stage", "Layers", "Held by", "Copy here after update"], rows) : null);
 }
 
+const tools = { figure, section, table, terms };
+
 function drawEvents(known) {
   const all = known.flatMap((run) => run.events.map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
   const shown = allEvents ? all : all.slice(0, 30);
@@ -613,7 +620,13 @@ async function begin() {
     return;
   }
   const there = new Set(listed.map((run) => run.id)), asked = fromAddress().filter((id) => there.has(id));
-  select(asked.length ? asked : listed.slice(0, 1).map((run) => run.id));
+  select(asked.length ? asked : first().map((run) => run.id));
+}
+
+// The newest run that goes on; the page of a swarm together with the run beside it.
+function first() {
+  const page = listed.find((run) => run.page), run = listed.find((run) => !run.page && (!page || run.in_use));
+  return [page, run].filter(Boolean);
 }
 
 begin();

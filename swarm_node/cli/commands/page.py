@@ -1,0 +1,81 @@
+"""`swarm-node dashboard`: runs and swarms on one page; and the page of a swarm beside its bootstrap.
+
+RUN… ----------------------------------> \\
+                                           page (reads files only)
+LINK | SWARM -> a thread that looks -> file /
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import typer
+
+from protocol.manifest import LINK_SCHEME
+from swarm_node.config import NetworkConfig
+from swarm_node.config.keys import VARIABLE_PREFIX
+from swarm_node.errors import UserError
+from swarm_node.observability.dashboard.serve import serve
+
+END_S = 5.0  # how long the page's process may take to end
+
+
+def show_pages(shown: Sequence[str], network: NetworkConfig, host: str, port: int | None, public: bool) -> None:
+    """Serve the page until a signal. Raises UserError."""
+    swarms = [each for each in shown if _is_swarm(each)]
+    paths = [Path(each) for each in shown if each not in swarms]
+    if public and paths and swarms:
+        raise UserError("--public shows swarms only: leave the runs out")
+    with ExitStack() as stack:
+        if swarms:
+            from swarm_node.swarm.looking import looked_at
+
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-page-")))
+            pages = [
+                stack.enter_context(looked_at(named, network, folder / str(number), _say))
+                for number, named in enumerate(swarms)
+            ]
+            paths = [*pages, *paths]
+        serve(paths, host, port, typer.echo, public)
+
+
+def _is_swarm(named: str) -> bool:
+    """Whether an argument names a swarm rather than a directory."""
+    return named.startswith((f"{LINK_SCHEME}:", "https://")) or (named.endswith(".toml") and not Path(named).is_dir())
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def listens_at(listen: str) -> tuple[str, int]:
+    """(IP address or empty, port) of `PORT` or `IP:PORT`. Raises UserError."""
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise UserError(f"--dashboard {listen} is neither a port (31380) nor IP:PORT (0.0.0.0:31380)")
+    return host.strip("[]"), int(port)
+
+
+@contextmanager
+def page_process(folder: Path, listen: str) -> Iterator[None]:
+    """Within the context, a process shows the pages in `folder`: strangers who read them share nothing with this one.
+    Its lines go to standard error. Raises UserError."""
+    host, port = listens_at(listen)
+    command = [sys.executable, "-m", "swarm_node.cli.stage_process", "dashboard", str(folder), "--port", str(port)]
+    command += ["--host", host, "--public"] if host else []
+    own = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=own) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,0 +1,149 @@
+// A swarm as a whole: its members and what they say of themselves, and how to join it; what it gave one of its members.
+
+import { duration, number } from "./chart.js";
+import { element } from "./nodes.js";
+
+const CLAIMED = "self-declared";
+const NOTE = "What members say of themselves; nobody checks it.";
+
+const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)} %`;
+const share = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
+const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+const short = (peer) => `…${String(peer).slice(-8)}`;
+
+// Success of one member over its kinds of task, each weighing the same.
+function success(declared) {
+  return mean(Object.values(declared?.kinds ?? {}).map(([answers, right]) => right / answers));
+}
+
+function bar(value) {
+  const inner = element("span", { class: "fill" });
+  inner.style.width = `${100 * Math.min(1, Math.max(0, value))}%`;
+  return element("span", { class: "bar", "aria-hidden": "true" }, inner);
+}
+
+function hash(text) {
+  let value = 0;
+  for (const letter of text) value = (value * 31 + letter.codePointAt(0)) % 1e9;
+  return value;
+}
+
+function kinds(run, page, { table }) {
+  if (!page.kinds?.length) return null;
+  const rows = page.kinds.map(({ kind, members, success, share: part }) => [
+    String(kind),
+    success ? element("span", { class: "barred" }, share(success), bar(success)) : element("span", { class: "down" }, "nobody solves it"),
+    percent(part),
+    number(members),
+  ]);
+  return table(`Kinds of task in the swarm of ${run.id}`, ["Kind of task", "Success", "Of all answers", "Members that say so"], rows, page.kinds.map((row) => row.kind));
+}
+
+function members(run, page, own, { table }) {
+  if (!page.rows?.length) return null;
+  const rows = page.rows.map((row) => [
+    element("span", {}, String(row.name || "a peer"), " ", element("code", { title: row.peer }, short(row.peer)), own.has(row.peer) ? " yours" : null),
+    (row.roles ?? []).join(", "),
+    number(row.updates),
+    number(row.tokens_per_s),
+    row.declared?.since ? duration(Date.now() / 1000 - row.declared.since) : "–",
+    String(row.declared?.version ?? "–"),
+    share(success(row.declared)),
+    share(row.declared?.pass_1),
+  ]);
+  return table(`Members of ${run.id}`, ["Member", "Role", "Updates", "Tokens/s", "Here since", "Version", "Success", "Held-out pass@1"], rows, page.rows.map((row) => row.peer));
+}
+
+export function copyable(text) {
+  return element("p", { class: "copyable" }, element("code", {}, text), " ", element("button", { type: "button", "data-copy": text }, "Copy"));
+}
+
+function joining(run, page) {
+  if (!page.link) return null;
+  const several = page.link.includes("&");
+  const code = element("figure", { class: "qr" },
+    element("img", { src: `api/qr/${encodeURIComponent(run.id)}?${hash(page.link)}`, alt: "QR code of the join link", width: 180, height: 180 }),
+    element("figcaption", {}, several ? "The link with its first address" : "The link"));
+  return element("div", { class: "joining" }, code,
+    element("div", {}, element("p", {}, "Join with:"), copyable(`swarm-node join '${page.link}'`)));
+}
+
+// Figures of the runs of this machine that are shown beside the page.
+function mine(page, own, known, { figure }) {
+  const rows = (page.rows ?? []).filter((row) => own.has(row.peer));
+  if (!rows.length || !page.tokens_per_s) return [];
+  const speed = rows.reduce((sum, row) => sum + row.tokens_per_s, 0);
+  const used = known.map((run) => run.status?.worth?.share_of_used).find((value) => value !== undefined && value !== null);
+  return [figure("Your share", "own_share", percent(speed / page.tokens_per_s), "of the tokens", used === undefined ? null : `${percent(used)} of what others used (${CLAIMED})`)];
+}
+
+function listing(page) {
+  const left = page.members - (page.rows ?? []).length;
+  return `Names, speeds and what stands from “Here since” on are ${CLAIMED}.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
+}
+
+// The page of a swarm, for a directory that has nothing else.
+export function swarmPage(run, known, tools) {
+  const { status } = run, page = status?.page, name = status?.swarm_name || run.id;
+  const title = element("h2", { class: "run" }, `Swarm ${name} `, element("small", { title: status?.swarm }, `id ${String(status?.swarm ?? "").slice(0, 16)}`));
+  if (!page) return [title, element("p", {}, "Looking for members, a few seconds.")];
+  const same = known.filter((other) => other.status?.swarm === status.swarm);
+  const own = new Set(same.map((other) => other.status.peer).filter(Boolean));
+  const all = mean((page.kinds ?? []).map((row) => row.success)), unsolved = (page.kinds ?? []).filter((row) => !row.success).length;
+  const { figure, section } = tools;
+  const tiles = element("dl", { class: "tiles" },
+    figure("Members", "members", number(page.members), `${number(page.training)} of them training`),
+    figure("Tokens a second", "tokens_per_s", number(Math.round(page.tokens_per_s)), "sampled by all"),
+    figure("Success", "success", share(all), `over kinds of task, ${CLAIMED} by ${number(page.declaring)}`),
+    figure("Solved by nobody", "unsolved", number(unsolved), `of ${number((page.kinds ?? []).length)} kinds`),
+    ...mine(page, own, same, tools));
+  const parts = [
+    ["Kinds of task", kinds(run, page, tools), NOTE],
+    ["Members", members(run, page, own, tools), listing(page)],
+    ["Join", joining(run, page), null],
+  ];
+  return [title, tiles, ...parts.filter(([, part]) => part).map(([heading, part, note]) =>
+    section(run, [run], heading, note ? element("p", {}, element("small", {}, note)) : null, part))];
+}
+
+function changed(change, how) {
+  if (!change) return null;
+  return [`Success on kinds that ${how}`, `${share(change.first)} → ${share(change.now)}`, change.kinds.slice(0, 6).join(", ") + (change.kinds.length > 6 ? ", …" : "")];
+}
+
+// What the swarm gave a run: docs/sharing.md has the definitions.
+export function worth(run, known, { section, terms }) {
+  const found = run.status?.worth;
+  if (!found) return null;
+  const theirs = found.theirs ?? [], held = found.pass_1 ?? null;
+  const others = theirs.length ? `${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""} of ${number(theirs.length)} (${CLAIMED})` : "";
+  const rows = [
+    changed(found.by_others, "others taught"),
+    changed(found.by_itself, "it taught itself"),
+    found.unsolved ? ["Taught by others alone", number(found.unsolved) + " questions", "while its own answers to their kind were all wrong"] : null,
+    held !== null || others ? ["Held-out pass@1", share(held), others] : null,
+    found.share_of_used !== undefined && found.share_of_used !== null ? ["Its share of what others used", percent(found.share_of_used), `${number(found.used_by_others ?? 0)} groups or more, ${CLAIMED} by ${number(found.declaring)}`] : null,
+  ];
+  const pairs = rows.filter(Boolean).map(([term, value, more]) => [term, element("span", {}, value, " ", element("small", {}, more))]);
+  return pairs.length ? section(run, known, "What the swarm gave", terms(pairs)) : null;
+}
+
+// The swarm of a run: success of all members by kind of task, and the link.
+export function swarmOf(run, known, tools) {
+  const page = run.status?.page;
+  if (!page) return null;
+  return tools.section(run, known, "The swarm", page.kinds?.length ? element("p", {}, element("small", {}, NOTE)) : null, kinds(run, page, tools), joining(run, page));
+}
+
+// Copy what a button names; a page that came unencrypted from another machine may not, so its text is selected.
+addEventListener("click", async (event) => {
+  const button = event.target.closest?.("[data-copy]");
+  if (!button) return;
+  try {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(button.parentNode.querySelector("code"));
+    button.textContent = "Selected: copy it";
+  }
+});

@@ -1,0 +1,194 @@
+"""The page of a swarm in the dashboard: what is listed and who may read it; in a browser, what it shows."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from swarm_node.cli.commands.page import listens_at, page_process, show_pages
+from swarm_node.config import NetworkConfig
+from swarm_node.errors import UserError
+from swarm_node.observability.dashboard.app import make_app, qr_code
+from swarm_node.observability.dashboard.gallery import Gallery
+from swarm_node.observability.dashboard.serve import LOCAL_NAMES, serve
+from swarm_node.storage.rundir import RunDir
+from tests.support.chromium import Chromium, find_chromium
+from tests.support.ports import free_port
+from tests.support.run_files import metrics, write
+from tests.support.waiting import until
+
+CHROMIUM = find_chromium()
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+LINK = f"swarm://{'ab' * 32}?peer=/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWboot&peer=/ip4/203.0.113.6/tcp/1/p2p/12D3KooWb"
+ROW = {"roles": ["trainer"], "updates": 7, "tokens_per_s": 300.0, "family": "llama"}
+SAYS = {"since": 1.0, "version": "0.1.0", "kinds": {"gcd": [8, 4]}, "pass_1": 0.375, "questions": 9, "used": 3}
+PAGE: dict[str, Any] = {
+    "link": LINK,
+    "members": 2,
+    "training": 2,
+    "tokens_per_s": 400.0,
+    "declaring": 1,
+    "kinds": [
+        {"kind": "gcd", "members": 1, "success": 0.5, "share": 0.75},
+        {"kind": "lcm", "members": 1, "success": 0.0, "share": 0.25},
+    ],
+    "rows": [
+        {"peer": "12D3KooWalice", "name": "alice", "declared": SAYS, **ROW},
+        {"peer": "12D3KooWevil", "name": HOSTILE, "declared": None, **ROW, "tokens_per_s": 100.0},
+    ],
+}
+
+
+def page_run(**more: Any) -> RunDir:
+    run = RunDir("pages/sums")
+    run.path.mkdir(parents=True)
+    told = {"role": "page", "swarm": "ab" * 32, "swarm_name": "sums", "time": time.time(), "page": PAGE}
+    run.write_status(told | more)
+    return run
+
+
+def alice() -> RunDir:
+    run = RunDir("runs/alice")
+    run.path.mkdir(parents=True)
+    run.config.write_text('name = "alice"\n')
+    for round in range(1, 4):
+        write(run.metrics, metrics(round, reward=0.5, **{"swarm/peers": 1.0}))
+    worth = {
+        "by_others": {"kinds": ["gcd"], "first": 0.1, "now": 0.6},
+        "unsolved": 124,
+        "pass_1": 0.4,
+        "theirs": [0.375],
+        "used_by_others": 1204,
+        "share_of_used": 0.31,
+        "declaring": 2,
+    }
+    status = {"swarm": "ab" * 32, "peer": "12D3KooWalice", "time": time.time(), "sent": {}, "peers": {}}
+    run.write_status(status | {"worth": worth, "page": {name: PAGE[name] for name in PAGE if name != "rows"}})
+    return run
+
+
+def test_pages_come_first_and_train_nothing() -> None:
+    alice()
+    page_run()
+    listed = Gallery([Path("runs"), Path("pages")]).list()
+    assert [(each["id"], each["page"], each["trains"]) for each in listed] == [
+        ("sums", True, False),
+        ("alice", False, True),
+    ]
+
+
+def test_only_pages_of_swarms_are_public() -> None:
+    alice()
+    with pytest.raises(UserError, match="--public is for pages of a swarm"):
+        serve([Path("runs")], "127.0.0.1", 0, print, public=True)
+    with pytest.raises(UserError, match="leave the runs out"):
+        show_pages([LINK, "runs"], NetworkConfig(), "127.0.0.1", 0, True)
+
+
+def test_the_link_is_a_code_to_scan() -> None:
+    page_run()
+    alice()
+    client = TestClient(make_app(Gallery([Path("pages"), Path("runs")]), None, None))
+    answer = client.get("/api/qr/sums")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "image/svg+xml"
+    assert answer.content == qr_code(LINK) == qr_code(LINK.partition("&")[0])
+    assert client.get("/api/qr/nobody").status_code == 404
+    page_run_without_link = RunDir("pages/other")
+    page_run_without_link.path.mkdir()
+    page_run_without_link.write_status({"role": "page", "page": {"link": ["no", "text"]}})
+    assert TestClient(make_app(Gallery([Path("pages")]), None, None)).get("/api/qr/other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("listen", "found"), [("31380", ("", 31380)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::]:80", ("::", 80))]
+)
+def test_a_page_listens_at_a_port_or_an_address(listen: str, found: tuple[str, int]) -> None:
+    assert listens_at(listen) == found
+
+
+@pytest.mark.parametrize("listen", ["", "port", "127.0.0.1:", "70000"])
+def test_other_places_are_refused(listen: str) -> None:
+    with pytest.raises(UserError, match="neither a port"):
+        listens_at(listen)
+
+
+def test_a_process_beside_shows_the_page_until_the_end() -> None:
+    page_run()
+    port = free_port()
+
+    def asked() -> bytes:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/runs", timeout=5) as answer:
+                found: bytes = answer.read()
+                return found
+        except OSError:
+            return b""
+
+    with page_process(Path("pages"), str(port)):
+        listed = json.loads(until(asked, 60.0))["runs"]
+        assert [run["id"] for run in listed] == ["sums"]
+    assert asked() == b""
+
+
+@contextmanager
+def served(paths: list[Path]) -> Iterator[str]:
+    server: uvicorn.Server
+    app = make_app(Gallery(paths), LOCAL_NAMES, None, stopping=lambda: server.should_exit)
+    server = uvicorn.Server(
+        uvicorn.Config(app, ws="none", loop="asyncio", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run, [listener])
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+        running.result()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    assert CHROMIUM is not None
+    browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
+    page_run()
+    alice()
+    with served([Path("pages"), Path("runs")]) as url:
+        browser.open(url + "#sums&alice", width=390)
+        browser.wait("document.querySelector('[data-figure=own_share]') && document.querySelector('.qr img')?.complete")
+        text = browser.value("document.getElementById('main').innerText")
+        for part in (
+            *("Swarm sums", "nobody solves it", "0.50", "75 %", HOSTILE, "yours", "0.1.0"),
+            *("swarm-node join 'swarm://", "The link with its first address"),
+            *("0.10 → 0.60", "124 questions", "31 % of what others used (self-declared)"),
+        ):
+            assert part in text, part
+        assert browser.value("document.querySelector('[data-figure=own_share]').textContent") == "75 %"
+        assert browser.value("document.querySelector('.qr img').naturalWidth > 0")
+        assert browser.value("document.documentElement.scrollWidth") == 390
+        assert browser.value("document.title") == "swarm sums – swarm-node"
+        browser.value("document.querySelector('[data-copy]').click()")
+        browser.wait("document.querySelector('[data-copy]').textContent !== 'Copy'")
+        assert browser.errors == []
+        browser.open(url + "#sums", dark=True)
+        browser.wait("document.querySelector('[data-figure=members]') !== null")
+        assert browser.value("document.getElementById('settings').hidden"), "there is no curve to draw"
+        assert "Your share" not in browser.value("document.getElementById('main').innerText")
+        assert browser.errors == []
