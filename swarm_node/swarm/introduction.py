@@ -19,7 +19,7 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     if trains:
         points.append("every answer that your model writes" + (", and the weights that it trains" if weights else ""))
     if trains and config.sharing.declare:
-        points.append("how many answers are right, and whose it uses (sharing.declare)")
+        points.append("its success, its version, and whose answers it uses (sharing.declare)")
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
         points.append(f"the files of the swarm's model{if_any} (sharing.give_model)")
