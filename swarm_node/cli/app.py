@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Use": {"eval": model.evaluate_model, "export": model.export, "merge": model.merge_models},
     "Look": {
         "tasks": look.list_tasks,
+        "samples": look.samples,
         "dashboard": look.dashboard,
         "config show": look.show_config,
         "config validate": look.validate,

@@ -38,8 +38,21 @@ def unpause(run: RunArgument) -> None:
     typer.echo(unpause_run(RunDir(run)))
 
 
-def list_tasks(json_output: Json = False) -> None:
-    """List the tasks to train on, with an example of each."""
+def list_tasks(
+    settings: CommandSettings,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE", help="Task, set of tasks or question file (.jsonl).")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """List the tasks to train on, with an example of each; or show ten questions of one, with a right answer."""
+    config = settings.load()
+    if name is not None:
+        from swarm_node.cli.commands.samples import show_questions
+
+        for line in show_questions(name, config, json_output):
+            typer.echo(line)
+        return
     from swarm_node.tasks.reasoning_gym import list_environments
 
     entries = list_environments()
@@ -50,6 +63,34 @@ def list_tasks(json_output: Json = False) -> None:
     for entry in entries:
         head = f"{entry.name:<24} {','.join(entry.sets):<12} "
         typer.echo(head + shorten(entry.question, max(20, width - len(head)), placeholder=" …"))
+
+
+def samples(
+    run: RunArgument,
+    worst: Annotated[
+        bool, option("--worst/--newest", "Those with the least reward, or the newest (the default).", "WORST")
+    ] = False,
+    task: Annotated[str | None, option("--task", "Only of this task.", metavar="LABEL")] = None,
+    peer: Annotated[
+        str | None,
+        option(
+            "--peer",
+            "Only of this member: its name or the last 4 or more characters of its peer id; `own` = of this node.",
+            metavar="ID",
+        ),
+    ] = None,
+    count: Annotated[int, option("--count", "Groups to show.", min=1)] = 5,
+    json_output: Json = False,
+) -> None:
+    """Show questions with what was answered, and the reward of each answer."""
+    from swarm_node.cli.commands.samples import find_samples, show_samples
+
+    found = find_samples(RunDir(run), worst, task, peer, count)
+    if json_output:
+        typer.echo(json.dumps({"samples": found}))
+        return
+    for line in show_samples(found):
+        typer.echo(line)
 
 
 def dashboard(

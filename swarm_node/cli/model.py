@@ -15,6 +15,10 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, check_new_directory
 
 HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
+WhichCheckpoint = Annotated[
+    Literal["newest", "best"],
+    option("--checkpoint", "Checkpoint of the run: `newest`, or `best` by held-out pass@1 while it trained."),
+]
 NewModel = Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")]
 
 
@@ -43,6 +47,7 @@ def evaluate_model(
         int | None, option("--samples", "Samples per question; by default as many as the run takes, else 8.", min=1)
     ] = None,
     questions: Annotated[int | None, option("--questions", HELD_OUT_HELP, min=1)] = None,
+    checkpoint: WhichCheckpoint = "newest",
     json_output: Json = False,
 ) -> None:
     """Measure pass@1 and pass@k on held-out questions."""
@@ -56,7 +61,7 @@ def evaluate_model(
     starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, names, samples, questions, json_output)
+    main(target, names, samples, questions, json_output, checkpoint)
 
 
 def export(
@@ -65,6 +70,7 @@ def export(
         typer.Argument(metavar="RUN…", help="Run directory; for a crew, those that have all its stages."),
     ],
     out: Annotated[Path, typer.Argument(help="New directory for the model.")],
+    checkpoint: WhichCheckpoint = "newest",
 ) -> None:
     """Write the trained model for transformers (or PEFT, if it is an adapter)."""
     for run in runs:
@@ -73,7 +79,7 @@ def export(
     starting()
     from swarm_node.cli.commands.export import export_run
 
-    export_run(runs, out, partial(note, err=False))
+    export_run(runs, out, partial(note, err=False), checkpoint)
 
 
 def merge_models(

@@ -9,7 +9,13 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from protocol.limits import MAX_NAME_CHARS
-from swarm_node.config.machine import CheckpointsConfig, HealthConfig, MetricsConfig, ResourcesConfig, SpotConfig
+from swarm_node.config.machine import (
+    CheckpointsConfig,
+    HealthConfig,
+    MetricsConfig,
+    ResourcesConfig,
+    SpotConfig,
+)
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.section import NAME_PATTERN, Section
 from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig

@@ -64,7 +64,7 @@ OPTIONS = (
             "bootstrap": "Question file of the swarm, to give it to members.",
         },
     ),
-    KeyOption("rewards.answer", "--answer", "local new", metavar="any|tags|boxed"),
+    KeyOption("rewards.answer", "--answer", "local new tasks", metavar="any|tags|boxed"),
     KeyOption("rewards.functions", "--reward", "local join", metavar="FILE.py:FUNCTION"),
     KeyOption("sharing.own", "--own", "join"),
     KeyOption("sharing.foreign", "--foreign", "join"),

@@ -163,9 +163,15 @@ class GrpoConfig(Section):
 
 
 class EvalConfig(Section):
-    """The held-out table printed before and after a run."""
+    """Held-out questions, asked before a run, while it trains and after it."""
 
     questions: int = Field(128, ge=0)
-    """Held-out questions, over all tasks; 0 = no table."""
+    """Held-out questions, over all tasks; 0 = no held-out figures."""
     samples: PositiveInt = 8
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
+    every: int = Field(10, ge=0)
+    """Rounds between two evaluations while the run trains; 0 = only before and after it. The best checkpoint by
+    held-out pass@1 is then kept beside the newest ones (docs/tasks.md)."""
+    share: float = Field(0.05, gt=0, le=1)
+    """Most of the time that evaluations take while the run trains: one that would take more waits for a later round
+    that is due. 1 = no limit."""

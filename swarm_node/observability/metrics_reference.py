@@ -36,6 +36,11 @@ METRICS: dict[str, dict[str, str]] = {
         "completions/max_length": "The longest.",
         "completions/clipped_ratio": "Share of own answers that did not end by themselves.",
     },
+    "Held-out questions": {
+        "eval/pass_1": "Share of right answers to held-out questions (pass@1), measured after the round. Only in "
+        "rounds with an evaluation (`eval.every`), as below.",
+        "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k).",
+    },
     "The update": {
         "loss": "The loss, summed over tokens with its normaliser; mean over the updates of the round.",
         "grad_norm": "Norm of the gradient before clipping; 0 in a round without an update.",

@@ -16,6 +16,7 @@ from swarm_node.storage.rundir import os_errors_explained
 
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
+DRAWN = ("round", "rounds", "reward", "eval")  # first parts of the names of what is drawn
 READ = 256  # records in memory at once: a line becomes 6 kB of Python objects
 
 
@@ -28,8 +29,9 @@ def plot_reward(
     """Draw training reward over rounds into the PNG file `out`; `metrics` are records of metrics.jsonl.
 
     In a run of more than a thousand rounds, each point is the mean of equally many rounds. Thin lines are the tasks
-    (`reward/<label>`), if there are several; `held_out` is pass@1 on held-out questions before and after, drawn as two
-    points. Raises UserError if there is nothing to draw or `out` cannot be written.
+    (`reward/<label>`), if there are several. `held_out` is pass@1 on held-out questions before and after, drawn as two
+    points; where it was measured in between (`eval/pass_1`), a line goes through all of them. Raises UserError if there
+    is nothing to draw or `out` cannot be written.
     """
     curves = _curves(metrics)
     points = curves.points()
@@ -60,6 +62,10 @@ def plot_reward(
     if held_out is not None:
         name = f"held-out pass@1: {held_out[0]:.1%} before, {held_out[1]:.1%} after"
         ends = [rounds[0], rounds[-1]]
+        between = [point for point in zip(*_series(points, "eval/pass_1"), strict=True) if point[0] < ends[1]]
+        along = [(ends[0], held_out[0]), *between, (ends[1], held_out[1])]
+        if between:
+            axes.plot(*zip(*along, strict=True), color=ORANGE, lw=1.2, marker="o", ms=3)
         lines += axes.plot(ends, held_out, color=ORANGE, ls="", marker="D", ms=8, label=name, clip_on=False)
     axes.set_title(title, loc="left", fontsize=12, pad=28)
     axes.set_xlabel("round")
@@ -90,7 +96,7 @@ def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
     """The rewards of all rounds, in a bounded number of points."""
     curves, records = Curves(), iter(metrics)
     while some := list(islice(records, READ)):
-        curves.add([{name: r[name] for name in r if name.split("/")[0] in ("round", "rounds", "reward")} for r in some])
+        curves.add([{name: r[name] for name in r if name.split("/")[0] in DRAWN} for r in some])
     return curves
 
 

@@ -3,7 +3,7 @@
 On a terminal, below the sentences that have scrolled by:
 
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
-    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  2,310 tok/s
+    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  2,310 tok/s
     3 others, 1 of the crew, 4.0 of their groups a round
     12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
@@ -127,6 +127,7 @@ class ProgressDisplay:
         self._round = 0
         self._metrics: Mapping[str, float | None] = {}  # of the last round
         self._rewards: list[float] = []
+        self._held_out: float | None = None  # latest held-out pass@1
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
         self._traffic: deque[tuple[float, float, float]] = deque()  # (when, total bytes in, total bytes out)
         self._averaged = ""
@@ -160,6 +161,7 @@ class ProgressDisplay:
             self._ended[-1] = self._rounds_at
         self._ended.append(now)
         self._updated_at = self._clock()
+        self._held_out = metrics.get("eval/pass_1", self._held_out)
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -239,7 +241,8 @@ class ProgressDisplay:
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
-        figures = [f"round {self._round}{self._of}", *self._reward(), *self._speed(), *self._peers()[:1]]
+        reward = [*self._reward(), *self._pass_1()]
+        figures = [f"round {self._round}{self._of}", *reward, *self._speed(), *self._peers()[:1]]
         rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
@@ -275,13 +278,16 @@ class ProgressDisplay:
         return head
 
     def _reward_line(self, waiting: str) -> str:
-        figures = [waiting] if waiting else self._speed()  # the speed is of before that
+        figures = [waiting] if waiting else [*self._pass_1(), *self._speed()]  # the speed is of before that
         reward = self._reward()
         rest = self._console.width - cell_len("  ".join([*reward, *figures])) - 1
         if reward and rest >= LEAST_SPARK:
             ascii_only = self._console.options.ascii_only
             reward = [f"{reward[0]} {sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only)}"]
         return self._fitting(["  ".join([*reward, *figures]), *figures])
+
+    def _pass_1(self) -> list[str]:
+        return [] if self._held_out is None else [f"held-out {self._held_out:.3f}"]
 
     def _reward(self) -> list[str]:
         return [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []

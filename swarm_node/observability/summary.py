@@ -41,13 +41,16 @@ COST = {
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """Held-out figures of all tasks, before and after training."""
+    """Held-out figures of all tasks, before and after training, or before and at the last evaluation."""
 
     questions: int
     samples: int  # answers per question
     pass_1: tuple[float, float]
     pass_k: tuple[float, float]
     interval: tuple[float, float] | None = None  # 95 % interval of the change of pass@1; None = too few questions
+    round: int = 0  # the round after which the second figures were measured; 0 = the last one
+    remarks: list[str] = []  # sentences about what got worse
+    best: tuple[int, float] | None = None  # the round of the best checkpoint, and its pass@1
 
 
 class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -94,10 +97,12 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     cost: dict[str, float] = {}
 
 
-def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean of `after` - `before`, which hold one number per question in the same order. None if
-    there are too few questions, or different ones."""
-    if len(before) != len(after) or len(before) < LEAST_QUESTIONS:
+def interval(
+    before: Sequence[float], after: Sequence[float], least: int = LEAST_QUESTIONS, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Interval of that level for the mean of `after` - `before`, which hold one number per question in the same order.
+    None if there are fewer than `least` questions, or different ones."""
+    if len(before) != len(after) or len(before) < least:
         return None
     changes = np.asarray(after) - np.asarray(before)
     rng, means = np.random.default_rng(0), np.empty(RESAMPLES)
@@ -105,7 +110,7 @@ def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
     for start in range(0, RESAMPLES, rows):
         some = means[start : start + rows]
         some[:] = changes[rng.integers(0, len(changes), (len(some), len(changes)))].mean(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
+    low, high = np.quantile(means, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
 
 
@@ -165,6 +170,8 @@ def summary(run: Figures) -> list[str]:
     return _labelled(
         {
             "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
+            "worse": [] if run.held_out is None else run.held_out.remarks,
+            "best": _best(run.held_out),
             "received": received,
             "worth": [] if run.worth is None else list(worth_lines(run.worth)),
             "gave": gave,
@@ -228,7 +235,8 @@ def _held_out(held: HeldOut | None) -> list[str]:
     if held is None:
         return []
     before, after = held.pass_1
-    change = f"held-out pass@1 {before:.3f} -> {after:.3f}, {after - before:+.3f}"
+    at = f" after round {held.round:,}" if held.round else ""
+    change = f"held-out pass@1 {before:.3f} -> {after:.3f}{at}, {after - before:+.3f}"
     if held.interval is None:
         few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
         lines = [f"{change}: {few} too few to tell it from noise"]
@@ -240,6 +248,13 @@ def _held_out(held: HeldOut | None) -> list[str]:
         before, after = held.pass_k
         lines.append(f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}")
     return lines
+
+
+def _best(held: HeldOut | None) -> list[str]:
+    if held is None or held.best is None:
+        return []
+    round, pass_1 = held.best
+    return [f"held-out pass@1 {pass_1:.3f} after round {round:,}: `export` and `eval` take it as --checkpoint best"]
 
 
 def _counted(n: int, thing: str) -> str:

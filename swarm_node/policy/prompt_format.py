@@ -69,7 +69,7 @@ def write_prompt_format(
         "answer": config.rewards.answer,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
         "question_files": len(tasks) - len(public),
-        "eval": config.eval.model_dump(),
+        "eval": config.eval.model_dump(include={"questions", "samples"}),
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = out / "README.md"  # of an adapter, PEFT has begun one

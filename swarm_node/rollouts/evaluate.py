@@ -12,12 +12,15 @@ from statistics import fmean
 import msgspec
 
 from swarm_node.config import RolloutsConfig
+from swarm_node.observability.samples import shortened
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
+SHOWN = 3  # first questions of which an evaluation keeps the first answer, to show: they are of different tasks
+SHOWN_CHARS = 300  # most characters kept of each of their texts
 NONE_HELD_OUT = (
     "no question is held out of training, so there are no held-out figures: one in five is, chosen by a hash of its "
     "text, and the tasks have too few; 20 different questions nearly always give one, about 250 give the 50 that it "
@@ -33,17 +36,41 @@ class Held(msgspec.Struct):
     pass_k: float
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """One held-out question with one answer, in shortened texts."""
+
+    task: str
+    question: str
+    right: str  # reference answer; empty if there is none
+    answer: str
+    correct: bool
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Held-out figures at one time."""
 
     table: dict[str, Held] = {}  # figures by task label, and under `all` for all of them
     by_question: list[float] = []  # share of right answers to each question, in the order asked
+    labels: list[str] = []  # the task label of each question
+    shown: list[Shown] = []  # the first SHOWN questions, each with its first answer
 
 
 def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:
     """Held-out figures of `policy`; every call has the same questions and sampling seeds."""
     groups = _answered(tasks.held_out(questions), policy, tasks, rollouts, samples)
-    return Evaluation(summarise(groups, tasks.labels), [fmean(r.correct for r in g.rollouts) for g in groups])
+    return Evaluation(
+        summarise(groups, tasks.labels),
+        [fmean(r.correct for r in g.rollouts) for g in groups],
+        [g.task.label for g in groups],
+        [_shown(g) for g in groups[:SHOWN]],
+    )
+
+
+def _shown(group: Group) -> Shown:
+    first, task = group.rollouts[0], group.task
+    texts = (shortened(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
+    question, right, answer = texts
+    return Shown(task.label, question, right, answer, first.correct)
 
 
 def evaluate_on(

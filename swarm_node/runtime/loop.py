@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,16 +20,16 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
-from swarm_node.observability.metrics import MetricsWriter
-from swarm_node.observability.sinks import open_sinks
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import estimate
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
+from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import WEIGHTS_CHECK_S, finish_mirror, last_exchange, open_mirror, say_reach
+from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.limits import ResourceLimits
+from swarm_node.runtime.records import RunRecords
 from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
@@ -102,30 +103,28 @@ class Run:
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
-        self.state = RunState(self.config, run, self.node, self.checkpoints, crew, self.own, self.cost)
+        telling = partial(self.progress.say, lasting=False), self._measured
+        self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, whole=crew is None)
+        of_run = crew, self.own, self.cost, self.held_out
+        self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
-            self.progress.waiting = self.console.health.waiting = self.limits.waiting
+            self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
         self._again = f"swarm-node resume {run.quoted}"
         self.finished = False  # whether all rounds are over
         self._changing = False
-        self.after = Evaluation()
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         resumed = self.state.resume()
         if crew is None:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside()
-        shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
-        sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.console.health]
-        self.metrics = MetricsWriter(run.metrics, say, sinks, keep_all=config.metrics.keep == "all")
-        stack.callback(self.metrics.close)
-        self.metrics.truncate_after(self.node.round)
+        self.records = RunRecords(config, run, self.node.round, self.console.health, stack)
         self.state.catch_up()
         self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
         if crew is None:
-            self.checkpoints.check_room(self.state.checkpoint_bytes)
+            self.checkpoints.check_room(self.state.checkpoint_bytes, best=self.held_out.keeps_best)
         if resumed:
             say(f"resumed {run.path} at round {self.node.round}", "resume")
 
@@ -164,7 +163,8 @@ class Run:
                     self._rounds(stop)
                     self.finished = self.node.round >= self.config.total_rounds
                     stop.allow()
-                    self.after = self._held_out("after") if self.node.round > 0 else Evaluation()
+                    if self.node.round > 0:
+                        self.held_out.measure_after(self.node.round, again=self.node.averager is not None)
                 except StopRequested:
                     self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
                 finally:
@@ -207,7 +207,8 @@ class Run:
             say(str(needed), "estimate")
             self.limits.check_estimate(needed.bytes)
         if node.round == 0:
-            self.state.before = self._held_out("before")
+            self.held_out.measure_before()
+        self.held_out.begin()
         if node.round >= config.total_rounds:
             say(
                 f"all {node.round} rounds are done; `{self._again} --rounds N` trains more",
@@ -243,12 +244,13 @@ class Run:
             if self.crew is not None:
                 record |= self.crew.metrics()
             record |= self.cost.round(record["reward"], len(groups), time.monotonic())
-            self.metrics.write(record)
-            self.own.trained()
-            self.state.tally.add(record)
-            self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
-            self.callbacks.round(node.round, record)
-            self.callbacks.checkpoints(self.checkpoints.written)
+            self.records.sample(node.round, collected.groups, groups)
+            try:
+                if self.held_out.due(node.round):
+                    with stop.allowed():
+                        record |= self.held_out.measure_during(node.round)
+            finally:  # a signal ends the evaluation, and not the round
+                self._round_ended(record)
             self._average(stop)
             advised = stop.advised  # what comes from here on is of the next round
             if self.crew is not None:
@@ -264,6 +266,18 @@ class Run:
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()
                 stop.wait(rest)
+
+    def _round_ended(self, record: Mapping[str, Any]) -> None:
+        """Record a round, and save the weights if they are the best so far."""
+        self.records.write(record)
+        self.own.trained()
+        self.state.tally.add(record)
+        averager = self.node.averager
+        self.progress.update(self.node.round, record, "" if averager is None else averager.brief())
+        self.callbacks.round(self.node.round, record)
+        self.callbacks.checkpoints(self.checkpoints.written)
+        if self.held_out.is_new_best:
+            self.state.save()
 
     def _average(self, stop: Stopper) -> None:
         """Exchange weights with the cohort. A signal may come while it waits for others, not while weights change."""
@@ -306,36 +320,22 @@ class Run:
             self.state.save()
             self.checkpoints.wait()
 
-    def _held_out(self, when: str) -> Evaluation:
-        settings = self.config.eval
-        if settings.questions == 0:
-            return Evaluation()
-        if not self.tasks.held_out(1):
-            if when == "before":
-                say(NONE_HELD_OUT, "held_out")
-            return Evaluation()
-        self.progress.say(f"held-out questions, {when} training", lasting=False)
-        found = evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
-        self._declare(found)
-        self.callbacks.evaluation(self.node.round, found.table)
-        return found
-
-    def _declare(self, found: Evaluation) -> None:
-        """Let members know this node's held-out figure."""
-        if self.node.member is not None and "all" in found.table:
-            self.node.member.held_out = found.table["all"].pass_1, found.table["all"].questions
+    def _measured(self, round: int, found: Evaluation) -> None:
+        """Let members and callbacks know the held-out figures of a round."""
+        every = found.table["all"]
+        if self.node.member is not None:
+            self.node.member.held_out = every.pass_1, every.questions
+        self.callbacks.evaluation(round, found.table)
 
     def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
-        state = self.state
-        held = state.before, self.after, self.config.eval.samples
         worth = None if self.node.member is None else self.node.member.final_worth()
-        told = RunReport(self.run, state.tally, self.began_at, *held, worth)
+        told = RunReport(self.run, self.state.tally, self.began_at, self.node.round, self.held_out, worth)
         whole = self.crew is None or self.crew.leaving.complete
         evaluates = self.crew is None and bool(self.tasks.held_out(1))
         told.tell(self.console, whole, evaluates, 2 * self.node.round if self.finished else None)
         if self.console.json_output:
-            told.dump(self.node.round)
+            told.dump()
         return told
 
     def result(self, report: RunReport) -> TrainResult:

@@ -11,11 +11,12 @@ from msgspec import to_builtins
 
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.plots import plot_reward
-from swarm_node.observability.summary import INDENT, HeldOut, figures, interval, next_steps, summary, whereabouts
+from swarm_node.observability.summary import INDENT, figures, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth
-from swarm_node.rollouts.evaluate import Evaluation, rows
+from swarm_node.rollouts.evaluate import rows
 from swarm_node.runtime.console import Console
+from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.storage.rundir import RunDir
 
 
@@ -26,21 +27,20 @@ class RunReport:
     run: RunDir
     tally: Tally  # of all rounds
     resumed_at: int  # round after which the last start resumed
-    before: Evaluation
-    after: Evaluation
-    samples: int  # answers to each held-out question
+    rounds: int  # number of rounds done
+    held_out: HeldOutFigures
     worth: Worth | None = None  # what the swarm gave this node
 
     def __post_init__(self) -> None:
         self._plot = self.run.plots / "reward.png"
-        held_out = compared(self.before, self.after, self.samples)
-        self.figures = figures(self.tally, self.resumed_at, held_out, self.worth)
+        self._before, self._now = self.held_out.figures.before, self.held_out.figures.last
+        self.figures = figures(self.tally, self.resumed_at, self.held_out.compared(self.rounds), self.worth)
 
     def tell(self, console: Console, whole: bool, evaluates: bool, rounds: int | None = None) -> None:
         """Show the report in words; the other parameters are those of `next_steps`."""
         path = str(self.run.path)
-        if self.before.table and self.after.table:
-            columns, table = rows(self.before.table, self.after.table, self.samples)
+        if self._before.table and self._now.table:
+            columns, table = rows(self._before.table, self._now.table, self.held_out.samples)
             console.progress.table("held-out questions", columns, table)
         if not self.figures.rounds_recorded:
             return
@@ -51,15 +51,15 @@ class RunReport:
             console.progress.say(line, lasting=False)
         console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 
-    def dump(self, rounds: int) -> None:
-        """Write the report as one JSON document to standard output; `rounds` is the number of rounds done."""
+    def dump(self) -> None:
+        """Write the report as one JSON document to standard output."""
         document: dict[str, Any] = {
             "run_dir": str(self.run.path),
-            "rounds": rounds,
+            "rounds": self.rounds,
             "reward_first_tenth": None,
             "reward_last_tenth": None,
-            "held_out_before": to_builtins(self.before.table),
-            "held_out_after": to_builtins(self.after.table),
+            "held_out_before": to_builtins(self._before.table),
+            "held_out_after": to_builtins(self._now.table),
         }
         json.dump(document | to_builtins(self.figures), sys.stdout)
         sys.stdout.write("\n")
@@ -71,17 +71,3 @@ class RunReport:
         if last_record(self.run.metrics) is not None:
             records = each_record(self.run.metrics)
             plot_reward(records, self._plot, str(self.run.path), held.pass_1 if held else None)
-
-
-def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:
-    """Held-out figures over all tasks, if they exist for before and after training."""
-    if "all" not in before.table or "all" not in after.table:
-        return None
-    old, new = before.table["all"], after.table["all"]
-    return HeldOut(
-        questions=new.questions,
-        samples=samples,
-        pass_1=(old.pass_1, new.pass_1),
-        pass_k=(old.pass_k, new.pass_k),
-        interval=interval(before.by_question, after.by_question),
-    )

@@ -19,10 +19,11 @@ from swarm_node.grpo.replay import ReplayState
 from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.tally import Tally
-from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime.console import say
 from swarm_node.runtime.cost import CostMeter, Costs
+from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.say import Warned
+from swarm_node.storage.best import BEST, read_best
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -44,14 +45,17 @@ class RunState:
     crew: CrewNode | None  # the crew that this node leads
     own: RunSettings  # knows the settings behind the weights
     cost: CostMeter  # its figures are saved and restored as well
+    held_out: HeldOutFigures  # likewise
     settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
     tally: Tally = field(default_factory=Tally)  # figures of all rounds so far
-    before: Evaluation = field(default_factory=Evaluation)  # held-out figures from before training
     saved: int | None = None  # the round of the last checkpoint
 
     def save(self, anew: bool = False) -> None:
-        """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then."""
-        if self.saved == self.node.round and not anew and not self.checkpoints.failed:
+        """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then, and
+        so does the round of the best held-out figures."""
+        best = self.held_out.best if self.held_out.is_new_best else None
+        self.held_out.is_new_best = False
+        if self.saved == self.node.round and not anew and not best and not self.checkpoints.failed:
             return
         tensors, numbers, averaging = self._state()
         self.checkpoints.save(
@@ -69,12 +73,13 @@ class RunState:
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
-                "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.table.items()},
-                "before_by_question": self.before.by_question,
-                "held_out": self._evaluation(),
+                "held_out_figures": msgspec.to_builtins(self.held_out.figures),
+                "held_out": self.held_out.conditions,
             },
+            best,
         )
-        self.saved = self.node.round
+        # If weights are averaged before the next round, that is worth a checkpoint of its own.
+        self.saved = None if best is not None and self.node.averager is not None else self.node.round
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
         """(tensors by file, numbers of the trainer, numbers of averaging)"""
@@ -138,9 +143,10 @@ class RunState:
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
                 self.node.member.late_join.seek(0.0)
-        if {"answer": "any"} | state["held_out"] == self._evaluation():  # versions without forms of answers had `any`
-            table = {label: Held(*values) for label, values in state["before"].items()}
-            self.before = Evaluation(table, state.get("before_by_question", []))  # without: by an earlier version
+        conditions = self.held_out.conditions  # versions without forms of answers had `any`
+        if {"answer": "any"} | state["held_out"] == conditions:
+            self.held_out.restore(state)
+            self.held_out.best = read_best(self.run.path, conditions)
         else:
             say(
                 Warned(
@@ -172,17 +178,6 @@ class RunState:
         trained = {name: [str(t.dtype), *t.shape] for name, t in policy.trainable_state().items()}
         return {"base": policy.base_digest, "start": policy.start_digest, "trained": trained}
 
-    def _evaluation(self) -> dict[str, Any]:
-        """The conditions that make two held-out figures comparable."""
-        rollouts = self.config.rollouts
-        sampling = [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
-        return {
-            "tasks": self.node.tasks.names,
-            "answer": self.config.rewards.answer,
-            **self.config.eval.model_dump(),
-            "rollouts": sampling,
-        }
-
     def _replay(self) -> dict[str, Any]:
         """The right answers that are kept; empty if none are replayed."""
         if self.node.replay is None:
@@ -199,8 +194,9 @@ class RunState:
         }
 
     def set_aside(self) -> None:
-        """Rename the metrics of earlier rounds, whose checkpoints are gone or refused."""
+        """Rename the metrics of earlier rounds, whose checkpoints are gone or refused, and forget which was best."""
         metrics = self.run.metrics
+        (self.run.path / BEST).unlink(missing_ok=True)
         if self.run.has_rounds:
             kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
             metrics.rename(kept)

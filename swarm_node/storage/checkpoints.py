@@ -9,6 +9,8 @@ A checkpoint appears by the rename of a complete and synced directory. A process
 as they were, and at most a `.tmp-*` directory that the next write removes. A checkpoint is used only if every digest is
 right, and no file is parsed before its digest is checked. There is no pickle.
 
+The best checkpoint, which best.json of the run names, stays beside the newest ones.
+
 Left out: overwriting. A second checkpoint of the same round gets a name of its own (`round-00000120-1`), since a
 directory cannot be replaced by another in one atomic move.
 """
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.say import Warned
+from swarm_node.storage.best import Best, read_best, write_best
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 
@@ -79,22 +82,23 @@ class CheckpointStore:
         self.written: deque[Path] = deque(maxlen=MAX_WRITTEN)
         """Complete checkpoints of this start, oldest first; a reader may empty it, from any thread."""
 
-    def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
+    def save(self, round: int, tensors: TensorFiles, state: dict[str, Any], best: Best | None = None) -> None:
         """Copy all tensors now and write them in the background, once an older write is over. A write that fails is
         reported, leaves the older checkpoints alone and does not stop training; `close` raises if the last one failed.
-        `state` must be JSON-able (TypeError otherwise)."""
+        `state` must be JSON-able (TypeError otherwise). `best`: this is the best checkpoint so far, with its figures.
+        """
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
         text = json.dumps(document, sort_keys=True).encode()
         copies = {stem: _copy(named) for stem, named in tensors.items()}
         writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
-        self._writing = writer.submit(self._write, round, copies, text)
+        self._writing = writer.submit(self._write, round, copies, text, best)
         writer.shutdown(wait=False)  # its thread ends with this write
 
-    def check_room(self, size: int) -> None:
-        """Raise UserError if there is no room for two checkpoints of `size` bytes, or for one beside those that exist:
-        the newest goes only after the next is complete."""
-        check_room(self._directory, size, len(self._list()))
+    def check_room(self, size: int, best: bool = False) -> None:
+        """Raise UserError if there is no room for two checkpoints of `size` bytes and, if `best`, the best one, or for
+        one beside those that exist: the newest goes only after the next is complete."""
+        check_room(self._directory, size, len(self._list()), 3 if best else 2)
 
     @property
     def newest(self) -> Path | None:
@@ -148,9 +152,11 @@ class CheckpointStore:
             self._report(Warned("no checkpoint is usable: starting anew (the refused ones stay where they are)"))
         return None
 
-    def _write(self, round: int, copies: Copies, text: bytes) -> None:
+    def _write(self, round: int, copies: Copies, text: bytes, best: Best | None) -> None:
         try:
             name = self._write_atomically(round, copies, text)
+            if best is not None:
+                write_best(self._directory.parent, best, name)
             self._last_good = round
             self._prune(round)
             self.written.append(self._directory / name)
@@ -193,11 +199,13 @@ class CheckpointStore:
         return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=order)
 
     def _prune(self, round: int) -> None:
-        """Remove old checkpoints, but neither refused ones, which are of another run, nor those of later rounds:
-        neither may displace a good one."""
+        """Remove old checkpoints, but neither the best one, nor refused ones, which are of another run, nor those of
+        later rounds: neither may displace a good one."""
+        best = read_best(self._directory.parent)
         ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
-            shutil.rmtree(path)
+            if best is None or path.name != best.checkpoint:
+                shutil.rmtree(path)
 
 
 def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint:

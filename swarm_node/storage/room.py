@@ -9,14 +9,14 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import existing_part
 
 
-def check_room(folder: Path, size: int, there: int = 0) -> None:
-    """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more (or two, if it has none)."""
-    count = max(1, 2 - there)
+def check_room(folder: Path, size: int, there: int = 0, wanted: int = 2) -> None:
+    """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more, or for `wanted` in all."""
+    count = max(1, wanted - there)
     free = shutil.disk_usage(existing_part(folder)).free
     if count * size > free:
         each = f"{size / 2**20:,.1f} MiB"
-        wanted = f"two checkpoints of {each}" if count > 1 else f"one more checkpoint of {each}"
+        needed = f"{'three' if count > 2 else 'two'} checkpoints" if count > 1 else "one more checkpoint"
         raise UserError(
-            f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
-            "directory (--run-dir)"
+            f"no room at {folder} for {needed} of {each}: {free / 2**20:,.1f} MiB are free; free some space, or choose "
+            "another directory (--run-dir)"
         )

@@ -5,7 +5,9 @@
         config-0001.toml settings of earlier rounds, from before they were changed; oldest first
         metrics.jsonl    one line per round; older rounds share lines
         events.jsonl     what happened, in sentences; the newest ones
+        samples.jsonl    some questions with their answers and rewards; the newest ones
         checkpoints/     state to resume from
+        best.json        the name of the checkpoint with the best held-out figures
         stages/          checkpoints of stages that the node holds for its crew, by number
         export/          weights for others to load
         plots/           pictures
@@ -45,15 +47,15 @@ from typing import Any
 from swarm_node.errors import UserError
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
-    *("lock", "metrics.jsonl", "events.jsonl", "checkpoints", "stages", "export", "plots"),
+    *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("peers", "paused", "waits", "health.json", "page"),
+    *("plots", "peers", "paused", "waits", "health.json", "page"),
 }
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm
 MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
-    r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
+    r"(config|swarm|paused|waits|health|metrics|events|samples|best|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
@@ -70,6 +72,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         self.plots = self.path / "plots"

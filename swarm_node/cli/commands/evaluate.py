@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.cli.commands.export import policy_of_run, tasks_of
+from swarm_node.cli.commands.export import Which, policy_of_run, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.training import EvalConfig
@@ -25,17 +25,26 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.option_limits import check_options
 
 
-def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> None:
+def main(
+    target: str,
+    tasks: list[str] | None,
+    samples: int | None,
+    questions: int | None,
+    json_output: bool,
+    which: Which = "newest",
+) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
     an exported model are measured with the tasks and the sampling settings of their training."""
     say = note
     run = RunDir(target)
     if run.exists:
-        policy, config = policy_of_run(Path(target), say)
+        policy, config = policy_of_run(Path(target), say, which=which)
         task_set = load_tasks(tasks or tasks_of(run, config), config.rewards)
         if config.swarm and config.tasks and not tasks:
             task_set = task_set.only(config.tasks)
     else:
+        if which != "newest":
+            raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
         config = _of_model(target, bool(tasks), say)
         policy = load_policy(config.policy, config.rollouts, say)
         task_set = load_tasks(tasks or config.tasks, config.rewards)

@@ -5,26 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.own import read_own
-from swarm_node.errors import UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import write_prompt_format
-from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore
+from swarm_node.storage.best import read_best
+from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 
+Which = Literal["newest", "best"]  # the checkpoint of a run that is taken
 
-def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
-    """The policy of the newest valid checkpoint of a run, which may be active, and the settings of its training.
-    Without `samples` the policy cannot generate. Raises UserError if there is no run or no checkpoint yet."""
+
+def policy_of_run(
+    path: Path, report: Callable[[str], None], samples: bool = True, which: Which = "newest"
+) -> tuple[Policy, NodeConfig]:
+    """The policy of a valid checkpoint of a run, which may be active, and the settings of its training. Without
+    `samples` the policy cannot generate. Raises UserError if there is no run or no such checkpoint yet."""
     run = RunDir(path)
     run.check_exists()
     config = read_own(run.config, report)
     if config.pipeline.stages:
+        if which == "best":
+            raise UserError(f"{path} is of a crew, which keeps no best checkpoint: leave out --checkpoint")
         from swarm_node.pipeline.staged_run import find_stages
 
         policy = load_policy(config.policy, config.rollouts, report, samples)
@@ -32,7 +39,7 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
         policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
         policy.version = staged.updates
         return policy, as_trained(config, None)
-    checkpoint, config = newest_of(run, config, report)
+    checkpoint, config = (best_of if which == "best" else newest_of)(run, config, report)
     policy = load_policy(config.policy, config.rollouts, report, samples)
     if checkpoint.state["model"]["base"] != policy.base_digest:
         raise UserError(f"the checkpoints of {path} were trained from another {config.policy.model} than the one here")
@@ -44,15 +51,35 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
 
 def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
     """The newest valid checkpoint of a run, and `config` with the settings of its training. Raises UserError."""
-
-    def foreign(state: dict[str, Any]) -> str | None:
-        model = state.get("model")
-        return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
-
-    checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(foreign)
+    checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(_foreign)
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
     return checkpoint, as_trained(config, checkpoint.state.get("settings"))
+
+
+def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
+    """The checkpoint of a run with the best held-out figures, and `config` with the settings of its training. Raises
+    UserError."""
+    tried = None
+    while (best := read_best(run.path)) is not None and best != tried:  # a running node may have replaced it
+        try:
+            checkpoint = read_checkpoint(run.checkpoints / best.checkpoint, _foreign)
+        except CheckpointError as error:
+            tried, problem = best, f"{best.checkpoint} is not usable: {error}"
+            continue
+        say(f"best held-out pass@1 {best.pass_1:.3f}, after round {best.round}")
+        return checkpoint, as_trained(config, checkpoint.state.get("settings"))
+    if tried is not None:
+        raise UserError(f"the best checkpoint of {run.path}, {problem}; leave out --checkpoint to take the newest")
+    raise UserError(
+        f"{run.path} has no best checkpoint: it has measured no held-out questions while it trained (eval.every); "
+        "leave out --checkpoint to take the newest"
+    )
+
+
+def _foreign(state: dict[str, Any]) -> str | None:
+    model = state.get("model")
+    return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
 
 
 def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
@@ -69,7 +96,9 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
     return list(task_tables(manifest, files))
 
 
-def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
+def export_run(
+    path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print, which: Which = "newest"
+) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained. Several paths
     are run directories of one crew. Raises UserError."""
     runs = [RunDir(each) for each in ([path] if isinstance(path, Path) else path)]
@@ -78,6 +107,8 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
     in_stages = [read_own(run.config, report).pipeline.stages > 0 for run in runs]
     if len(runs) > 1 and not all(in_stages):
         raise UserError("only the runs of one crew are exported together; `swarm-node merge` merges other runs")
+    if in_stages[0] and which == "best":
+        raise UserError("a crew keeps no best checkpoint: leave out --checkpoint")
     check_new_directory(out)
     save: Callable[[Path], None]
     if in_stages[0]:
@@ -87,7 +118,7 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
         config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
         save, is_lora = partial(save_staged, staged), staged.plan.lora
     else:
-        policy, config = policy_of_run(runs[0].path, report, samples=False)
+        policy, config = policy_of_run(runs[0].path, report, samples=False, which=which)
         save, is_lora, tokenizer = policy.save, policy.is_lora, policy.tokenizer
     tasks = config.tasks if config.swarm and config.tasks else tasks_of(runs[0], config)  # those that a member chose
     with os_errors_explained(out):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
-from swarm_node.runtime.report import RunReport, compared
+from swarm_node.runtime.held_out import HeldOutFigures, compared
+from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 
@@ -74,7 +75,10 @@ def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    told = RunReport(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
+    nothing = cast(Any, None)
+    told = RunReport(
+        RunDir(tmp_path), Tally(), 0, 0, HeldOutFigures(NodeConfig(), *[nothing] * 2, print, print, whole=True)
+    )
     told.draw()
     assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 

@@ -13,6 +13,7 @@ from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.runtime import loop as run
 from swarm_node.runtime.cost import CostMeter
+from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
@@ -98,9 +99,11 @@ def test_figures_from_before_forms_of_answers_stay(
     asks = {"eval": {"questions": 2, "samples": 2}}
     with monkeypatch.context() as earlier:
 
-        def without_form(store: CheckpointStore, n: int, tensors: Any, state: dict[str, Any]) -> None:
+        def without_form(store: CheckpointStore, n: int, tensors: Any, state: dict[str, Any], best: Any) -> None:
             held_out = {key: value for key, value in state["held_out"].items() if key != "answer"}
-            save(store, n, tensors, state | {"held_out": held_out})
+            before = state.pop("held_out_figures")["before"]
+            table = {label: [h["questions"], h["pass_1"], h["pass_k"]] for label, h in before["table"].items()}
+            save(store, n, tensors, state | {"held_out": held_out, "before": table})
 
         earlier.setattr(CheckpointStore, "save", without_form)
         start(1, **asks)
@@ -142,7 +145,8 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
     own = RunSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost)
+    held_out = HeldOutFigures(NodeConfig(), cast(Any, policy), cast(Any, tasks), said.append, print, whole=True)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost, held_out)
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()

@@ -1,0 +1,152 @@
+"""Show questions with their answers: `swarm-node samples` and `swarm-node tasks NAME`.
+
+Questions and answers come from models, files and strangers: no control character of theirs reaches the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from protocol.errors import printable
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.observability.samples import read_samples
+from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
+
+MOST_WIDTH = 80
+MOST_LINES = 12  # lines shown of one text
+LEAST_ID = 4  # characters at the end of a peer id by which it may be named
+QUESTIONS = 10  # questions that `tasks NAME` shows
+OWN = "own"
+
+
+def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, count: int) -> list[dict[str, Any]]:
+    """The newest records of a run's samples.jsonl, or those with the least reward, of this task and this peer. Raises
+    UserError if there is none."""
+    run.check_exists()
+    if not run.samples.is_file():
+        raise UserError(
+            f"{run.path} has no samples yet: the first come after some rounds (metrics.samples_every; 0 = none)"
+        )
+    names = _names(run)
+    every = list(read_samples(run.samples))
+    found = [r for r in every if (task is None or r.get("task") == task) and (peer is None or _is_of(r, peer, names))]
+    if not found:
+        raise UserError(_none(every, names, task, peer))
+    found.reverse()
+    if worst:
+        found.sort(key=_reward)
+    return [record | {"name": names.get(str(record.get("peer")), "")} for record in found[:count]]
+
+
+def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines that show the records, at most 80 columns wide."""
+    width = _width()
+    for record in records:
+        when = time.strftime("%m-%d %H:%M", time.localtime(_number(record.get("time"))))
+        whose = OWN if record.get("peer") is None else f"{record.get('name') or 'peer'} …{str(record['peer'])[-8:]}"
+        head = f"round {record.get('round')}, {record.get('task')}, {whose}, mean reward {_reward(record):.3f}, {when}"
+        yield textwrap.shorten(printable(head), width, placeholder="…")
+        yield from _text("  asked  ", str(record.get("question")), width)
+        right = record.get("right")
+        yield from _text("  right  ", "(no reference answer)" if right is None else str(right), width)
+        for answer, times in _distinct(record["answers"]):
+            often = f"{times}x " if times > 1 else ""
+            yield from _text(f"  {_number(answer.get('reward')):5.2f}  ", often + _answer(answer), width)
+        if (more := int(_number(record.get("of"))) - len(record["answers"])) > 0:
+            yield f"         and {more} more answers"
+        yield ""
+
+
+def show_questions(name: str, config: NodeConfig, json_output: bool) -> Iterator[str]:
+    """Lines that show some questions of a task, of a set of tasks or of a file, each with a right answer."""
+    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.one_turn import in_form
+
+    config = in_form(config, config.rewards.answer)
+    tasks = load_tasks([name], config.rewards).sample(random.Random(0), QUESTIONS)
+    if json_output:
+        yield json.dumps([{"task": t.label, "question": t.question, "answer": t.answer} for t in tasks], indent=2)
+        return
+    width = _width()
+    yield from _text("models are told  ", config.policy.system_prompt, width)
+    several = len({task.label for task in tasks}) > 1
+    for number, task in enumerate(tasks, 1):
+        yield ""
+        yield from _text(f"{number:>2}  ", (f"{task.label}: " if several else "") + task.question, width)
+        yield from _text("    = ", "(no reference answer)" if task.answer is None else task.answer, width)
+
+
+def _answer(answer: Mapping[str, Any]) -> str:
+    text, extracted = str(answer.get("text")), answer.get("extracted")
+    end = "" if answer.get("finished", True) else " [cut off]"
+    if extracted is None:
+        end += " [no answer found]"
+    elif str(extracted) != text.strip():
+        end += f" [judged: {extracted}]"
+    return (text or "(empty)") + end
+
+
+def _distinct(answers: Sequence[Any]) -> list[tuple[Mapping[str, Any], int]]:
+    """Answers by falling reward, and how often each was given."""
+    counts: dict[str, tuple[Mapping[str, Any], int]] = {}
+    for answer in answers:
+        if isinstance(answer, dict):
+            key = json.dumps([answer.get("text"), answer.get("extracted"), answer.get("reward")])
+            counts[key] = answer, counts[key][1] + 1 if key in counts else 1
+    return sorted(counts.values(), key=lambda item: -_number(item[0].get("reward")))
+
+
+def _text(head: str, text: str, width: int) -> Iterator[str]:
+    """`text` after `head`, in lines of at most `width` columns, without control characters."""
+    lines = [part for line in text.splitlines() or [""] for part in _wrapped(printable(line), width - len(head))]
+    shown = lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"… ({len(lines)} lines)"]
+    for number, line in enumerate(shown):
+        yield ((" " * len(head) if number else head) + line).rstrip()
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(line, width) or [""]
+
+
+def _width() -> int:
+    return max(40, min(MOST_WIDTH, shutil.get_terminal_size((MOST_WIDTH, 1)).columns))
+
+
+def _names(run: RunDir) -> dict[str, str]:
+    """Peer id -> name of those that the run has seen, as far as swarm.json tells."""
+    try:
+        with open(run.status, "rb") as file:
+            peers = json.loads(file.read(MAX_STATUS_BYTES))["peers"]
+        return {str(peer): str(entry["name"]) for peer, entry in peers.items() if entry.get("name")}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _is_of(record: Mapping[str, Any], wanted: str, names: Mapping[str, str]) -> bool:
+    peer = record.get("peer")
+    if peer is None:
+        return wanted == OWN
+    return names.get(str(peer)) == wanted or (len(wanted) >= LEAST_ID and str(peer).endswith(wanted.lstrip("…")))
+
+
+def _none(every: Sequence[Mapping[str, Any]], names: Mapping[str, str], task: str | None, peer: str | None) -> str:
+    tasks = sorted({str(record.get("task")) for record in every})
+    peers = {OWN if (id := record.get("peer")) is None else names.get(str(id)) or str(id)[-8:] for record in every}
+    of = " and ".join([f"task {task}"] * (task is not None) + [f"peer {peer}"] * (peer is not None))
+    asked = f"no sample of {of}" if of else "no sample"
+    return f"{asked}; there are samples of the tasks {', '.join(tasks)} and of the peers {', '.join(sorted(peers))}"
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    return _number(record.get("reward"))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,51 @@
+"""Sentences about held-out figures that got worse by more than noise, each with a remedy.
+
+    answers become alike    pass@k fell though pass@1 did not: fewer questions have a right answer among several tries
+    a task is unlearned     pass@1 of one task fell
+
+Both falls are judged by the paired bootstrap of `summary`. A task has few questions, for which percentile intervals are
+too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
+questions each for seven tasks, where nothing was learned, 5 % of 400 drawn pairs of evaluations had a task that fell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from swarm_node.observability.summary import interval
+
+LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
+ALIKE = (
+    "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
+    "{before:.3f} to {now:.3f}: the answers to a question become alike; `--set grpo.advantage=pass_k` trains for one "
+    "right answer in several (docs/grpo.md)"
+)
+FELL = (
+    "held-out pass@1 of {task} fell by more than noise, from {before:.3f} to {now:.3f}: give it more weight among the "
+    "tasks (docs/tasks.md), or lower grpo.learning_rate"
+)
+
+
+def remarks(labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int) -> dict[str, str]:
+    """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions.
+
+    For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right.
+    """
+    if not len(labels) == len(before) == len(now):
+        return {}
+    found: dict[str, str] = {}
+    if samples > 1:
+        any_before, any_now = ([float(share > 0) for share in shares] for shares in (before, now))
+        fall = interval(any_before, any_now)
+        if fall is not None and fall[1] < 0 and fmean(now) >= fmean(before):
+            means = {"before": fmean(before), "now": fmean(now), "k_before": fmean(any_before), "k_now": fmean(any_now)}
+            found["pass_k"] = ALIKE.format(k=samples, **means)
+    tasks = dict.fromkeys(labels)
+    for task in tasks:
+        mine = [i for i, label in enumerate(labels) if label == task]
+        old, new = [before[i] for i in mine], [now[i] for i in mine]
+        change = interval(old, new, LEAST_OF_TASK, 1 - 0.05 / len(tasks))
+        if change is not None and change[1] < 0:
+            found[f"task {task}"] = FELL.format(task=task, before=fmean(old), now=fmean(new))
+    return found

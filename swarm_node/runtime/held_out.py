@@ -1,0 +1,191 @@
+"""Held-out figures of a run: before it trains, while it trains and at its end.
+
+An evaluation asks the same questions with the same seeds each time. It draws from no generator of the training, and
+each round seeds its own, so a run that evaluates trains as one that does not. A signal ends an evaluation at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from swarm_node.config import NodeConfig
+from swarm_node.observability.falling import remarks
+from swarm_node.observability.summary import HeldOut, interval
+from swarm_node.policy.policy import Policy
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evaluate
+from swarm_node.runtime.console import say
+from swarm_node.storage.best import Best
+from swarm_node.tasks import TaskSet
+
+
+class Figures(msgspec.Struct):
+    """Held-out figures of a run so far, for its checkpoints."""
+
+    before: Evaluation = msgspec.field(default_factory=Evaluation)  # from before training
+    last: Evaluation = msgspec.field(default_factory=Evaluation)  # the latest from after it began
+    round: int = 0  # the round after which `last` was measured
+    seconds: float = 0.0  # seconds that the latest evaluation took
+
+
+class HeldOutFigures:
+    """Measures the held-out figures of one run, and knows which of its checkpoints is the best."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        policy: Policy,
+        tasks: TaskSet,
+        show: Callable[[str], None],
+        measured: Callable[[int, Evaluation], None],
+        whole: bool,
+    ) -> None:
+        """`config` is fitted to the policy. `show` takes sentences that need not stay in view; `measured` takes the
+        round and the figures of each evaluation. `whole`: checkpoints of the run have all weights, so that the best one
+        can be kept."""
+        self._config = config
+        self._policy = policy
+        self._tasks = tasks
+        self._show = show
+        self._measured = measured
+        self.figures = Figures()
+        self.keeps_best = whole and config.eval.every > 0 and config.eval.questions > 0
+        self.best: Best | None = None  # without the name of its checkpoint
+        self.is_new_best = False  # whether the latest evaluation was the best one, and its checkpoint is due
+        self.doing = ""  # what is being measured now; empty = nothing
+        self._since = time.monotonic()  # when training began, or went on after an evaluation
+        self._noticed: set[str] = set()  # keys of the remarks that the latest evaluation gave reason for
+        self._said: set[str] = set()  # keys of the remarks that were made
+
+    @property
+    def samples(self) -> int:
+        """Answers to each question."""
+        return self._config.eval.samples
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The conditions that make two held-out figures comparable."""
+        config = self._config
+        return {
+            "tasks": self._tasks.names,
+            "answer": config.rewards.answer,
+            "questions": config.eval.questions,
+            "samples": config.eval.samples,
+            "rollouts": [config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p],
+        }
+
+    def measure_before(self) -> None:
+        """Measure before the first round."""
+        if self._config.eval.questions == 0:
+            return
+        if self._tasks.held_out(1):
+            self._show("held-out questions, before training")
+        else:
+            say(NONE_HELD_OUT, "held_out")
+        self.figures.before = self._measure("before training", 0)
+
+    def begin(self) -> None:
+        """Tell that training begins: its time is what evaluations get a share of."""
+        self._since = time.monotonic()
+
+    def due(self, round: int) -> bool:
+        """Whether to evaluate after this round: it is one of the `eval.every`, and the share of time allows it."""
+        settings = self._config.eval
+        if not settings.questions or not settings.every or round % settings.every:
+            return False
+        trained_s = time.monotonic() - self._since
+        return self.figures.seconds * (1 - settings.share) <= settings.share * trained_s
+
+    def measure_during(self, round: int) -> dict[str, float]:
+        """Measure after a round; the metrics, which are empty if no question is held out. Says if something fell."""
+        now = self._measure(f"after round {round}", round)
+        if not now.table:
+            return {}
+        self._keep(now, round)
+        self._remark(now)
+        every = now.table["all"]
+        return {"eval/pass_1": every.pass_1, "eval/pass_k": every.pass_k}
+
+    def measure_after(self, round: int, again: bool) -> None:
+        """Measure after the last round. `again`: also if there are figures of that round."""
+        if self.figures.round == round and self.figures.last.table and not again:
+            return
+        if self._config.eval.questions and self._tasks.held_out(1):
+            self._show("held-out questions, after training")
+        now = self._measure("after training", round)
+        if now.table:
+            self._keep(now, round)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
+        if "held_out_figures" in state:
+            self.figures = msgspec.convert(state["held_out_figures"], Figures)
+            return
+        table = {label: Held(*values) for label, values in state["before"].items()}  # by an earlier version
+        self.figures = Figures(Evaluation(table, state.get("before_by_question", [])))
+
+    def compared(self, round: int) -> HeldOut | None:
+        """The figures before and now, for the summary of a run that ended after `round`."""
+        figures = self.figures
+        compared_now = compared(figures.before, figures.last, self.samples)
+        if compared_now is None:
+            return None
+        at = 0 if figures.round == round else figures.round
+        best = None if self.best is None else (self.best.round, self.best.pass_1)
+        return msgspec.structs.replace(compared_now, round=at, best=best)
+
+    def _measure(self, when: str, round: int) -> Evaluation:
+        settings = self._config.eval
+        if settings.questions == 0 or not self._tasks.held_out(1):
+            return Evaluation()
+        self.doing = f"held-out questions, {when}"
+        began = time.monotonic()
+        try:
+            found = evaluate(self._policy, self._tasks, self._config.rollouts, settings.questions, settings.samples)
+        finally:
+            self.doing = ""
+        self._since = time.monotonic()
+        self.figures.seconds = self._since - began
+        if found.table:
+            self._measured(round, found)
+        return found
+
+    def _keep(self, now: Evaluation, round: int) -> None:
+        self.figures.last, self.figures.round = now, round
+        every = now.table["all"]
+        if self.keeps_best and (self.best is None or every.pass_1 > self.best.pass_1):
+            self.best = Best(round, every.pass_1, every.pass_k, self.conditions)
+            self.is_new_best = True
+
+    def _remark(self, now: Evaluation) -> None:
+        """Say what has got worse, once for each matter, when two evaluations in a row give reason for it."""
+        found = worse(self.figures.before, now, self.samples)
+        for key in found.keys() & self._noticed - self._said:
+            self._said.add(key)
+            say(found[key], "held_out")
+        self._noticed = set(found)
+
+
+def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:
+    """Held-out figures over all tasks, if they exist for before and after training."""
+    if "all" not in before.table or "all" not in after.table:
+        return None
+    old, new = before.table["all"], after.table["all"]
+    return HeldOut(
+        questions=new.questions,
+        samples=samples,
+        pass_1=(old.pass_1, new.pass_1),
+        pass_k=(old.pass_k, new.pass_k),
+        interval=interval(before.by_question, after.by_question),
+        remarks=list(worse(before, after, samples).values()),
+    )
+
+
+def worse(before: Evaluation, now: Evaluation, samples: int) -> dict[str, str]:
+    """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version."""
+    if before.labels != now.labels:
+        return {}
+    return remarks(now.labels, before.by_question, now.by_question, samples)

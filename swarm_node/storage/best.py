@@ -1,0 +1,50 @@
+"""The best checkpoint of a run by held-out figures: best.json names it, and no newer checkpoint displaces it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarm_node.storage.rundir import sync
+
+BEST = "best.json"
+MAX_BYTES = 1 << 20  # a longer best.json is not read
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The held-out figures of one checkpoint."""
+
+    round: int
+    pass_1: float
+    pass_k: float
+    conditions: dict[str, Any] = {}  # tasks and sampling; figures under others are not comparable
+    checkpoint: str = ""  # name of its directory below checkpoints/; the writer of the checkpoint sets it
+
+
+def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | None:
+    """The best checkpoint of the run in `run`. None if best.json is not there, is not readable or names a checkpoint
+    that is not there, and if its figures were measured under other `conditions` (None = any will do)."""
+    try:
+        with open(run / BEST, "rb") as file:
+            best = msgspec.json.decode(file.read(MAX_BYTES), type=Best)
+    except (OSError, ValueError, RecursionError):
+        return None
+    if conditions is not None and best.conditions != msgspec.to_builtins(conditions):
+        return None
+    is_name = re.fullmatch(r"round-[0-9-]+", best.checkpoint) is not None
+    return best if is_name and (run / "checkpoints" / best.checkpoint).is_dir() else None
+
+
+def write_best(run: Path, best: Best, checkpoint: str) -> None:
+    """Replace best.json, all of it or nothing, also in a power cut. Raises OSError."""
+    temporary = run / "best.tmp"
+    try:
+        temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(best, checkpoint=checkpoint)) + b"\n")
+        sync(temporary)
+        temporary.replace(run / BEST)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,50 @@
+"""What is said of held-out figures that fell, and what is not."""
+
+from __future__ import annotations
+
+from swarm_node.observability.falling import LEAST_OF_TASK, remarks
+
+SAMPLES = 8
+
+
+def evaluations(*tasks: tuple[str, int, float, float]) -> tuple[list[str], list[float], list[float]]:
+    """Labels, and shares before and now, of tasks given as (label, questions, share before, share now)."""
+    labels = [label for label, n, _, _ in tasks for _ in range(n)]
+    before = [share for _, n, share, _ in tasks for _ in range(n)]
+    now = [share for _, n, _, share in tasks for _ in range(n)]
+    return labels, before, now
+
+
+def test_answers_that_become_alike_are_told() -> None:
+    before = [1 / SAMPLES] * 128  # every question is solved by one of eight tries
+    now = [1.0] * 40 + [0.0] * 88  # a third is always solved, the others never
+    found = remarks(["gcd"] * 128, before, now, SAMPLES)
+    assert list(found) == ["pass_k"]
+    assert (
+        "pass@8 fell by more than noise, from 1.000 to 0.312, while pass@1 went from 0.125 to 0.312" in found["pass_k"]
+    )
+    assert "--set grpo.advantage=pass_k" in found["pass_k"]
+
+
+def test_pass_k_may_fall_with_pass_1() -> None:
+    found = remarks(["gcd"] * 128, [1 / SAMPLES] * 128, [0.0] * 128, SAMPLES)
+    assert list(found) == ["task gcd"], "then the answers are not alike but wrong"
+
+
+def test_a_task_that_fell_is_named() -> None:
+    found = remarks(*evaluations(("gcd", 20, 0.25, 0.5), ("count_bits", 20, 0.375, 0.125)), 1)
+    assert list(found) == ["task count_bits"]
+    assert "of count_bits fell by more than noise, from 0.375 to 0.125: give it more weight" in found["task count_bits"]
+
+
+def test_few_questions_of_a_task_say_nothing() -> None:
+    assert remarks(*evaluations(("gcd", LEAST_OF_TASK - 1, 0.5, 0.0), ("lcm", 50, 0.5, 0.5)), 1) == {}
+
+
+def test_noise_is_no_fall() -> None:
+    before, now = [0.5, 0.25] * 64, [0.25, 0.5] * 64
+    assert remarks(["gcd"] * 128, before, now, SAMPLES) == {}
+
+
+def test_different_questions_are_not_compared() -> None:
+    assert remarks(["gcd"] * 60, [1.0] * 60, [0.0] * 59, SAMPLES) == {}

@@ -1,0 +1,162 @@
+"""Held-out figures while a run trains: curve, best checkpoint, remarks, and a training that they do not change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swarm_node.cli.commands.evaluate import main as evaluate_main
+from swarm_node.cli.commands.export import export_run
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.runtime import held_out
+from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.runtime.start import run_local
+from swarm_node.storage.best import BEST
+from tests.support.run_files import read_jsonl
+
+ALWAYS = {"questions": 14, "samples": 3, "every": 1, "share": 1.0}
+STOPPING = """
+import os, signal
+calls = 0
+def stop(prompts, completions, **columns):
+    global calls
+    calls += len(completions) == 3  # held-out questions have three answers, others have two
+    if calls == 7 + 2 and len(completions) == 3:  # the second question after the first round
+        print("stopping in the middle", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [0.0] * len(completions)
+"""
+
+
+def settings(rounds: int, run_dir: str = "run", **sections: Any) -> NodeConfig:
+    base: dict[str, Any] = {
+        "run_dir": run_dir,
+        "rounds": rounds,
+        "rollouts": {"groups": 4, "group_size": 2, "max_new_tokens": 8},
+        "grpo": {"learning_rate": 1e-2},
+        "eval": ALWAYS,
+    }
+    return NodeConfig.model_validate(base | sections)
+
+
+@pytest.fixture
+def evaluated(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The document of a run of four rounds in `run` that was evaluated after each; it began in two starts."""
+    assert run_local(settings(2), json_output=True) == 0
+    capsys.readouterr()
+    assert run_local(settings(4), json_output=True) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "policy.safetensors")
+
+
+def test_each_round_has_held_out_figures(evaluated: dict[str, Any]) -> None:
+    curve = [line["eval/pass_1"] for line in read_jsonl(Path("run/metrics.jsonl"))]
+    assert len(curve) == 4 and all(0 <= value <= 1 for value in curve)
+    assert curve[-1] == pytest.approx(evaluated["held_out"]["pass_1"][1], rel=1e-5)
+    assert "round" not in {k: v for k, v in evaluated["held_out"].items() if v}, "the last figures are of the end"
+
+
+def test_the_best_checkpoint_is_kept_and_used(evaluated: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    best = json.loads(Path("run", BEST).read_text())
+    curve = [line["eval/pass_1"] for line in read_jsonl(Path("run/metrics.jsonl"))]
+    assert best["pass_1"] == pytest.approx(max(curve), rel=1e-5) and best["round"] == curve.index(max(curve)) + 1
+    assert evaluated["held_out"]["best"] == [best["round"], best["pass_1"]]
+    evaluate_main("run", None, None, None, True, "best")
+    measured = json.loads(capsys.readouterr().out)["held_out"]["all"]
+    assert (measured["pass_1"], measured["pass_k"]) == (best["pass_1"], best["pass_k"])
+    export_run(Path("run"), Path("out"), print, "best")
+    there = load_file("out/model.safetensors")
+    assert all(
+        torch.equal(there[name], tensor)
+        for name, tensor in weights(Path("run/checkpoints", best["checkpoint"])).items()
+        if name in there
+    )
+
+
+def test_evaluations_do_not_change_training(evaluated: dict[str, Any]) -> None:
+    for share in ({"questions": 0}, ALWAYS | {"every": 0}):
+        name = f"other-{share['questions']}"
+        assert run_local(settings(4, name, eval=share), json_output=True) == 0
+        ours, theirs = (weights(Path(run, "checkpoints/round-00000004")) for run in ("run", name))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        assert not Path(name, BEST).exists()
+
+
+def test_without_a_best_checkpoint_the_newest_is_offered() -> None:
+    assert run_local(settings(1, eval=ALWAYS | {"every": 0}), json_output=True) == 0
+    with pytest.raises(UserError, match=r"no best checkpoint.*eval\.every.*leave out --checkpoint"):
+        export_run(Path("run"), Path("out"), print, "best")
+    with pytest.raises(UserError, match="no run directory"):
+        evaluate_main("starter", None, None, None, True, "best")
+
+
+def test_a_torn_best_checkpoint_is_refused(evaluated: dict[str, Any]) -> None:
+    best = json.loads(Path("run", BEST).read_text())["checkpoint"]
+    Path("run/checkpoints", best, "policy.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=f"{best} is not usable.*take the newest"):
+        export_run(Path("run"), Path("out"), print, "best")
+
+
+def test_a_signal_ends_an_evaluation_and_keeps_the_round(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("stopping.py").write_text(STOPPING)
+    rewards = {"functions": [{"path": "stopping.py:stop"}]}
+    config = settings(3, eval=ALWAYS | {"questions": 7}, rewards=rewards)
+    assert run_local(config) == 0
+    assert capsys.readouterr().out.count("stopping in the middle") == 1, "no question was asked after the signal"
+    [line] = read_jsonl(Path("run/metrics.jsonl"))
+    assert line["round"] == 1 and "eval/pass_1" not in line
+    assert Path("run/checkpoints/round-00000001").is_dir()
+
+
+def test_a_stopped_run_tells_before_and_now(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("stopping.py").write_text(STOPPING.replace("7 + 2", "7 + 7 + 2"))
+    rewards = {"functions": [{"path": "stopping.py:stop"}]}
+    assert run_local(settings(5, eval=ALWAYS | {"questions": 7}, rewards=rewards), json_output=True) == 0
+    out, words = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert (document["rounds"], document["held_out"]["round"]) == (2, 1)
+    assert "held-out pass@1" in words and "after round 1" in words
+
+
+def figures(**sections: Any) -> HeldOutFigures:
+    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    return HeldOutFigures(settings(9, **sections), cast(Any, None), tasks, print, lambda round, found: None, whole=True)
+
+
+def test_evaluations_get_their_share_of_time() -> None:
+    ours = figures(eval=ALWAYS | {"every": 5, "share": 0.05})
+    assert [round for round in range(1, 12) if ours.due(round)] == [5, 10], "its cost is not known yet"
+    ours.figures.seconds = 1e9
+    assert not ours.due(5)
+    unlimited = figures()
+    unlimited.figures.seconds = 1e9
+    assert unlimited.due(5)
+    assert not figures(eval=ALWAYS | {"every": 0}).due(5)
+    assert not figures(eval=ALWAYS | {"questions": 0}).due(5)
+
+
+def test_a_fall_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluation(share: float) -> Evaluation:
+        return Evaluation({"all": Held(60, share, share)}, [share] * 60, ["gcd"] * 60)
+
+    said: list[str] = []
+    shares = iter([0.5, 0.1, 0.5, 0.1, 0.1, 0.1])  # one bad evaluation may be noise
+    monkeypatch.setattr(held_out, "evaluate", lambda *arguments: evaluation(next(shares)))
+    monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(f"{kind}: {text}"))
+    ours = figures()
+    ours.measure_before()
+    found = [ours.measure_during(round)["eval/pass_1"] for round in range(1, 6)]
+    assert found == [0.1, 0.5, 0.1, 0.1, 0.1]
+    assert len(said) == 1 and said[0].startswith("held_out: held-out pass@1 of gcd fell by more than noise")
+    assert ours.best is not None and ours.best.round == 2
