@@ -99,7 +99,7 @@ def read_samples(path: Path, most_bytes: int = SAMPLES_BYTES) -> Iterator[dict[s
             yield record
 
 
-def shortened(text: str, most: int) -> str:
+def without_middle(text: str, most: int) -> str:
     """`text` without its middle if it has more than `most` characters; the end, where answers are, keeps more."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written
     if len(text) <= most:
@@ -119,14 +119,14 @@ def _record(round: int, group: Group) -> dict[str, Any]:
         "time": time.time(),
         "task": task.label,
         "peer": group.peer,
-        "question": shortened(task.question, QUESTION_CHARS),
-        "right": None if task.answer is None else shortened(task.answer, ANSWER_CHARS),
+        "question": without_middle(task.question, QUESTION_CHARS),
+        "right": None if task.answer is None else without_middle(task.answer, ANSWER_CHARS),
         "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
         "of": len(rollouts),
         "answers": [
             {
-                "text": shortened(rollout.text, ANSWER_CHARS),
-                "extracted": None if rollout.extracted is None else shortened(rollout.extracted, EXTRACTED_CHARS),
+                "text": without_middle(rollout.text, ANSWER_CHARS),
+                "extracted": None if rollout.extracted is None else without_middle(rollout.extracted, EXTRACTED_CHARS),
                 "reward": rollout.reward,
                 "correct": rollout.correct,
                 "finished": rollout.finished,

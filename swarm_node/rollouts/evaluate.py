@@ -12,7 +12,7 @@ from statistics import fmean
 import msgspec
 
 from swarm_node.config import RolloutsConfig
-from swarm_node.observability.samples import shortened
+from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect
 from swarm_node.tasks import TaskSet
@@ -37,7 +37,7 @@ class Held(msgspec.Struct):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """One held-out question with one answer, in shortened texts."""
+    """One held-out question with one answer, in without_middle texts."""
 
     task: str
     question: str
@@ -68,7 +68,7 @@ def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions
 
 def _shown(group: Group) -> Shown:
     first, task = group.rollouts[0], group.task
-    texts = (shortened(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
+    texts = (without_middle(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
     question, right, answer = texts
     return Shown(task.label, question, right, answer, first.correct)
 

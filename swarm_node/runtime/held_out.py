@@ -22,7 +22,7 @@ from swarm_node.storage.best import Best
 from swarm_node.tasks import TaskSet
 
 
-class Figures(msgspec.Struct):
+class HeldOutRecord(msgspec.Struct):
     """Held-out figures of a run so far, for its checkpoints."""
 
     before: Evaluation = msgspec.field(default_factory=Evaluation)  # from before training
@@ -51,7 +51,7 @@ class HeldOutFigures:
         self._tasks = tasks
         self._show = show
         self._measured = measured
-        self.figures = Figures()
+        self.figures = HeldOutRecord()
         self.keeps_best = whole and config.eval.every > 0 and config.eval.questions > 0
         self.best: Best | None = None  # without the name of its checkpoint
         self.is_new_best = False  # whether the latest evaluation was the best one, and its checkpoint is due
@@ -122,10 +122,10 @@ class HeldOutFigures:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
         if "held_out_figures" in state:
-            self.figures = msgspec.convert(state["held_out_figures"], Figures)
+            self.figures = msgspec.convert(state["held_out_figures"], HeldOutRecord)
             return
         table = {label: Held(*values) for label, values in state["before"].items()}  # by an earlier version
-        self.figures = Figures(Evaluation(table, state.get("before_by_question", [])))
+        self.figures = HeldOutRecord(Evaluation(table, state.get("before_by_question", [])))
 
     def compared(self, round: int) -> HeldOut | None:
         """The figures before and now, for the summary of a run that ended after `round`."""

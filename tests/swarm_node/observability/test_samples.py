@@ -9,7 +9,7 @@ import pytest
 from protocol.messages import TaskName
 from swarm_node.config.machine import MetricsConfig
 from swarm_node.observability import samples
-from swarm_node.observability.samples import ANSWER_CHARS, MAX_ANSWERS, SampleLog, read_samples, shortened
+from swarm_node.observability.samples import ANSWER_CHARS, MAX_ANSWERS, SampleLog, read_samples, without_middle
 from swarm_node.types import Group, Rollout, Task
 from tests.support.run_files import read_jsonl
 
@@ -69,11 +69,11 @@ def test_every_tenth_round_is_due() -> None:
 
 
 def test_long_texts_lose_their_middle() -> None:
-    assert shortened("short", 100) == "short"
+    assert without_middle("short", 100) == "short"
     text = "begin" + 5000 * "x" + "the answer"
-    cut = shortened(text, 100)
+    cut = without_middle(text, 100)
     assert len(cut) == 100 and cut.startswith("begin") and cut.endswith("the answer")
-    assert shortened("\ud800", 10).encode() == b"?"
+    assert without_middle("\ud800", 10).encode() == b"?"
     record = log([]).write(1, [group("gcd", *[0.5] * 20, text=text)], [])[0]
     assert record["of"] == 20 and len(record["answers"]) == MAX_ANSWERS
     assert len(record["answers"][0]["text"]) == ANSWER_CHARS

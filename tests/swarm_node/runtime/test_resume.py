@@ -11,7 +11,7 @@ import pytest
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.runtime import loop as run
+from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
@@ -121,7 +121,7 @@ def newest_settings() -> dict[str, Any]:
 
 def test_sinks_never_get_a_crew_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, Any]] = []
-    monkeypatch.setattr(run, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
+    monkeypatch.setattr(records, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
     start(1)
     assert shown and "stages" in shown[0]["pipeline"] and "crew" not in shown[0]["pipeline"]
 
