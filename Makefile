@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools # before torch, whose dependencies come last: pip would call them missing
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch
-	@$(PIP) --no-build-isolation -e .
+	@$(PIP) --no-build-isolation -e '.[plots]'
 	@touch $@
 	@echo "installed: $(BIN)/swarm-node"
 

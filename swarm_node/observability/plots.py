@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hls_to_rgb
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +15,8 @@ from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
 from swarm_node.storage.rundir import os_errors_explained
 
+CAN_DRAW = bool(find_spec("matplotlib") and find_spec("PIL"))
+NO_PICTURE = "no picture of the rewards: `pip install 'swarm-node[plots]'` brings what draws it"
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
 DRAWN = ("round", "rounds", "reward", "eval")  # first parts of the names of what is drawn
@@ -31,8 +34,10 @@ def plot_reward(
     In a run of more than a thousand rounds, each point is the mean of equally many rounds. Thin lines are the tasks
     (`reward/<label>`), if there are several. `held_out` is pass@1 on held-out questions before and after, drawn as two
     points; where it was measured in between (`eval/pass_1`), a line goes through all of them. Raises UserError if there
-    is nothing to draw or `out` cannot be written.
+    is nothing to draw, `out` cannot be written, or the extra `plots` is not installed.
     """
+    if not CAN_DRAW:
+        raise UserError(NO_PICTURE)
     curves = _curves(metrics)
     points = curves.points()
     rounds, rewards = _series(points, "reward")

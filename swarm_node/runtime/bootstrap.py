@@ -80,6 +80,7 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, stop, stack)
+            run.keep()
             health.identify(name, manifest.swarm_id)
             page = None
             if beside is not None:

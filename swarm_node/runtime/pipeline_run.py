@@ -64,6 +64,7 @@ def run_crew(config: NodeConfig, manner: Manner, swarm: Swarm, beside: Beside | 
                 stop.safe()
                 return TrainResult(run.path, 0, False, Figures(), None)
             check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
+            run.keep()
             if beside is not None:
                 command = crew.parts.join_command
                 command.open = False

@@ -17,6 +17,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.model_path import LORA_ABOVE, checked, parameters, starter_path
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.network import identity_file
 from swarm_node.tasks.checking import check_specs
 
 STATE_BYTES = 12  # of a trained parameter in a checkpoint: the weight and the optimiser's two moments, four bytes each
@@ -26,6 +27,8 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
     """Raise UserError if the run directory cannot be used, or if a port that the user chose is taken. `network`: the
     node listens for others."""
     RunDir(config.directory).check_usable()
+    if network:
+        identity_file(config.network, RunDir(config.directory))
     if config.health.port:
         _check_port(config.health.listen, config.health.port, "--health-port")
     chosen = {"port", "gossip_port"} & config.network.model_fields_set

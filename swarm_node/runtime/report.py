@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from swarm_node.observability.jsonl import each_record, last_record
-from swarm_node.observability.plots import plot_reward
+from swarm_node.observability.plots import CAN_DRAW, NO_PICTURE, plot_reward
 from swarm_node.observability.summary import INDENT, figures, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth
@@ -44,11 +44,14 @@ class RunReport:
             console.progress.table("held-out questions", columns, table)
         if not self.figures.rounds_recorded:
             return
-        files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
-        words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
+        written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
+        files = [str(file.relative_to(self.run.path)) for file in written]
+        words = [*summary(self.figures), *whereabouts(path, files)]
         console.progress.paragraphs(words, INDENT)
         for line in next_steps(path, whole, evaluates, rounds):
             console.progress.say(line, lasting=False)
+        if not CAN_DRAW:
+            console.progress.say(NO_PICTURE, lasting=False)
         console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 
     def dump(self) -> None:
@@ -66,8 +69,9 @@ class RunReport:
         sys.stdout.flush()
 
     def draw(self) -> None:
-        """Draw the reward curve. It comes last: it takes longest, and is missed least if the process is ended."""
+        """Draw the reward curve, if the extra `plots` is installed. It comes last: it takes longest, and is missed
+        least if the process is ended."""
         held = self.figures.held_out
-        if last_record(self.run.metrics) is not None:
+        if CAN_DRAW and last_record(self.run.metrics) is not None:
             records = each_record(self.run.metrics)
             plot_reward(records, self._plot, str(self.run.path), held.pass_1 if held else None)

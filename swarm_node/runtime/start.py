@@ -79,6 +79,7 @@ def _run(config: NodeConfig, manner: Manner, swarm: Swarm | None) -> TrainResult
                 console.leave(NOT_BEGUN)
                 stop.safe()
                 return TrainResult(run.path, 0, False, Figures(), None)
+            run.keep()
             whole.train()
         report = whole.report()  # the swarm has been left
         report.draw()

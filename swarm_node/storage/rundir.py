@@ -38,13 +38,16 @@ import json
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from swarm_node.errors import UserError
+from filelock import lock_descriptor
+
+from swarm_node.errors import SwarmNodeError, UserError
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
@@ -86,6 +89,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.waits = self.path / "waits"
         self.health = self.path / "health.json"
         self._lock: int | None = None
+        self._made = False  # whether this start made the directory and has not begun yet
 
     @property
     def quoted(self) -> str:
@@ -115,7 +119,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # filelock has no lock that several readers share
         except OSError:
             return True
         finally:
@@ -141,6 +145,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         another process holds it, or if it cannot be written."""
         run = cls(path)
         with os_errors_explained(run.path):
+            run._made = not run.path.exists()
             run.path.mkdir(parents=True, exist_ok=True)
             run._check_content()
             run._take_lock()
@@ -254,20 +259,25 @@ class RunDir(AbstractContextManager["RunDir"]):
             os.close(self._lock)
             self._lock = None
 
-    def __exit__(self, *exc_info: object) -> None:
+    def keep(self) -> None:
+        """The run has begun: an error no longer removes the directory that it made."""
+        self._made = False
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Release the lock. A start that was refused leaves no directory behind."""
+        if self._made and isinstance(error, SwarmNodeError):
+            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):
+                self.path.parent.rmdir()  # `runs`, if nothing else is in it
         self.close()
 
 
 def _lock_soon(lock: int) -> None:
     """Lock a file for this process alone. Raises BlockingIOError if another holds it for longer than `in_use` does."""
     until = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
+    while not lock_descriptor(lock, blocking=False):
+        if time.monotonic() > until:
+            raise BlockingIOError
         time.sleep(LOCK_WAIT_S / 20)
 
 

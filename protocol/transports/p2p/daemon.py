@@ -9,7 +9,6 @@ bounded in time, because hivemind's calls would wait for ever.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 import psutil
+from filelock import lock_descriptor
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 
@@ -336,14 +336,13 @@ def _private_folder() -> tuple[str, int]:
         with suppress(OSError):  # it is another's, is in use, or another process was quicker
             lock = _open_folder(old)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock).st_mtime > NEW_S:
+                if lock_descriptor(lock, blocking=False) and time.time() - os.fstat(lock).st_mtime > NEW_S:
                     shutil.rmtree(old)
             finally:
                 os.close(lock)
     folder = tempfile.mkdtemp(prefix=prefix, dir=root)
     lock = _open_folder(folder)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock_descriptor(lock)
     return folder, lock
 
 

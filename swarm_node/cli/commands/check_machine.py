@@ -36,9 +36,9 @@ INSTALL_COMPILER = (
 def python() -> Check:
     """Whether this version of Python is tested."""
     found = ".".join(map(str, sys.version_info[:3]))
-    if (3, 11) <= sys.version_info[:2] < (3, 13):
+    if (3, 11) <= sys.version_info[:2] < (3, 14):
         return Check("python", "ok", found)
-    return Check("python", "warn", f"{found} is not tested; 3.11 and 3.12 are", install_command())
+    return Check("python", "warn", f"{found} is not tested; 3.11 to 3.13 are", install_command())
 
 
 def compiler() -> Check:

@@ -11,7 +11,6 @@ All runs on a machine share them. Nothing here is ever deleted: that is up to th
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import ManifestModel
@@ -279,10 +279,13 @@ class Draft:
 def only_process(model: ManifestModel, say: Say) -> Iterator[None]:
     """Only one process of this machine fetches `model`: others wait. The kernel releases the lock if that one dies."""
     cache().mkdir(parents=True, exist_ok=True)
-    with (cache() / f"{model.digest}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process of this machine is getting model {model.name}: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = FileLock(cache() / f"{model.digest}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        say(f"another process of this machine is getting model {model.name}: waiting for it")
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()

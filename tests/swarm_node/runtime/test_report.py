@@ -49,6 +49,15 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
     assert Path("run/plots/reward.png").exists()
 
 
+def test_no_picture_is_missed_without_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.runtime.report.CAN_DRAW", False)
+    _, words = start(1, capsys)
+    assert "pip install 'swarm-node[plots]'" in words and "reward.png" not in words
+    assert not Path("run/plots/reward.png").exists()
+
+
 def test_a_lost_round_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = start(2, capsys)
     with open("run/metrics.jsonl", "a") as file:  # recorded, but no checkpoint of it was made

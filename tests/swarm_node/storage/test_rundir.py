@@ -118,6 +118,32 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
     assert "choose another directory" in process.stderr
 
 
+def test_a_refused_start_leaves_no_directory(tmp_path):
+    path = tmp_path / "runs" / "alice"
+    with pytest.raises(UserError), RunDir.open(path) as run:
+        run.write("config.toml", "")
+        raise UserError("no such model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_run_that_was_there_survives_any_error(tmp_path, begins):
+    path = tmp_path / "alice"
+    if not begins:
+        RunDir.open(path).close()
+    with pytest.raises(UserError), RunDir.open(path) as run:
+        if begins:
+            run.keep()
+        raise UserError("the disk is full")
+    assert path.is_dir() and not RunDir(path).in_use
+
+
+def test_an_interrupted_start_keeps_its_directory(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunDir.open(tmp_path / "alice"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "alice").is_dir()
+
+
 def test_a_look_blocks_no_start(tmp_path, monkeypatch):
     RunDir.open(tmp_path).close()
     look = os.open(tmp_path / "lock", os.O_RDONLY)
