@@ -39,7 +39,7 @@ import psutil
 from benchmarks.common import RESULTS, table, write
 from benchmarks.overhead import LOCAL, commands, metrics, until
 from benchmarks.processes import Meter, end, merged, mind_signals, other_load, tree
-from swarm_node.runtime.limits import cores, cpus
+from swarm_node.observability.usage import cores, cpus
 
 WINDOW_S, WORST_S, TRAFFIC_S = 25.0, 5.0, 15.0
 SAMPLE_S, FINE_S = 0.25, 0.02

@@ -132,6 +132,7 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
         is_typed = source is not None and source.name == "COMMANDLINE"
         flags = {row.name: values.pop(row.name) for row in rows}
         flags = {name: split_names(value) if isinstance(value, list) else value for name, value in flags.items()}
+        flags |= {row.name: row.value if flags[row.name] else None for row in rows if row.value}
         function(settings=CommandSettings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
 
     run.__signature__ = inspect.Signature(list(parameters()))  # type: ignore[attr-defined]
@@ -182,13 +183,15 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
     if get_origin(kind) is list:
         kind = list[str]
         settings["help"] += " Repeatable or comma-separated."
+    elif row.value:
+        kind, settings["metavar"] = bool, None
     elif more or kind not in (bool, int, float):
         kind = str
     if not row.flag.startswith("--"):
         settings["metavar"] = row.flag
         declared = typer.Argument(**settings)
     else:
-        off = f"/--no-{row.flag.removeprefix('--')}" if kind is bool and may_be_unset else ""
+        off = f"/--no-{row.flag.removeprefix('--')}" if kind is bool and may_be_unset and not row.value else ""
         declared = typer.Option(row.flag + off, **settings)
     return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, declared])
 

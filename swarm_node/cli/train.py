@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, DryRun, Json, starting
+from swarm_node.cli.options import CommandSettings, DryRun, Json, note, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
@@ -53,8 +53,9 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     check_material(config, own_tasks=found is None, own_model=own_model)
     if config.log_format == "text":
         starting()
-    from swarm_node.runtime.limits import be_nice
+    from swarm_node.runtime.limits import be_nice, gentle_by_default
 
+    config = gentle_by_default(config, note) if member else config
     be_nice(config.resources)
     from swarm_node.runtime.start import run_join, run_local
 

@@ -75,6 +75,10 @@ def _checked_hours(text: str) -> str:
 class ResourcesConfig(Section):
     """Limits on what the node takes of its machine (docs/resources.md). With --stages only `nice` is allowed."""
 
+    preset: Literal["gentle", "normal", "all"] | None = None
+    """Limits that hold where no key of this section says otherwise: `gentle` = lowest priority (nice 19), half of the
+    cores, pause on battery; `normal` = lower priority (nice 10); `all` = no limit. Unset = `all`, or for `join` on a
+    machine with a battery or a graphical session `gentle`."""
     max_cpu: float = Field(100.0, ge=1, le=100)
     """Most CPU, in percent of the cores that the node may use (a container's quota counts). All its processes count
     together, over some seconds."""
@@ -88,3 +92,16 @@ class ResourcesConfig(Section):
     """Pause while the machine runs on battery, is hot, or is used by its owner. docs/resources.md says more."""
     hot_c: float = Field(85.0, gt=0)
     """Temperature of the hottest sensor, in degrees Celsius, from which the machine counts as hot."""
+
+    def in_force(self) -> ResourcesConfig:
+        """These limits, with those of the preset where no key was set."""
+        of_preset = PRESETS[self.preset or "all"]
+        return self.model_copy(update={k: v for k, v in of_preset.items() if k not in self.model_fields_set})
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "gentle": {"nice": 19, "max_cpu": 50.0, "pause_on": ["battery"]},
+    "normal": {"nice": 10},
+    "all": {},
+}
+"""Preset -> keys of `resources` and their values."""

@@ -28,11 +28,20 @@ class KeyOption(NamedTuple):
     metavar: str | None = None
     says: Mapping[str, str] = MappingProxyType({})
     """Command -> explanation, where the key means something else to that command."""
+    value: str = ""
+    """The value that the option sets, if it is a flag for one value of a key that is no switch."""
 
     @property
     def name(self) -> str:
         """`max_cpu` for `--max-cpu`: the parameter, and in capitals the end of the environment variable."""
         return self.flag.removeprefix("--").replace("-", "_").lower()
+
+
+def preset(name: str, meaning: str) -> KeyOption:
+    """The flag for a preset of resource limits."""
+    commands = "local join resume"
+    says = dict.fromkeys(commands.split(), f"{meaning} (resources.preset = {name})")
+    return KeyOption("resources.preset", f"--{name}", commands, LIMITS, says=says, value=name)
 
 
 OPTIONS = (
@@ -96,6 +105,9 @@ OPTIONS = (
     KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
     KeyOption("log", "--log", "local join"),
     KeyOption("log_format", "--log-format", "local join bootstrap"),
+    preset("gentle", "Lowest priority, half of the cores, pause on battery"),
+    preset("normal", "Lower priority, all cores"),
+    preset("all", "No limit, also where `join` would be gentle"),
     KeyOption("resources.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
     KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
     KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
@@ -114,7 +126,8 @@ def keys_by_name() -> dict[str, str]:
 
 def all_variables() -> dict[str, str]:
     """Environment variable -> key."""
-    return {VARIABLE_PREFIX + name.upper(): key for name, key in keys_by_name().items()}
+    of_flags = {option.name for option in OPTIONS if option.value}
+    return {VARIABLE_PREFIX + name.upper(): key for name, key in keys_by_name().items() if name not in of_flags}
 
 
 def explanation(key: str) -> str:

@@ -125,6 +125,14 @@ METRICS: dict[str, dict[str, str]] = {
         "stages/stray": "Records that had no place in what was going on.",
         "stages/refused/<reason>": "Messages and peers refused, by reason.",
     },
+    "The machine": {
+        "machine/cpu_cores": "Cores in use by all processes of the node, mean over some seconds. Missing in the first "
+        "seconds of a start, as all below.",
+        "machine/cores": "Cores that it may use; a container's quota counts.",
+        "machine/memory_bytes": "Main memory of all its processes; a page that they share counts once for each.",
+        "machine/disk_bytes": "Size of the run directory, measured once a minute.",
+        "machine/gpu_bytes": "GPU memory that it holds. Missing without a GPU in use.",
+    },
     "Cost": {
         "cost/spent": "`price_per_hour` times the hours that the run has run, resumptions included: a running total. "
         "Pauses before the end of a round count; what comes after the last round of a start (held-out questions, the "

@@ -120,6 +120,9 @@ class ProgressDisplay:
         """Returns how many others this node's crew has; None = there is no crew. Called as `waiting` is."""
         self.paused_s: Callable[[], float] = float
         """Returns the seconds so far in which the run was paused; its minutes exclude them. Called as `waiting` is."""
+        self.usage: Callable[[], str] = str
+        """Returns what the run takes from its machine; empty = not known yet. Called as `waiting` is."""
+        self.hint = ""  # how to stop and to pause the run
         self.spent_s = 0.0  # seconds of the minutes of the run that had passed before the first round
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
@@ -208,7 +211,7 @@ class ProgressDisplay:
 
     def stop(self) -> None:
         """End; the last state stays on the terminal."""
-        self._last = None  # it stands above, and its age would be wrong in a moment
+        self._last, self.hint = None, ""  # the sentence stands above, and its age would be wrong in a moment
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -243,7 +246,7 @@ class ProgressDisplay:
         self._printed_tenth = self._tenth()
         reward = [*self._reward(), *self._pass_1()]
         figures = [f"round {self._round}{self._of}", *reward, *self._speed(), *self._peers()[:1]]
-        rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left()]
+        rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left(), self.usage()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
@@ -261,8 +264,8 @@ class ProgressDisplay:
         traffic, averaged = self._fitting(self._traffic_words(waiting)), self._averaged
         both = "  ".join(filter(None, [traffic, averaged]))
         below = [both] if cell_len(both) <= width else [traffic, averaged]
-        lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, self._last_event()]
-        shown = (Text(self._cut(line), no_wrap=True) for line in lines if line)
+        lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, *self._usage_lines()]
+        shown = (Text(self._cut(line), no_wrap=True) for line in [*lines, self._last_event()] if line)
         return Group(self._head("" if waiting else self._time_left()), *shown)
 
     def _head(self, left: str) -> Table | Text:
@@ -330,6 +333,12 @@ class ProgressDisplay:
         if waiting or not (rates := self._rates()):
             return [f"{volume(inward)} in, {volume(outward)} out"]
         return [f"{rates[0]}, {volume(inward + outward)} in all", *rates]
+
+    def _usage_lines(self) -> list[str]:
+        """What the run takes, and how to stop it, on one line or on two."""
+        usage, fits = self.usage(), self._console.width
+        both = "; ".join(filter(None, [usage, self.hint]))
+        return [both] if cell_len(both) <= fits else [usage, self.hint if cell_len(self.hint) <= fits else ""]
 
     def _last_event(self) -> str:
         if self._last is None:

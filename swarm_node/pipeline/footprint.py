@@ -23,10 +23,12 @@ from swarm_node.config import NodeConfig
 from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.partition import layer_of, model_parts, partition, trained_shapes
 from swarm_node.pipeline.membership.actions import Spans
-from swarm_node.pipeline.recovery.replicas import keeper, replicated
+from swarm_node.pipeline.recovery.replicas import keeper, replica_every, replicated
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import skeleton
 
+WIRE_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 66 / 64}  # of a value on the network; int8 has a scale for 64
+GROUPS = 8  # groups of a round if the configuration leaves them open
 CHECKPOINT_BYTES = 12  # of a trained value in a checkpoint: itself and two moments, four bytes each
 
 
@@ -79,6 +81,7 @@ class Footprint:
         self.config = config
         self.reference = bool(config.grpo.beta)  # whether stages keep their weights of before training
         self._itemsize = loading.dtype.itemsize
+        self._width: int = loading.config.get_text_config().hidden_size
         frozen = dict(skeleton(loading.config).named_parameters()) if loading.lora else {}
         self._frozen = Sizes.among(frozen, loading.config)
         self._trained = Sizes.among(trained_shapes(config.policy, loading), loading.config)
@@ -99,6 +102,19 @@ class Footprint:
         Weights of 16 bits that are trained themselves add a master copy of 32 bits."""
         masters = 4 if self._itemsize < 4 and not any(self._frozen.layers) else 0
         return [(CHECKPOINT_BYTES + masters) * values for values in self._trained.of(spans)]
+
+    def traffic(self, prompt_tokens: float, answer_tokens: int) -> int:
+        """Bytes that a stage between two others sends in a round if every answer has `answer_tokens`: activations of
+        all tokens, gradients of those trained on, and its replica. Ends send less."""
+        rollouts, grpo, wire = self.config.rollouts, self.config.grpo, WIRE_BYTES[self.config.pipeline.wire]
+        groups, answers = rollouts.groups or GROUPS, grpo.answers or rollouts.group_size
+        length = prompt_tokens + answer_tokens
+        sampled = groups * rollouts.group_size * length
+        trained = groups * min(answers, rollouts.group_size) * length
+        stages = self.config.pipeline.stages
+        copies = max(self._trained.of(self.divide([0] * stages))) if self.config.pipeline.replica != "off" else 0
+        replica = 4 * copies / replica_every(self.config, any(self._frozen.layers))
+        return round(wire * self._width * (sampled + 2 * trained) + replica)
 
     def divide(self, capacities: Sequence[float]) -> Spans:
         """Layers of each stage, as the memory of the machines that are to hold them allows; see `partition`."""

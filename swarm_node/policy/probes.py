@@ -138,9 +138,14 @@ class Estimate:
     seconds: float
 
     def __str__(self) -> str:
+        return f"needs about {self.bytes / 2**30:.1f} GiB of memory"
+
+    @property
+    def longest(self) -> str:
+        """How long a round can take. Most take a small part of it."""
         minutes = self.seconds / 60
         took = f"{minutes:.1f} min" if minutes >= 1 else f"{self.seconds:.1f} s"
-        return f"about {self.bytes / 2**30:.1f} GiB of memory, and {took} a round if every answer runs to its limit"
+        return f"a round takes at most {took}, if every answer runs to its limit"
 
 
 def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig) -> Estimate:

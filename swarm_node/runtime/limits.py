@@ -19,17 +19,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
+from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.cgroups import cpu_quotas
-from swarm_node.runtime.pause import Machine, pause_asked, quiet
+from swarm_node.observability.usage import ProcessTree, cpus
+from swarm_node.runtime.pause import Machine, on_battery, pause_asked, quiet
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.rundir import RunDir
@@ -40,7 +39,6 @@ CPU_CHECK_S = 0.05  # CPU time of this process between two looks at the CPU time
 BURST_S = 1.0  # CPU time of so many seconds that was not taken may be taken later
 NAP_S, MAX_NAPS_S = 0.25, 5.0
 """Longest single sleep, and longest sleep in one look: training goes on a little, whatever other threads take."""
-CHILDREN_CHECK_S = 5.0  # time between two looks for new child processes
 WATCH_END_S = 0.1  # longest that a node which leaves waits for its watch thread, which may be asking the system
 MEMORY_LEAVE_S = 12.0  # time that a node which takes too much memory has to save and leave
 LOWER = (
@@ -53,52 +51,30 @@ NETWORK_BYTES = 2**28  # memory of p2pd and the gossip process, which no estimat
 def be_nice(config: ResourcesConfig) -> None:
     """Lower this process's priority to `config.nice`; never raise it. Call it before threads and processes start, which
     inherit it."""
-    if config.nice > os.getpriority(os.PRIO_PROCESS, 0):
-        os.setpriority(os.PRIO_PROCESS, 0, config.nice)
+    nice = config.in_force().nice
+    if nice > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def has_owner(root: Path = Path("/")) -> str:
+    """What shows that somebody uses this machine for other things: a battery or a graphical session; empty = nothing
+    does. A session that runs elsewhere (ssh -X) does not count."""
+    if on_battery() is not None:
+        return "a battery"
+    graphical = sys.platform == "darwin" or any(os.environ.get(name) for name in ("WAYLAND_DISPLAY", "DISPLAY"))
+    in_container = any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv"))
+    remote = in_container or bool(os.environ.get("SSH_CONNECTION"))
+    return "a graphical session" if graphical and not remote else ""
 
 
-def cpus(root: Path = Path("/")) -> float:
-    """CPU seconds per second that this process may take: its cores, or less by its container's quota."""
-    return min([float(cores()), *cpu_quotas(root)])
-
-
-class ProcessTree:
-    """This process and all its descendants, p2pd and the gossip process among them."""
-
-    def __init__(self) -> None:
-        self._me = psutil.Process()
-        self._cpu_s: dict[psutil.Process, float] = {}
-        self._children: list[psutil.Process] = []
-        self._look_at = -math.inf
-
-    def cpu_s(self) -> float:
-        """CPU seconds so far, those of children that were seen and have ended included. Raises nothing, since a signal
-        handler calls it."""
-        with suppress(OSError):  # too many open files: the children seen last count
-            for child in self._look():
-                with suppress(psutil.Error):
-                    self._cpu_s[child] = sum(child.cpu_times()[:2])
-        return time.process_time() + sum(self._cpu_s.values())
-
-    def rss(self) -> int:
-        """Bytes of memory; a shared page counts once per process. Raises OSError if the system does not tell."""
-        total = 0
-        for process in (self._me, *self._look()):
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
-        return total
-
-    def _look(self) -> list[psutil.Process]:
-        if time.monotonic() >= self._look_at:
-            with suppress(psutil.Error):
-                self._children = self._me.children(recursive=True)
-            self._look_at = time.monotonic() + CHILDREN_CHECK_S
-        return self._children
+def gentle_by_default(config: NodeConfig, say: Say) -> NodeConfig:
+    """`config` of a member with the gentle preset if this machine has an owner and no limit was chosen. Says so. Stages
+    of a crew are not limited."""
+    if config.resources.model_fields_set or config.pipeline.stages or not (owner := has_owner()):
+        return config
+    say(f"this machine has {owner}: lowest priority, half of the cores, pause on battery (--gentle; --all takes all)")
+    resources = config.resources.model_copy(update={"preset": "gentle"})
+    return config.model_copy(update={"resources": resources})
 
 
 class MemoryLimit:
@@ -183,7 +159,7 @@ class ResourceLimits:
         self.over = ""  # why the node had to leave, if it took too much memory; else empty
         self._paused_s = 0.0
         self._waits_since: float | None = None
-        self._config = config
+        self._config = config = config.in_force()
         self._run = run
         self._say = say
         self._member = member

@@ -20,6 +20,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
+from swarm_node.observability.usage import UsageSampler
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import estimate
 from swarm_node.rollouts.evaluate import Evaluation
@@ -34,7 +35,7 @@ from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
-from swarm_node.say import Warned
+from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -95,6 +96,7 @@ class Run:
             self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
             self.policy = load_policy(config.policy, config.rollouts, say) if crew is None else crew.policy
         self.config = fitted(config, self.policy, say)
+        self.usage = UsageSampler(run.path)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
@@ -109,6 +111,8 @@ class Run:
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
+            self.progress.usage = self.usage.words
+            self.progress.hint = f"Ctrl-C saves and stops; swarm-node pause {run.quoted} waits"
             self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
         self._again = f"swarm-node resume {run.quoted}"
@@ -205,6 +209,7 @@ class Run:
         if self.crew is None:
             needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
             say(str(needed), "estimate")
+            say(Detail(needed.longest), "estimate")
             self.limits.check_estimate(needed.bytes)
         if node.round == 0:
             self.held_out.measure_before()
@@ -243,6 +248,7 @@ class Run:
             record = node.record(collected, learned, time.perf_counter() - began)
             if self.crew is not None:
                 record |= self.crew.metrics()
+            record |= self.usage.metrics()
             record |= self.cost.round(record["reward"], len(groups), time.monotonic())
             self.records.sample(node.round, collected.groups, groups)
             try:

@@ -52,9 +52,9 @@ def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
 
 def _refuse(config: NodeConfig, keys: Sequence[str], why: str) -> None:
     """Raise UserError for the first of the keys below `resources` whose value is not the default."""
-    usual = ResourcesConfig()
+    usual, chosen = ResourcesConfig(), config.resources.in_force()
     for key in keys:
-        if getattr(config.resources, key) != getattr(usual, key):
+        if getattr(chosen, key) != getattr(usual, key):
             raise UserError(f"resources.{key} is not for {why}")
 
 

@@ -7,15 +7,19 @@ open the directory -> swarm -> CrewNode.follow --this node is to lead--> Run.tra
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from statistics import fmean
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
+from swarm_node.observability.progress import volume
 from swarm_node.observability.summary import Figures
 from swarm_node.pipeline.assemble import CrewParts, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
+from swarm_node.policy.loading import load_tokenizer
 from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import finish_mirror, open_mirror, say_reach
@@ -29,6 +33,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm
 from swarm_node.swarm.links import Swarm
 
+PROMPTS_MEASURED = 16  # questions whose mean length stands for all in the estimate of traffic
 STOPPING = "stopping; the same command takes a stage again"
 ADVICE = "saving the stages that are held here"
 
@@ -65,6 +70,7 @@ def run_crew(config: NodeConfig, manner: Manner, swarm: Swarm, beside: Beside | 
                 return TrainResult(run.path, 0, False, Figures(), None)
             check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             run.keep()
+            say(_traffic(crew), "estimate")
             if beside is not None:
                 command = crew.parts.join_command
                 command.open = False
@@ -124,6 +130,17 @@ def _enter(
     )
     say_reach(fitting, None)
     return crew, mirror
+
+
+def _traffic(crew: CrewNode) -> str:
+    """How much the stages of the crew send each other, as a sentence."""
+    tasks, tokenizer = crew.parts.entered.tasks, load_tokenizer(crew.config.policy)
+    drawn = tasks.sample(random.Random(0), PROMPTS_MEASURED)
+    prompt = fmean(len(tokenizer.encode(tasks.prompt(task))) for task in drawn)
+    positions = crew.parts.loading.config.get_text_config().max_position_embeddings
+    longest = min(crew.config.rollouts.max_new_tokens, positions // 2)
+    size = volume(crew.parts.footprint.traffic(prompt, longest))
+    return f"each stage of the crew sends at most {size} a round, less with short answers (pipeline.wire = int8: half)"
 
 
 def _others(crew: CrewNode) -> int | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from swarm_node.observability.reasons import words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
+from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, worth_lines
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
@@ -28,6 +29,8 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         yield f"paused     {found['paused']}"
     if metrics:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
+    if (usage := usage_of(metrics or {})) is not None and found["in_use"]:
+        yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
     if status is None:
         yield "swarm      none: this run trains alone"
         return

@@ -531,3 +531,22 @@ def test_characters_beyond_the_encoding_end_nothing():
 )
 def test_volume(size, words):
     assert volume(size) == words
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (120, ["uses 1.0 of 2 cores, 0.54 GiB; Ctrl-C saves and stops; swarm-node pause runs/a waits"]),
+        (80, ["uses 1.0 of 2 cores, 0.54 GiB", "Ctrl-C saves and stops; swarm-node pause runs/a waits"]),
+        (40, ["uses 1.0 of 2 cores, 0.54 GiB"]),
+    ],
+)
+def test_what_it_takes_and_how_to_stop_it_are_shown(width, lines):
+    progress = ProgressDisplay(20, stream=Terminal(), clock=VirtualTime(), width=width)
+    progress.usage = lambda: "uses 1.0 of 2 cores, 0.54 GiB"
+    progress.hint = "Ctrl-C saves and stops; swarm-node pause runs/a waits"
+    progress.start()
+    progress.update(1, {"reward": 0.5})
+    shown = [str(line) for line in progress.view().renderables[2:]]
+    progress.stop()
+    assert shown == lines

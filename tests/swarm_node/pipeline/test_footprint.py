@@ -98,6 +98,22 @@ def test_layers_go_where_there_is_room(saved: Saved, tmp_path: Path) -> None:
         memory.divide([0] * (layers + 1))
 
 
+def test_traffic_follows_width_and_tokens(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    quiet = world.config.pipeline.model_copy(update={"replica": "off", "wire": "bfloat16"})
+    rollouts = world.config.rollouts.model_copy(update={"groups": 4, "group_size": 8})
+    grpo = world.config.grpo.model_copy(update={"answers": 2})
+    config = world.config.model_copy(update={"pipeline": quiet, "rollouts": rollouts, "grpo": grpo})
+    width = world.loading.config.hidden_size
+    sampled, trained = 4 * 8 * (10 + 30), 4 * 2 * (10 + 30)
+    assert Footprint(config, world.loading).traffic(10, 30) == 2 * width * (sampled + 2 * trained)
+    kept = config.model_copy(update={"pipeline": quiet.model_copy(update={"replica": "on", "replica_every": 5})})
+    footprint = Footprint(kept, world.loading)
+    [*each] = footprint.checkpoints(footprint.divide([0, 0]))
+    replica = footprint.traffic(10, 30) - 2 * width * (sampled + 2 * trained)
+    assert replica == pytest.approx(max(each) / 3 / 5, abs=1), "its values, four bytes each, in every fifth round"
+
+
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "gemma2"])
 def test_sizes_are_those_of_the_model(kind: str) -> None:
     model = make(kind)

@@ -25,15 +25,16 @@ from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import StopRequested, UserError
+from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.limits import (
     BURST_S,
     CPU_CHECK_S,
     NAP_S,
     Allowance,
-    ProcessTree,
     ResourceLimits,
     cpu_limit,
-    cpus,
+    gentle_by_default,
+    has_owner,
 )
 from swarm_node.runtime.pause import (
     Machine,
@@ -439,7 +440,7 @@ def test_a_busy_process_naps_above_its_share(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_container_has_less_cpu_than_its_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], allowed: float
 ) -> None:
-    monkeypatch.setattr("swarm_node.runtime.limits.cores", lambda: 64)
+    monkeypatch.setattr("swarm_node.observability.usage.cores", lambda: 64)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -533,3 +534,51 @@ def test_a_container_without_a_volume_is_noticed(tmp_path: Path, mark: str, moun
     lines = [f"{n} 1 8:1 {source} {mount} rw - ext4 /dev/x rw" for n, (mount, source) in enumerate(mounts.items())]
     (tmp_path / "proc/self/mountinfo").write_text("\n".join(lines))
     assert goes_with_container(Path("/data/run"), tmp_path) is lost
+
+
+def test_a_preset_leaves_chosen_limits_alone() -> None:
+    gentle = ResourcesConfig(preset="gentle").in_force()
+    assert (gentle.nice, gentle.max_cpu, gentle.pause_on) == (19, 50.0, ["battery"])
+    mixed = ResourcesConfig(preset="gentle", max_cpu=80, pause_on=[]).in_force()
+    assert (mixed.nice, mixed.max_cpu, mixed.pause_on) == (19, 80.0, [])
+    assert ResourcesConfig(preset="all").in_force() == ResourcesConfig(preset="all")
+    assert ResourcesConfig().in_force() == ResourcesConfig()
+
+
+@pytest.mark.parametrize("name", ["gentle", "normal", "all"])
+def test_a_flag_sets_its_preset(name: str, tmp_path: Path) -> None:
+    code, said = cli("local", f"--{name}", "--run-dir", str(tmp_path / "r"), "--dry-run")
+    assert code == 0 and f'preset = "{name}"' in said
+
+
+@pytest.mark.parametrize(
+    ("battery", "variables", "owner"),
+    [
+        (True, {}, "a battery"),
+        (None, {"DISPLAY": ":0"}, "a graphical session"),
+        (None, {"WAYLAND_DISPLAY": "wayland-0"}, "a graphical session"),
+        (None, {"DISPLAY": "localhost:10", "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"}, ""),
+        (None, {}, ""),
+    ],
+)
+def test_a_machine_with_an_owner_is_treated_gently(
+    battery: bool | None, variables: dict[str, str], owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.runtime.limits.on_battery", lambda: battery)
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert has_owner(tmp_path) == owner
+
+
+def test_gentle_is_said_and_gives_way_to_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.runtime.limits.has_owner", lambda: "a battery")
+    said: list[str] = []
+    assert gentle_by_default(NodeConfig(), said.append).resources.in_force().nice == 19
+    assert len(said) == 1 and "a battery" in said[0] and "--all" in said[0]
+    for chosen in ({"resources": {"preset": "all"}}, {"resources": {"nice": 5}}, {"pipeline": {"stages": 2}}):
+        config = NodeConfig.model_validate(chosen)
+        assert gentle_by_default(config, said.append) is config
+    assert len(said) == 1

@@ -265,6 +265,10 @@ function tiles(run) {
     figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, change(run), "first to last tenth"),
     figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
     figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
+  if (last["machine/cpu_cores"] !== undefined) list.append(
+    figure("This machine", "machine", `${last["machine/cpu_cores"].toFixed(1)} of ${number(last["machine/cores"])} cores`,
+      `${(last["machine/memory_bytes"] / 2 ** 30).toFixed(2)} GiB of memory`,
+      last["machine/gpu_bytes"] ? `${(last["machine/gpu_bytes"] / 2 ** 30).toFixed(2)} GiB of the GPU` : null));
   if (inSwarm) {
     const others = summary.peers ?? present(run.status);
     list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
@@ -326,6 +330,7 @@ const CHARTS = [
   { title: "Stages lost and built", note: "running total", total: true, whole: true, prefix: "stages/recovered/", series: [["stages/lost", "lost"]] },
   { title: "Pipeline: share of time spent waiting", series: [["stages/bubble"]] },
   { title: "Tokens a second", series: [["perf/generated_tok_s", "sampled"], ["perf/trained_tok_s", "trained"]] },
+  { title: "Cores in use", series: [["machine/cpu_cores", "in use"], ["machine/cores", "there"]] },
   { title: "Entropy", note: "nats a token", series: [["entropy"]] },
 ];
 
