@@ -207,9 +207,16 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def read_role(self) -> str:
         """The role in swarm.json; empty if it has none, or cannot be read."""
+        return self._of_status("role")
+
+    def read_swarm_name(self) -> str:
+        """The name of its swarm in swarm.json; empty if it has none, or cannot be read."""
+        return self._of_status("swarm_name")
+
+    def _of_status(self, key: str) -> str:
         try:
             with open(self.status, "rb") as file:
-                return str(json.loads(file.read(MAX_STATUS_BYTES))["role"])
+                return str(json.loads(file.read(MAX_STATUS_BYTES))[key])
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
             return ""
 

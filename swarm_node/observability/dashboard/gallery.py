@@ -115,7 +115,7 @@ class Told:
 def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
     """(kind, message) for everything new, in the list of runs and in the runs `ids`, since `told`.
 
-    list: {"runs": […]} · summary, status, events: {"id", that} · curves: {"id", "first", "per_row", "rounds",
+    list: {"runs": […]} · summary, status, config, events: {"id", that} · curves: {"id", "first", "per_row", "rounds",
     "points"}, which replace the rows from `first` on.
     """
     if _changed(told, "", "list", runs := gallery.list()):
@@ -147,6 +147,9 @@ def _news_of(view: View, told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "curves", {"id": view.id, **shape, "points": curves.points(first)}
     if _changed(told, view.id, "status", view.status):
         yield "status", {"id": view.id, "status": view.status}
+    config = view.config()
+    if _changed(told, view.id, "config", config):
+        yield "config", {"id": view.id, "config": config}
     events = list(view.events)
     if _changed(told, view.id, "events", events):
         yield "events", {"id": view.id, "events": events}

@@ -9,8 +9,9 @@ import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ GLANCE_BYTES = 64 << 10  # bytes at the end of metrics.jsonl in which its last l
 CONFIG_BYTES = 1 << 20
 TEXT = 4000  # most characters shown of a sentence (TEXT), and of shorter texts (NAME)
 NAME = 200
+PASSWORD = "pipeline.crew"  # key of the settings that is never shown
 ITEMS = 1000  # most items shown of a list or table in the status
 FRESH_S = 30.0  # a run that shows no activity for longer than this, and for longer than four rounds, waits
 LATELY = 10  # rounds behind the speed that is shown
@@ -123,8 +125,27 @@ class View:
                 "model": _text(_within(config, "policy", "model")) if trains else "",
                 "averaging": _text(_within(config, "averaging", "method")),
             },
+            "commands": self._commands(state, trains),
             "problems": problems,
         }
+
+    def config(self) -> dict[str, str]:
+        """Key -> value of the run's settings, as texts, without the name of the crew, which is its password."""
+        return {key: _settled(value) for key, value in islice(_flat(self._config), ITEMS) if key != PASSWORD}
+
+    def _commands(self, state: State, trains: bool) -> dict[str, str]:
+        """What to type to pause and stop the run, or to go on with it."""
+        where = self.run.quoted
+        if _within(self.status, "role") == PAGE:
+            return {}
+        if state == "ended":
+            return {"go on": f"swarm-node resume {where}"} if trains and self._config else {}
+        stop = {"stop": f"kill -INT {self.run.holder}"}
+        if not trains:
+            return stop
+        return {
+            "unpause" if state == "paused" else "pause": f"swarm-node {'un' * (state == 'paused')}pause {where}"
+        } | stop
 
     @property
     def link(self) -> str | None:
@@ -253,6 +274,7 @@ def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
     held, role = lock.held(), _role(run, _stamp(run.status))
     return {
         "page": role == PAGE,
+        "title": run.read_swarm_name() or None if role == PAGE else None,
         "in_use": held,
         "paused": held and bool(run.read_waits()),
         "trains": rounds is not None or role not in (BOOTSTRAP, PAGE),
@@ -292,6 +314,21 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
 def _time(record: Mapping[str, Any]) -> float:
     value = record.get("time")
     return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of all settings, the keys with dots."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _settled(value: Any) -> str:
+    """The text of a setting; an address loses what stands before its host."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    return _text(re.sub(r"://[^/@\s]*@", "://…@", text))
 
 
 def _text(value: Any, most: int = NAME) -> str:

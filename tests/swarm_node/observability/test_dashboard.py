@@ -400,7 +400,7 @@ def test_a_page_is_told_only_what_is_new() -> None:
         return dict(news(gallery, ["alice"], told))
 
     first = now()
-    assert list(first) == ["list", "summary", "curves", "status", "events"]
+    assert list(first) == ["list", "summary", "curves", "status", "config", "events"]
     assert first["curves"]["points"]["round"]["mean"] == [1, 2, 3]
     assert now() == {}
     write(run.metrics, metrics(4))
@@ -576,13 +576,8 @@ def test_a_new_round_arrives_and_ctrl_c_ends() -> None:
     with dashboard("--port", "0") as (url, process):
         with httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
             told = events(answer.iter_lines())
-            assert [kind for kind, _ in (next(told) for _ in range(5))] == [
-                "list",
-                "summary",
-                "curves",
-                "status",
-                "events",
-            ]
+            kinds = [kind for kind, _ in (next(told) for _ in range(6))]
+                assert kinds == ["list", "summary", "curves", "status", "config", "events"]
             with open(run.metrics, "a") as file:
                 file.write('{"round": 4, "time": 1004.0, ')
                 file.flush()

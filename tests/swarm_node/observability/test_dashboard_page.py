@@ -273,13 +273,13 @@ def test_a_whole_new_round_appears_by_itself(browser: Chromium, url: str) -> Non
 
 def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> None:
     received = (round if round <= 601 else round - 601 for round in range(1, 1102))
-    records = [metrics(i, **{"swarm/groups_received": float(n)}) for i, n in enumerate(received, 1)]
+    records = [metrics(i, **{"swarm/groups_admitted": float(n)}) for i, n in enumerate(received, 1)]
     RunDir("runs/long").path.mkdir()
     write(RunDir("runs/long").metrics, *records)
     browser.open(f"{url}#long")
     browser.wait(READY)
     texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
-    assert "received: 2 at first, 1,101 now" in browser.value(texts)
+    assert "admitted: 2 at first, 1,101 now" in browser.value(texts)
 
 
 def test_a_bootstrap_comes_last_without_training_figures(browser: Chromium, url: str) -> None:

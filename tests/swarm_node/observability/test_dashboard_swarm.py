@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import urllib.request
@@ -96,6 +97,39 @@ def test_only_pages_of_swarms_are_public() -> None:
         show_pages([LINK, "runs"], NetworkConfig(), "127.0.0.1", 0, True)
 
 
+def test_settings_are_shown_without_secrets() -> None:
+    run = alice()
+    run.config.write_text(
+        'name = "alice"\ntasks = ["small"]\n[pipeline]\ncrew = "our secret"\n'
+        '[checkpoints]\nto = "s3://key:word@bucket/runs"\n[grpo]\nlearning_rate = 1e-3\n'
+    )
+    view = Gallery([]).view("alice")
+    assert view is not None
+    config = view.config()
+    assert config == {
+        "name": "alice",
+        "tasks": '["small"]',
+        "checkpoints.to": "s3://…@bucket/runs",
+        "grpo.learning_rate": "0.001",
+    }
+
+
+def test_commands_fit_the_state_of_a_run() -> None:
+    run = alice()
+    view = Gallery([]).view("alice")
+    assert view is not None and view.summary(time.time())["commands"] == {"go on": "swarm-node resume runs/alice"}
+    with RunDir.open("runs/alice"):
+        view.refresh()
+        stop = {"stop": f"kill -INT {os.getpid()}"}
+        assert view.summary(time.time())["commands"] == {"pause": "swarm-node pause runs/alice"} | stop
+        run.write_waits("it is Sunday")
+        view.refresh()
+        assert view.summary(time.time())["commands"] == {"unpause": "swarm-node unpause runs/alice"} | stop
+    page_run()
+    page = Gallery([Path("pages")]).view("sums")
+    assert page is not None and page.summary(time.time())["commands"] == {}
+
+
 def test_the_link_is_a_code_to_scan() -> None:
     page_run()
     alice()
@@ -186,9 +220,40 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
         assert browser.value("document.title") == "swarm sums – swarm-node"
         browser.value("document.querySelector('[data-copy]').click()")
         browser.wait("document.querySelector('[data-copy]').textContent !== 'Copy'")
+        assert "The swarm" not in text.splitlines(), "it is above"
         assert browser.errors == []
         browser.open(url + "#sums", dark=True)
         browser.wait("document.querySelector('[data-figure=members]') !== null")
         assert browser.value("document.getElementById('settings').hidden"), "there is no curve to draw"
         assert "Your share" not in browser.value("document.getElementById('main').innerText")
+        assert browser.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_runs_in_a_browser_fold_what_repeats(browser: Chromium) -> None:
+    """Events of several starts, settings of two runs, and starts that failed."""
+    run, other, failed = alice(), RunDir("runs/bob"), RunDir("runs/failed")
+    for at in (86_400.0, 172_800.0):
+        write(run.events, {"time": at, "kind": "start", "text": "policy starter"})
+    for each in (other, failed):
+        each.path.mkdir()
+        each.config.write_text(f'name = "{each.path.name}"\n')
+    write(other.metrics, metrics(1, reward=0.5))
+    with served([Path("runs")]) as url:
+        browser.open(url + "#alice&bob")
+        browser.wait("document.getElementById('config-table')?.textContent.includes('name')")
+        tabs = browser.value("document.getElementById('runs').innerText")
+        assert "alice" in tabs and "bob" in tabs and "failed" not in tabs
+        browser.value("document.getElementById('more-runs').click()")
+        assert "failed" in browser.value("document.getElementById('runs').innerText")
+        browser.wait("document.querySelectorAll('#event-list li').length === 1")
+        said = browser.value("document.getElementById('event-list').innerText")
+        assert "1970-01-0" in said and "policy starter said 2 times" in said
+        assert browser.value("document.getElementById('config-title').textContent") == "Settings that differ"
+        browser.value("document.getElementById('config-fold').open = true")
+        assert "bob" in browser.value("document.getElementById('config-table').innerText")
+        browser.open(url + "#alice")
+        browser.wait("document.querySelector('.commands') !== null")
+        assert "swarm-node resume runs/alice" in browser.value("document.getElementById('figures').innerText")
         assert browser.errors == []

@@ -123,7 +123,7 @@ export class Chart {
     const width = Math.floor(this.plot.clientWidth);
     if (!width || !this.lines.length) return;
     const { height, small, lines } = this;
-    const right = small ? 4 : 10, above = 8, below = small ? 6 : 24;
+    const right = small ? 4 : 10, above = 8, below = small ? 18 : 24;
     let [lowX, highX, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
     for (const line of lines) {
       lowX = Math.min(lowX, line.x[0]);
@@ -150,12 +150,21 @@ export class Chart {
       ticksY = multiples(low, high, stepY).map((y) => [y, tick(y, stepY)]);
       left = 14 + 6.5 * Math.max(3, ...ticksY.map(([, text]) => text.length));
     }
+    if (small) {
+      ticksY = [low, high].map((y) => [y, tick(y, (high - low) / 2)]);
+      left = 8 + 6.5 * Math.max(...ticksY.map(([, text]) => text.length));
+    }
     const toX = (x) => left + ((x - lowX) / (highX - lowX)) * (width - left - right);
     const toY = (y) => above + ((high - y) / (high - low)) * (height - above - below);
     this.scale = { toX, toY, left, right, above, below, width };
     const drawn = [];
     if (small) {
+      drawn.push(shape("line", { class: "grid", x1: left, x2: width - right, y1: toY(high), y2: toY(high) }));
       drawn.push(shape("line", { class: "axis", x1: left, x2: width - right, y1: toY(low), y2: toY(low) }));
+      for (const [y, text] of ticksY) drawn.push(shape("text", { class: "tick", x: left - 5, y: toY(y) + 4, "text-anchor": "end" }, text));
+      const ends = this.axis === "time" ? duration : (x) => tick(x, 1);
+      drawn.push(shape("text", { class: "tick", x: left, y: height - 4 }, ends(lowX)));
+      drawn.push(shape("text", { class: "tick", x: width - right, y: height - 4, "text-anchor": "end" }, ends(highX)));
     } else {
       for (const [y, text] of ticksY) {
         drawn.push(shape("line", { class: "grid", x1: left, x2: width - right, y1: toY(y), y2: toY(y) }));

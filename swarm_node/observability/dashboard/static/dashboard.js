@@ -3,6 +3,7 @@
 
 import { Chart, duration, number, smooth } from "./chart.js";
 import { element, put } from "./nodes.js";
+import { commands, settingsTable, settingsTitle } from "./settings.js";
 import { swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
@@ -21,6 +22,7 @@ let retry = 0;
 let failures = 0; // in a row
 let drawing = false;
 let allEvents = false;
+let allRuns = false;
 const runs = new Map(); // id -> {summary, status, events, columns, perRow, rounds, gone}
 
 // ------------------------------------------------------------------ what the server says
@@ -36,6 +38,7 @@ const takes = {
   },
   status(message, run) { run.status = message.status; },
   events(message, run) { run.events = message.events; },
+  config(message, run) { run.config = message.config; },
   gone(message, run) { run.gone = true; },
   curves(message, run) {
     if (message.first === 0) run.columns = new Map();
@@ -56,7 +59,7 @@ const takes = {
 
 function open() {
   runs.clear();
-  for (const id of selected) runs.set(id, { columns: new Map(), events: [], status: null, summary: null, perRow: 1, rounds: 0, gone: false });
+  for (const id of selected) runs.set(id, { columns: new Map(), events: [], config: null, status: null, summary: null, perRow: 1, rounds: 0, gone: false });
   connect();
 }
 
@@ -163,17 +166,26 @@ function drawRuns() {
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
     name.className = `name ${now}`;
+    name.textContent = run.title ?? run.id;
     state.textContent = run.page ? "swarm" : run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
     label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
     label.title = run.path;
   }
-  const nodes = listed.map((run) => item(run.id).node), list = find("runs");
+  const shown = listed.filter((run) => allRuns || !isEmpty(run)), more = find("more-runs");
+  more.hidden = shown.length === listed.length;
+  more.textContent = `Show ${counted(listed.length - shown.length, "run")} without a round`;
+  const nodes = shown.map((run) => item(run.id).node), list = find("runs");
   if (nodes.length !== list.children.length || nodes.some((node, i) => node !== list.children[i])) {
     const focused = document.activeElement;
     list.replaceChildren(...nodes);
     if (list.contains(focused)) focused.focus();
   }
   list.parentNode.hidden = listed.length < 2;
+}
+
+// A start that failed leaves a run without a round.
+function isEmpty(run) {
+  return run.trains && run.rounds === null && !run.in_use && !selected.includes(run.id);
 }
 
 function toggle(id, on) {
@@ -203,11 +215,17 @@ function draw() {
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
   drawCharts(shown);
   drawTasks(shown);
-  put(find("details"), ...known.flatMap((run) => [worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), swarmOf(run, known, tools)]).filter(Boolean));
+  put(find("details"), ...known.flatMap((run) => [worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
+  drawSettings(known);
   drawEvents(known);
   const page = all.find((run) => !shown.includes(run));
   if (page) document.title = `swarm ${page.status.swarm_name || page.id} – swarm-node`;
   else document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
+}
+
+// Whether the page of the run's swarm is shown anyway.
+function isBeside(run, all) {
+  return all.some((other) => other.status?.role === "page" && other.status.swarm === run.status?.swarm);
 }
 
 function drawNotices(shown) {
@@ -283,7 +301,7 @@ function tiles(run) {
   if (cost) list.append(figure("Spent", "cost", cost, group && `${group} a group`, point && `${point} a point of reward`));
   const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
   const said = [summary.settings.model, named, summary.last_at && `last round ${ago(summary.last_at)}`].filter(Boolean).join(" · ");
-  return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list];
+  return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list, commands(run)].filter(Boolean);
 }
 
 function comparison(known) {
@@ -322,8 +340,7 @@ const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
-  { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_received", "received"], ["swarm/groups_admitted", "admitted"]] },
-  { title: "Other members", series: [["swarm/peers"]], plainly: true, whole: true },
+  { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
   { title: "Network", note: "bytes a second", ...rate, series: [["swarm/bytes_in", "in"], ["swarm/bytes_out", "out"]] },
   { title: "Difference to averaging partner", note: "root mean square", series: [["averaging/spread"]] },
   { title: "Weights averaged", note: "times", series: [["averaging/exchanges"]], total: true, whole: true },
@@ -364,12 +381,20 @@ function totals(values) {
   });
 }
 
-function line(run, name, { label = "", color = run.color, dash = false, plainly = false, rate = false, total = false } = {}) {
+// A running total, less another one.
+function difference(run, sums, less) {
+  const other = run.columns.get(less), all = totals(sums);
+  if (!other) return all;
+  const without = totals(other.most ?? other.mean);
+  return all.map((value, i) => (value === null || without[i] === null ? null : Math.max(0, value - without[i])));
+}
+
+function line(run, name, { label = "", less = null, color = run.color, dash = false, plainly = false, rate = false, total = false } = {}) {
   const { axis, share } = settings();
   const column = run.columns.get(name), x = xs(run, axis);
   if (!column || !x.length) return null;
   const sums = column.most ?? column.mean; // of a running total, the mean over a restart would be another restart
-  const values = rate ? rates(run, sums) : total ? totals(sums) : column.mean;
+  const values = rate ? rates(run, sums) : total ? difference(run, sums, less) : column.mean;
   const longest = Math.max(...selected.map((id) => runs.get(id).rounds)); // the same mean for all, as far as it goes
   const window = plainly || total ? 1 : Math.floor(Math.min((share * longest) / run.perRow, x.length / 3));
   const several = run.perRow > 1 && !rate && !plainly && !total;
@@ -382,9 +407,9 @@ function drawChart(chart, plan, shown) {
     const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix))));
     series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length)]));
   }
-  let lines = shown.flatMap((run) => series.map(([name, label], i) => {
+  let lines = shown.flatMap((run) => series.map(([name, label, less], i) => {
     const words = [one ? null : run.id, label].filter(Boolean).join(", ");
-    return line(run, name, { ...plan, label: words, color: one ? `c${i % COLORS}` : run.color, dash: !one && i > 0 });
+    return line(run, name, { ...plan, label: words, less, color: one ? `c${i % COLORS}` : run.color, dash: !one && i > 0 });
   }));
   lines = lines.filter(Boolean);
   if (one && plan.stacked && lines.length === 2) stack(lines);
@@ -432,7 +457,7 @@ function drawTasks(shown) {
   if (names.join() !== find("tasks").dataset.names) {
     find("tasks").dataset.names = names.join();
     for (const name of names) if (!taskCharts.has(name)) {
-      const chart = new Chart(name.slice("reward/".length), { height: 84, small: true });
+      const chart = new Chart(name.slice("reward/".length), { height: 96, small: true });
       chart.ends = element("span", { class: "ends" });
       chart.node.querySelector("figcaption").append(chart.ends);
       taskCharts.set(name, chart);
@@ -579,15 +604,33 @@ function crew(run, known) {
 
 const tools = { figure, section, table, terms };
 
+function drawSettings(known) {
+  const tables = settingsTable(known, tools);
+  find("config").hidden = !tables.length;
+  find("config-title").textContent = settingsTitle(known);
+  put(find("config-table"), ...tables);
+}
+
+// Events, the newest first. What a run says again, as at each start, is said once, with how often.
+function folded(events) {
+  const found = new Map();
+  for (const event of events) {
+    const same = found.get(event.text);
+    if (same) Object.assign(same, { time: event.time, times: same.times + 1 });
+    else found.set(event.text, { ...event, times: 1 });
+  }
+  return [...found.values()];
+}
+
 function drawEvents(known) {
-  const all = known.flatMap((run) => run.events.map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
+  const all = known.flatMap((run) => folded(run.events).map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
   const shown = allEvents ? all : all.slice(0, 30);
   find("events").hidden = !all.length;
   const key = ({ run, time, text }) => JSON.stringify([run.id, time, text]);
   put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind, "data-key": key(event) },
     element("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
     known.length > 1 ? element("span", { class: `key ${event.run.color}` }, event.run.id) : null,
-    element("span", { class: "text" }, event.text))));
+    element("span", { class: "text" }, event.text, event.times > 1 ? element("small", {}, ` said ${event.times} times`) : null))));
   const more = find("more-events");
   more.hidden = all.length <= shown.length;
   more.textContent = `Show all ${all.length}`;
@@ -596,7 +639,7 @@ function drawEvents(known) {
 function clock(time) {
   const date = new Date(time * 1000), two = (n) => String(n).padStart(2, "0");
   const hours = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
-  return date.toDateString() === new Date().toDateString() ? hours : `${two(date.getMonth() + 1)}-${two(date.getDate())} ${hours}`;
+  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${hours}`;
 }
 
 // ------------------------------------------------------------------ begin
@@ -607,6 +650,10 @@ for (const [plan, chart] of drawn) {
 }
 find("charts").append(...chosen.map(({ chart }) => chart.node));
 for (const id of ["axis", "smoothing", "raw"]) find(id).addEventListener("change", redraw);
+find("more-runs").addEventListener("click", () => {
+  allRuns = true;
+  drawRuns();
+});
 find("more-events").addEventListener("click", () => {
   allEvents = true;
   redraw();
