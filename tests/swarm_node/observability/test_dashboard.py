@@ -577,7 +577,7 @@ def test_a_new_round_arrives_and_ctrl_c_ends() -> None:
         with httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
             told = events(answer.iter_lines())
             kinds = [kind for kind, _ in (next(told) for _ in range(6))]
-                assert kinds == ["list", "summary", "curves", "status", "config", "events"]
+            assert kinds == ["list", "summary", "curves", "status", "config", "events"]
             with open(run.metrics, "a") as file:
                 file.write('{"round": 4, "time": 1004.0, ')
                 file.flush()
