@@ -49,6 +49,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "tasks": look.list_tasks,
         "samples": look.samples,
         "dashboard": look.dashboard,
+        "compare": look.compare,
         "config show": look.show_config,
         "config validate": look.validate,
         "config reference": look.reference,

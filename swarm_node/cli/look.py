@@ -126,6 +126,20 @@ def dashboard(
     show_pages(shown or [], settings.load().network, host, port, public)
 
 
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run directories.")],
+    png: Annotated[
+        Path | None, option("--png", "Draw the curves into this file: .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
+    csv: Annotated[Path | None, option("--csv", "Write the curves as a table to this file.", metavar="FILE")] = None,
+    json_output: Json = False,
+) -> None:
+    """Compare runs: settings that differ, final figures, curves. Runs that differ only by seed are averaged."""
+    from swarm_node.cli.commands.compare import compare as compare_runs
+
+    compare_runs(runs, png, csv, json_output)
+
+
 def show_config(settings: CommandSettings, json_output: Json = False) -> None:
     """Print the resolved configuration that `local` would use for a new run."""
     print_config(settings.load(), json_output)

@@ -1,0 +1,56 @@
+"""`swarm-node compare`: settings that differ, final figures side by side, curves as CSV and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swarm_node.config.own import shown
+from swarm_node.observability.comparing import Comparison, rows
+
+
+def compare(paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool) -> None:
+    """Compare the runs in `paths`. Raises UserError."""
+    from swarm_node.observability.comparison_plot import check_ending, plot_comparison
+
+    if picture is not None:
+        check_ending(picture)
+    comparison = Comparison(paths)
+    if table is not None:
+        comparison.write_csv(table)
+    if picture is not None:
+        plot_comparison(comparison, picture)
+    if json_output:
+        print(json.dumps(comparison.document(), indent=2))
+        return
+    show(comparison, Console(highlight=False, markup=False))
+    for out in (table, picture):
+        if out is not None:
+            print(f"wrote {out}")
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print both tables."""
+    names = [group.name for group in comparison.groups]
+    if comparison.differences:
+        settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
+        _print(console, "settings that differ", ["", *names], settings)
+    else:
+        console.print("the settings differ in nothing but the seed")
+    _print(console, "figures, with half of the 95 % interval over seeds", ["", *names], list(rows(comparison)))
+
+
+def _print(console: Console, title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    heading = Text(title, style="bold")
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if number else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)

@@ -1,0 +1,297 @@
+"""Runs side by side: settings that differ, final figures, and curves with bands over seeds.
+
+    config.toml, metrics.jsonl, newest checkpoint's state.json -> RunFigures -> groups -> tables, CSV, picture
+
+Runs whose settings differ in nothing but the seed are one group. Its band is the 95 % interval of the mean by Student's
+t over its runs, m +- t s / sqrt(n). Only files are read, and of metrics.jsonl a bounded part is kept in memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from swarm_node.config.keys import flat
+from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, read_own, shown
+from swarm_node.errors import UserError
+from swarm_node.observability.curves import Curves
+from swarm_node.observability.jsonl import each_record
+from swarm_node.observability.plots import moving_average
+from swarm_node.observability.tally import Tally
+from swarm_node.storage.rundir import RunDir, os_errors_explained
+
+READ = 256  # records in memory at once
+GRID = 200  # points of a group's curve
+SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of the run
+MAX_STATE_BYTES = 64 << 20  # longest state.json that is read
+ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
+"""Top-level keys that neither separate groups nor count as differences."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
+T_BEYOND = 1.96
+CHECKPOINT = re.compile(r"round-\d{8,}(-\d+)?")
+AXES = {"round": "round", "seconds": "seconds in rounds"}
+MEASURES = {"reward": "training reward", "pass_1": "held-out pass@1"}
+
+Curve = tuple[np.ndarray, np.ndarray]  # (x, y), both [n], x ascending
+
+
+@dataclass
+class RunFigures:
+    """One run, as its files tell it."""
+
+    path: Path
+    seed: int | None
+    settings: dict[str, Any]  # flat, without the keys in ALIKE
+    final: dict[str, float]  # figure -> value; what was not measured is missing
+    curves: dict[tuple[str, str], Curve]  # (axis, measure) -> curve
+
+
+@dataclass
+class Group:
+    """Runs that differ by nothing but the seed."""
+
+    runs: list[RunFigures]
+    name: str = ""
+    final: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    """Figure -> (mean, half of its 95 % interval; None for fewer than two runs that have it)."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A curve of a group: arrays [n]; `low` and `high` are nan where fewer than two runs were measured."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    runs: int
+
+
+class Comparison:
+    """Several runs, in groups, in the order in which they were named."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises UserError for a directory that is not a run."""
+        groups: dict[str, Group] = {}
+        for path in dict.fromkeys(path.resolve() for path in paths):
+            run = read_run(path)
+            groups.setdefault(json.dumps(run.settings, sort_keys=True), Group([])).runs.append(run)
+        self.groups = list(groups.values())
+        self.differences = self._differences()
+        for group in self.groups:
+            group.final = _final(group.runs)
+        self._name()
+
+    def _differences(self) -> dict[str, list[Any]]:
+        """Key -> its value in each group, for keys whose values differ."""
+        settings = [group.runs[0].settings for group in self.groups]
+        keys = {key: None for each in settings for key in each}
+        values = {key: [each.get(key) for each in settings] for key in keys}
+        return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+    def _name(self) -> None:
+        """Name groups by their settings; by their first run if those are too many or too long."""
+        for number, group in enumerate(self.groups):
+            words = [f"{key.rpartition('.')[2]}={shown(key, each[number])}" for key, each in self.differences.items()]
+            text = " ".join(words)
+            group.name = text if text and len(text) <= MAX_VALUE_CHARS else group.runs[0].path.name
+        names = [group.name for group in self.groups]
+        for number, group in enumerate(self.groups):
+            if names.count(group.name) > 1:
+                group.name = f"{number + 1}: {group.name}"
+
+    def bands(self, axis: str, measure: str) -> list[tuple[Group, Band]]:
+        """The curve of each group in which the measure was taken."""
+        found = []
+        for group in self.groups:
+            curves = [run.curves[axis, measure] for run in group.runs if (axis, measure) in run.curves]
+            if curves:
+                found.append((group, band(curves)))
+        return found
+
+    def write_csv(self, path: Path) -> None:
+        """Write all curves as one tidy table. Raises UserError."""
+        with os_errors_explained(path), open(path, "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["group", "measure", "axis", "x", "mean", "low", "high", "runs"])
+            for measure in MEASURES:
+                for axis in AXES:
+                    for group, curve in self.bands(axis, measure):
+                        for row in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
+                            cells = ["" if math.isnan(value) else f"{value:.6g}" for value in row]
+                            table.writerow([group.name, measure, axis, *cells, curve.runs])
+
+    def document(self) -> dict[str, Any]:
+        """All but the curves, for JSON."""
+        return {
+            "differences": {key: [_hidden(key, each) for each in values] for key, values in self.differences.items()},
+            "groups": [
+                {
+                    "name": group.name,
+                    "runs": [{"path": str(run.path), "seed": run.seed, **run.final} for run in group.runs],
+                    "final": {name: {"mean": mean, "half": half} for name, (mean, half) in group.final.items()},
+                }
+                for group in self.groups
+            ],
+        }
+
+
+def read_run(path: Path) -> RunFigures:
+    """The figures of the run in a directory. Raises UserError if it is not one, or has no round yet."""
+    run = RunDir(path)
+    if not run.exists:
+        raise UserError(f"no run in {path}: name directories that have a config.toml, as runs/local")
+    config = read_own(run.config)
+    table = config.model_dump(mode="json", exclude=ALIKE)
+    table |= {"rounds": None if math.isinf(config.total_rounds) else config.total_rounds}
+    curves, tally = Curves(), Tally()
+    records = each_record(run.metrics) if run.metrics.exists() else iter(())
+    while some := list(islice(records, READ)):
+        for record in some:
+            tally.add(record)
+        curves.add([{name: record.get(name) for name in (*KEPT, "rounds") if name in record} for record in some])
+    if not tally.rounds:
+        raise UserError(f"{path} has no round yet, so there is nothing to compare")
+    held = _held_out(run, tally.round)
+    return RunFigures(path, config.seed, flat(table), _figures(tally, held), _curves(curves, held))
+
+
+KEPT = ("round", "time", "reward", "step_time", "eval/pass_1")  # metrics that become curves
+HeldOut = Mapping[int, Mapping[str, float]]  # round -> pass_1 and pass_k
+
+
+def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
+    """Held-out figures of all tasks from before training and from the end, as the newest checkpoint has them."""
+    state = _newest_state(run)
+    found: dict[int, dict[str, float]] = {}
+    figures = state.get("held_out_figures")
+    if isinstance(figures, dict):
+        tables = {0: figures.get("before"), figures.get("round"): figures.get("last")}
+        for round, evaluation in tables.items():
+            every = evaluation.get("table", {}).get("all") if isinstance(evaluation, dict) else None
+            if isinstance(every, dict) and isinstance(round, int):
+                found[round] = {name: every[name] for name in ("pass_1", "pass_k") if name in every}
+    elif isinstance(before := state.get("before"), dict) and len(before.get("all", [])) == 3:
+        found[0] = {"pass_1": before["all"][1], "pass_k": before["all"][2]}
+    return {round: figures for round, figures in found.items() if round <= last}
+
+
+def _newest_state(run: RunDir) -> dict[str, Any]:
+    """The state in the newest checkpoint; empty if there is none that can be read."""
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
+    named = sorted(path for path in folders if CHECKPOINT.fullmatch(path.name))
+    try:
+        with open(named[-1] / "state.json", "rb") as file:
+            state = json.loads(file.read(MAX_STATE_BYTES))["state"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _figures(tally: Tally, held: HeldOut) -> dict[str, float]:
+    """The final figures of a run."""
+    tenth = max(1, tally.rewards.count // 10)
+    found = {"rounds": float(tally.rounds), "seconds": tally.seconds, "tokens": float(tally.num_tokens)}
+    if tally.rewards.count:
+        found |= {
+            "reward, first tenth": tally.rewards.first(tenth)[0],
+            "reward, last tenth": tally.rewards.last(tenth)[0],
+        }
+    ends = {"before": held.get(0, {}), "at the end": held[max(held)] if held and max(held) else {}}
+    for when, figures in ends.items():
+        found |= {f"held-out pass@{name[-1]}, {when}": value for name, value in figures.items()}
+    return found
+
+
+def _curves(curves: Curves, held: HeldOut) -> dict[tuple[str, str], Curve]:
+    """The curves of a run by axis and measure."""
+    points = curves.points()
+    rounds = _column(points, "round")
+    took = np.nan_to_num(_column(points, "step_time"))
+    seconds = np.cumsum(took * np.diff(rounds, prepend=0.0))
+    reward = _column(points, "reward")
+    measured = ~np.isnan(reward)
+    smooth = np.asarray(moving_average(reward[measured].tolist(), max(1, int(measured.sum()) // SMOOTHED_SHARE)))
+    series = {"reward": (rounds[measured], smooth)} if measured.any() else {}
+    passed = _column(points, "eval/pass_1")
+    at = {float(r): float(value) for r, value in zip(rounds, passed, strict=True) if not math.isnan(value)}
+    at |= {float(r): float(figures["pass_1"]) for r, figures in held.items() if "pass_1" in figures}
+    if at:
+        series["pass_1"] = (np.asarray(sorted(at)), np.asarray([at[r] for r in sorted(at)]))
+    found = {}
+    for measure, (x, y) in series.items():
+        found["round", measure] = (x, y)
+        found["seconds", measure] = (np.interp(x, np.r_[0.0, rounds], np.r_[0.0, seconds]), y)
+    return found
+
+
+def _column(points: Mapping[str, Mapping[str, list[float | None]]], name: str) -> np.ndarray:
+    rows = len(points["round"]["mean"])
+    values = points[name]["mean"] if name in points else [None] * rows
+    return np.asarray([math.nan if value is None else value for value in values])
+
+
+def band(curves: Sequence[Curve]) -> Band:
+    """The mean of several curves with its 95 % interval, from where all have begun to where the first one ends."""
+    start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    own = curves[0][0] if len(curves) == 1 else np.unique(np.concatenate([x for x, _ in curves]))
+    grid = own[(own >= start) & (own <= end)]
+    if not len(grid) or len(grid) > GRID:
+        grid = np.linspace(start, max(start, end), GRID if end > start else 1)
+    values = np.stack([np.interp(grid, x, y) for x, y in curves])
+    mean = values.mean(0)
+    half = np.full_like(mean, math.nan)
+    if len(curves) > 1:
+        half = t_95(len(curves)) * values.std(0, ddof=1) / math.sqrt(len(curves))
+    return Band(grid, mean, mean - half, mean + half, len(curves))
+
+
+def t_95(n: int) -> float:
+    """Factor on the standard error of a mean of `n` >= 2 values for its 95 % interval."""
+    return T_95[n - 2] if n - 2 < len(T_95) else T_BEYOND
+
+
+def _final(runs: Sequence[RunFigures]) -> dict[str, tuple[float, float | None]]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for name, value in run.final.items():
+            values[name].append(value)
+    return {name: (fmean(each), _half(each)) for name, each in values.items()}
+
+
+def _half(values: Sequence[float]) -> float | None:
+    n = len(values)
+    return t_95(n) * stdev(values) / math.sqrt(n) if n > 1 else None
+
+
+def _hidden(key: str, value: Any) -> Any:
+    """The value of a setting, unless it is a secret."""
+    return shown(key, value) if shown(key, "x") != "x" else value
+
+
+def rows(comparison: Comparison) -> Iterator[list[str]]:
+    """Rows of the table of final figures: a figure, and for each group its mean with half of the 95 % interval."""
+    names = {name: None for group in comparison.groups for name in group.final}
+    yield ["runs", *(str(len(group.runs)) for group in comparison.groups)]
+    for name in names:
+        yield [name, *(_cell(group.final.get(name)) for group in comparison.groups)]
+
+
+def _cell(figure: tuple[float, float | None] | None) -> str:
+    if figure is None:
+        return "-"
+    mean, half = figure
+    form = ",.0f" if abs(mean) >= 100 else ".3f"
+    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")

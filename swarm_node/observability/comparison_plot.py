@@ -1,0 +1,46 @@
+"""The curves of compared runs as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarm_node.errors import UserError
+from swarm_node.observability.comparing import AXES, MEASURES, Comparison
+from swarm_node.storage.rundir import os_errors_explained
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def check_ending(out: Path) -> None:
+    """Raise UserError for a file that is no picture, before anything is read."""
+    if out.suffix.lower() not in ENDINGS:
+        raise UserError(f"cannot draw into {out}: its name must end in {', '.join(ENDINGS)}")
+
+
+def plot_comparison(comparison: Comparison, out: Path) -> None:
+    """Draw every measure against every axis; the ending of `out` decides the format. Raises UserError."""
+    try:  # imported when needed; the object interface needs no display and keeps no global state
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("drawing needs matplotlib: pip install matplotlib; --csv needs nothing") from None
+    measures = [measure for measure in MEASURES if comparison.bands("round", measure)]
+    figure = Figure(figsize=(10, 3.6 * len(measures)), dpi=120, layout="constrained")
+    grid = figure.subplots(len(measures), len(AXES), squeeze=False)
+    lines = {}
+    for measure, row in zip(measures, grid, strict=True):
+        for (axis, label), axes in zip(AXES.items(), row, strict=True):
+            for group, curve in comparison.bands(axis, measure):
+                color = f"C{comparison.groups.index(group) % 10}"
+                marker = "o" if len(curve.x) < 12 else None
+                (lines[group.name],) = axes.plot(curve.x, curve.mean, color=color, lw=2, marker=marker, ms=4)
+                axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
+            axes.set_xlabel(label)
+            axes.set_ylabel(MEASURES[measure])
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+    names = [f"{group.name} ({len(group.runs)})" if len(group.runs) > 1 else group.name for group in comparison.groups]
+    handles = [lines[group.name] for group in comparison.groups]
+    figure.legend(handles, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    with os_errors_explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format=out.suffix[1:].lower())
