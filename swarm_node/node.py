@@ -39,6 +39,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
+from swarm_node.grpo.schedule import decay
 from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length
@@ -173,6 +174,7 @@ class Node:
         n = max(1, round(len(groups) / size)) if groups else 1
         first, *others = (groups[i::n] for i in range(n))
         began = time.monotonic()
+        self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds)
         steps = [self.trainer.step(first, before_update)]
         for batch in others:
             try:

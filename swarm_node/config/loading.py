@@ -8,6 +8,7 @@ SWARM_NODE_PIPELINE__CREW_FILE=/run/secrets/crew takes the value from that file,
 
 from __future__ import annotations
 
+import math
 import shlex
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,6 +122,12 @@ def _check_together(config: NodeConfig) -> None:
         raise UserError(
             f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a "
             "group with no more answers, pass@k training learns nothing"
+        )
+    grpo = config.grpo
+    if grpo.schedule != "constant" and not grpo.schedule_rounds and math.isinf(config.total_rounds):
+        raise UserError(
+            f'grpo.schedule = "{grpo.schedule}" has to know where it ends, and this run has no number of rounds: set '
+            "--rounds or grpo.schedule_rounds"
         )
     if config.pipeline.crew and not config.pipeline.stages:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")

@@ -156,6 +156,13 @@ class GrpoConfig(Section):
     """Largest norm of the gradient."""
     warmup: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from round to round, beside the warm-up; see docs/grpo.md."""
+    final_rate: float = Field(0.0, ge=0, le=1)
+    """`linear`, `cosine`: share of the learning rate that is left at the end."""
+    schedule_rounds: PositiveInt | None = None
+    """`linear`, `cosine`: rounds over which the rate falls; it stays there. Unset = `rounds`, which a run that goes on
+    for longer stretches."""
     microbatch_tokens: PositiveInt = 8192
     """Tokens (padding included) in one forward pass; halved when memory runs out."""
     packing: bool = True

@@ -29,6 +29,7 @@ class AnyOptimizer(Protocol):
     """The part of an optimiser that a trainer uses, wherever the parameters are; see `Optimizer`."""
 
     updates: int
+    decay: float
 
     def zero_grad(self) -> None: ...
 
@@ -56,6 +57,8 @@ class Optimizer:
         self.rate_scale = 1.0
         """Factor on every update's rate, except for shared matrices; above 1 for a stage that was rebuilt from its
         neighbours."""
+        self.decay = 1.0
+        """Factor of the schedule on the learning rate, set before each round."""
         self.updates = 0
         self.updating: Callable[[], AbstractContextManager[object]] = nullcontext
         """Context that is entered while weights change."""
@@ -99,8 +102,8 @@ class Optimizer:
         return norm, rate
 
     def rate(self) -> float:
-        """Learning rate of the next update, warm-up included."""
-        return self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
+        """Learning rate of the next update, warm-up and schedule included."""
+        return self.learning_rate * self.decay * min(1.0, (self.updates + 1) / max(1, self.warmup))
 
     def squares(self, leave_out: Collection[str] = ()) -> float:
         """Squared norm of the gradient without the parameters in `leave_out`; not finite if the gradient is not."""

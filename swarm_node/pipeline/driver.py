@@ -57,6 +57,7 @@ class Driver:
         self.spoiled = False  # whether the loss had a gradient that is not finite
         self.updates = calls.workers[0].updates  # updates that the crew has made
         self.total = calls.turn  # number of the sum that gradients are added to
+        self.decay = 1.0  # factor of the schedule on the learning rate
         self._refusals = 0  # turns that ended in one, since the last update or generation
 
     # ----------------------------------------------------------------- after a loss
@@ -217,7 +218,7 @@ class Driver:
     def step(self) -> tuple[float, float]:
         """See `Optimizer.step`. After StageLost the gradient must be computed again, from `zero_grad` on."""
         optimizer = self.workers[0].optimizer
-        norm, rate = self._norm(), optimizer.rate()
+        norm, rate = self._norm(), optimizer.rate() * self.decay
         if math.isfinite(norm):
             self._apply(min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
         self.zero_grad()
