@@ -135,7 +135,7 @@ def compare(
     json_output: Json = False,
 ) -> None:
     """Compare runs: settings that differ, final figures, curves. Runs that differ only by seed are averaged."""
-    from swarm_node.cli.commands.compare import compare as compare_runs
+    from swarm_node.cli.commands.compare import compare_runs
 
     compare_runs(runs, png, csv, json_output)
 

@@ -29,6 +29,7 @@ from swarm_node.observability.curves import Curves
 from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.plots import moving_average
 from swarm_node.observability.tally import Tally
+from swarm_node.storage.best import read_best
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 READ = 256  # records in memory at once
@@ -59,7 +60,7 @@ class RunFigures:
 
 
 @dataclass
-class Group:
+class RunGroup:
     """Runs that differ by nothing but the seed."""
 
     runs: list[RunFigures]
@@ -84,10 +85,10 @@ class Comparison:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises UserError for a directory that is not a run."""
-        groups: dict[str, Group] = {}
+        groups: dict[str, RunGroup] = {}
         for path in dict.fromkeys(path.resolve() for path in paths):
             run = read_run(path)
-            groups.setdefault(json.dumps(run.settings, sort_keys=True), Group([])).runs.append(run)
+            groups.setdefault(json.dumps(run.settings, sort_keys=True), RunGroup([])).runs.append(run)
         self.groups = list(groups.values())
         self.differences = self._differences()
         for group in self.groups:
@@ -112,7 +113,7 @@ class Comparison:
             if names.count(group.name) > 1:
                 group.name = f"{number + 1}: {group.name}"
 
-    def bands(self, axis: str, measure: str) -> list[tuple[Group, Band]]:
+    def bands(self, axis: str, measure: str) -> list[tuple[RunGroup, Band]]:
         """The curve of each group in which the measure was taken."""
         found = []
         for group in self.groups:
@@ -165,7 +166,10 @@ def read_run(path: Path) -> RunFigures:
     if not tally.rounds:
         raise UserError(f"{path} has no round yet, so there is nothing to compare")
     held = _held_out(run, tally.round)
-    return RunFigures(path, config.seed, flat(table), _figures(tally, held), _curves(curves, held))
+    final = _figures(tally, held, config.eval.samples)
+    if (best := read_best(path)) is not None:
+        final |= {"held-out pass@1, best checkpoint": best.pass_1}
+    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held))
 
 
 KEPT = ("round", "time", "reward", "step_time", "eval/pass_1")  # metrics that become curves
@@ -200,8 +204,8 @@ def _newest_state(run: RunDir) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _figures(tally: Tally, held: HeldOut) -> dict[str, float]:
-    """The final figures of a run."""
+def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
+    """The final figures of a run, with so many samples to each held-out question."""
     tenth = max(1, tally.rewards.count // 10)
     found = {"rounds": float(tally.rounds), "seconds": tally.seconds, "tokens": float(tally.num_tokens)}
     if tally.rewards.count:
@@ -211,7 +215,9 @@ def _figures(tally: Tally, held: HeldOut) -> dict[str, float]:
         }
     ends = {"before": held.get(0, {}), "at the end": held[max(held)] if held and max(held) else {}}
     for when, figures in ends.items():
-        found |= {f"held-out pass@{name[-1]}, {when}": value for name, value in figures.items()}
+        for name, k in (("pass_1", 1), ("pass_k", samples)):
+            if name in figures and (k > 1 or name == "pass_1"):
+                found[f"held-out pass@{k}, {when}"] = figures[name]
     return found
 
 
@@ -281,7 +287,7 @@ def _hidden(key: str, value: Any) -> Any:
     return shown(key, value) if shown(key, "x") != "x" else value
 
 
-def rows(comparison: Comparison) -> Iterator[list[str]]:
+def figure_rows(comparison: Comparison) -> Iterator[list[str]]:
     """Rows of the table of final figures: a figure, and for each group its mean with half of the 95 % interval."""
     names = {name: None for group in comparison.groups for name in group.final}
     yield ["runs", *(str(len(group.runs)) for group in comparison.groups)]
@@ -293,5 +299,5 @@ def _cell(figure: tuple[float, float | None] | None) -> str:
     if figure is None:
         return "-"
     mean, half = figure
-    form = ",.0f" if abs(mean) >= 100 else ".3f"
-    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")
+    form = ",.0f" if abs(mean) >= 100 or mean.is_integer() and mean > 1 else ".3f"
+    return f"{mean:{form}}" + (f" ± {half:{form}}" if half else "")

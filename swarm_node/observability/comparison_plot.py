@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from swarm_node.errors import UserError
 from swarm_node.observability.comparing import AXES, MEASURES, Comparison
@@ -29,11 +32,13 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     lines = {}
     for measure, row in zip(measures, grid, strict=True):
         for (axis, label), axes in zip(AXES.items(), row, strict=True):
-            for group, curve in comparison.bands(axis, measure):
+            curves = comparison.bands(axis, measure)
+            for group, curve in curves:
                 color = f"C{comparison.groups.index(group) % 10}"
                 marker = "o" if len(curve.x) < 12 else None
                 (lines[group.name],) = axes.plot(curve.x, curve.mean, color=color, lw=2, marker=marker, ms=4)
                 axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
+            axes.set_ylim(*_limits([curve.mean for _, curve in curves]))
             axes.set_xlabel(label)
             axes.set_ylabel(MEASURES[measure])
             axes.grid(alpha=0.25)
@@ -44,3 +49,10 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     with os_errors_explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, format=out.suffix[1:].lower())
+
+
+def _limits(means: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Limits that show the means well: a band of two runs may be many times as wide."""
+    least, most = min(float(mean.min()) for mean in means), max(float(mean.max()) for mean in means)
+    room = 0.4 * (most - least) or 0.1
+    return least - room, most + room

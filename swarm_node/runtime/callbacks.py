@@ -73,10 +73,10 @@ class Callbacks:
             callback.on_evaluation(round, figures)
 
     def checkpoints(self, written: deque[Path]) -> None:
-        """Pass on the checkpoints in `written`, and empty it."""
+        """Pass on the checkpoints in `written` that newer ones have not displaced yet, and empty it."""
         while written:
             path = written.popleft()
-            for callback in self._each:
+            for callback in self._each if path.is_dir() else ():
                 callback.on_checkpoint(path)
 
     def end(self, result: TrainResult) -> TrainResult:

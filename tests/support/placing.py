@@ -24,7 +24,9 @@ from swarm_node.errors import UserError
 from tests.support.pages import ELSEWHERE, Command, stands_for_something
 from tests.support.repository import ROOT
 
-HERE = set("config doctor eval export identity merge new pause resume samples starter status tasks unpause".split())
+HERE = set(
+    "compare config doctor eval export identity merge new pause resume samples starter status tasks unpause".split()
+)
 """Verbs that do something and end: test_docs_runs runs them."""
 TRAINS = {"local", "join"}
 SERVES = {"bootstrap", "dashboard"}

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_node.config.own import shown
-from swarm_node.observability.comparing import Comparison, rows
+from swarm_node.observability.comparing import Comparison, figure_rows
 
 
-def compare(paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool) -> None:
+def compare_runs(paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool) -> None:
     """Compare the runs in `paths`. Raises UserError."""
     from swarm_node.observability.comparison_plot import check_ending, plot_comparison
 
@@ -43,7 +43,7 @@ def show(comparison: Comparison, console: Console) -> None:
         _print(console, "settings that differ", ["", *names], settings)
     else:
         console.print("the settings differ in nothing but the seed")
-    _print(console, "figures, with half of the 95 % interval over seeds", ["", *names], list(rows(comparison)))
+    _print(console, "figures, with half of the 95 % interval over seeds", ["", *names], list(figure_rows(comparison)))
 
 
 def _print(console: Console, title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

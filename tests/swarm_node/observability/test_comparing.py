@@ -1,0 +1,139 @@
+"""Comparing runs by their files: groups, intervals, curves, CSV and picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from swarm_node.config import NodeConfig
+from swarm_node.config.own import dump_own
+from swarm_node.errors import UserError
+from swarm_node.observability.comparing import Comparison, band, read_run, t_95
+from swarm_node.observability.comparison_plot import plot_comparison
+
+
+def make_run(name: str, rewards: list[float], held: tuple[float, float] | None = None, **settings: Any) -> Path:
+    """A run with such rewards, two seconds a round; `held` is pass@1 before and at the end."""
+    path = Path("runs") / name
+    (path / "checkpoints/round-00000002").mkdir(parents=True)
+    config = NodeConfig.model_validate({"run_dir": str(path), "name": name, "rounds": len(rewards), **settings})
+    (path / "config.toml").write_text(dump_own(config, config))
+    records = [{"round": n, "reward": r, "step_time": 2.0, "num_tokens": 10 * n} for n, r in enumerate(rewards, 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if held is not None:
+        before, last = ({"table": {"all": {"questions": 9, "pass_1": p, "pass_k": 1.0}}} for p in held)
+        state = {"held_out_figures": {"before": before, "last": last, "round": len(rewards)}}
+        (path / "checkpoints/round-00000002/state.json").write_text(json.dumps({"state": state}))
+    return path
+
+
+@pytest.fixture
+def runs() -> list[Path]:
+    return [
+        make_run("a", [0.0, 0.2, 0.4], (0.1, 0.5), seed=1),
+        make_run("b", [0.2, 0.4, 0.6], (0.1, 0.7), seed=2, resources={"nice": 3}),
+        make_run("c", [0.5, 0.5, 0.5], (0.1, 0.2), seed=1, grpo={"loss": "gspo"}),
+    ]
+
+
+def test_runs_that_differ_by_seed_are_one_group(runs: list[Path]) -> None:
+    comparison = Comparison([*runs, runs[0]])
+    assert [[run.path.name for run in group.runs] for group in comparison.groups] == [["a", "b"], ["c"]]
+    assert comparison.differences == {"grpo.loss": ["dapo", "gspo"]}
+    assert [group.name for group in comparison.groups] == ["loss=dapo", "loss=gspo"]
+
+
+def test_final_figures_have_students_interval(runs: list[Path]) -> None:
+    group, alone = Comparison(runs).groups
+    mean, half = group.final["held-out pass@1, at the end"]
+    expected = stats.t.interval(0.95, 1, loc=0.6, scale=stats.sem([0.5, 0.7]))
+    assert half is not None and (mean - half, mean + half) == pytest.approx(expected, rel=1e-3)
+    assert group.final["reward, last tenth"][0] == pytest.approx(0.5)
+    assert group.final["held-out pass@1, before"] == pytest.approx((0.1, 0.0))
+    assert alone.final["reward, last tenth"] == (0.5, None) and alone.final["tokens"] == (30, None)
+
+
+def test_quantiles_are_those_of_students_t() -> None:
+    assert [t_95(n) for n in range(2, 17)] == pytest.approx([stats.t.ppf(0.975, n - 1) for n in range(2, 17)], abs=1e-3)
+    assert t_95(1000) == pytest.approx(stats.norm.ppf(0.975), abs=1e-3)
+
+
+def test_curves_go_over_rounds_and_time(runs: list[Path]) -> None:
+    comparison = Comparison(runs)
+    (_, over_rounds), _ = comparison.bands("round", "reward")
+    assert over_rounds.x.tolist() == [1, 2, 3] and over_rounds.mean == pytest.approx([0.1, 0.3, 0.5])
+    (_, over_time), _ = comparison.bands("seconds", "reward")
+    assert over_time.x.tolist() == [2, 4, 6]
+    (_, held), (_, alone) = comparison.bands("seconds", "pass_1")
+    assert held.x.tolist() == [0, 6] and held.mean == pytest.approx([0.1, 0.6])
+    assert np.isnan(alone.low).all() and held.low[1] == pytest.approx(0.6 - 12.706 * 0.1, abs=1e-3)
+
+
+def test_a_band_spans_what_all_runs_have() -> None:
+    long = np.arange(0.0, 1000.0)
+    found = band([(long, long), (np.asarray([10.0, 20.0]), np.asarray([12.0, 22.0]))])
+    assert (found.x[0], found.x[-1]) == (10.0, 20.0) and found.mean == pytest.approx(found.x + 1)
+    assert len(band([(long, long)]).x) == 200
+
+
+def test_evaluations_in_between_are_points(runs: list[Path]) -> None:
+    with open(runs[0] / "metrics.jsonl", "a") as file:
+        file.write('{"round": 4, "reward": 0.5, "step_time": 2.0, "eval/pass_1": 0.8}\n')
+    x, y = read_run(runs[0]).curves["round", "pass_1"]
+    assert (x.tolist(), y.tolist()) == ([0, 3, 4], [0.1, 0.5, 0.8])
+
+
+def test_the_table_has_every_curve(runs: list[Path]) -> None:
+    Comparison(runs).write_csv(Path("out.csv"))
+    with open("out.csv") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 2 * (3 + 3) + 2 * (2 + 2)
+    assert table[0] == {
+        "group": "loss=dapo",
+        "measure": "reward",
+        "axis": "round",
+        "x": "1",
+        "mean": "0.1",
+        "low": "-1.1706",
+        "high": "1.3706",
+        "runs": "2",
+    }
+
+
+@pytest.mark.parametrize(("name", "begins"), [("out.png", b"\x89PNG"), ("deep/out.svg", b"<?xml")])
+def test_the_ending_decides_the_format(runs: list[Path], name: str, begins: bytes) -> None:
+    plot_comparison(Comparison(runs), Path(name))
+    assert Path(name).read_bytes().startswith(begins)
+
+
+def test_what_cannot_be_compared_is_named(runs: list[Path]) -> None:
+    (runs[0] / "metrics.jsonl").unlink()
+    for path, message in [(runs[0], "has no round yet"), (Path("nowhere"), "no run in")]:
+        with pytest.raises(UserError, match=message):
+            Comparison([path])
+    done = CliRunner().invoke(app, ["compare", str(runs[1]), "--png", "out.gif"])
+    assert done.exit_code == 2 and "must end in .png, .svg, .pdf" in done.output
+
+
+def test_a_torn_checkpoint_only_costs_held_out_figures(runs: list[Path]) -> None:
+    for text in ("", "[]", '{"state": {"held_out_figures": {"before": 3}}}', '{"state": {"before": {"all": [1]}}}'):
+        (runs[0] / "checkpoints/round-00000002/state.json").write_text(text)
+        assert not any("held-out" in name for name in read_run(runs[0]).final)
+
+
+def test_the_command_prints_and_writes(runs: list[Path]) -> None:
+    words = ["compare", *map(str, runs), "--csv", "out.csv", "--png", "out.png"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    assert "grpo.loss" in done.output and "0.500 ± 1.271" in done.output and Path("out.png").exists()
+    document = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert document["differences"] == {"grpo.loss": ["dapo", "gspo"]}
+    assert [run["seed"] for run in document["groups"][0]["runs"]] == [1, 2]
