@@ -25,7 +25,7 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     try:  # imported when needed; the object interface needs no display and keeps no global state
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise UserError("drawing needs matplotlib: pip install matplotlib; --csv needs nothing") from None
+        raise UserError("drawing needs `pip install 'swarm-node[plots]'`; --csv needs nothing") from None
     measures = [measure for measure in MEASURES if comparison.bands("round", measure)]
     figure = Figure(figsize=(10, 3.6 * len(measures)), dpi=120, layout="constrained")
     grid = figure.subplots(len(measures), len(AXES), squeeze=False)
