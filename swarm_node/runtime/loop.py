@@ -120,6 +120,7 @@ class Run:
         self._changing = False
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         resumed = self.state.resume()
+        self._declare(self.held_out.figures.last)
         if crew is None:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
@@ -328,10 +329,13 @@ class Run:
 
     def _measured(self, round: int, found: Evaluation) -> None:
         """Let members and callbacks know the held-out figures of a round."""
-        every = found.table["all"]
-        if self.node.member is not None:
-            self.node.member.held_out = every.pass_1, every.questions
+        self._declare(found)
         self.callbacks.evaluation(round, found.table)
+
+    def _declare(self, found: Evaluation) -> None:
+        """Let members know the latest held-out figures, if there are any."""
+        if self.node.member is not None and "all" in found.table:
+            self.node.member.held_out = found.table["all"].pass_1, found.table["all"].questions
 
     def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""

@@ -7,6 +7,7 @@ import io
 import mimetypes
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import anyio
@@ -101,6 +102,7 @@ def make_app(
     return Guard(Starlette(routes=[*routes, page]), hosts, token)
 
 
+@lru_cache(16)
 def qr_code(link: str) -> bytes:
     """The link as a QR code in SVG, black on white. Of several addresses it has the first: a denser code is hard to
     read from a screen."""

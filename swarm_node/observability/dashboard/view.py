@@ -105,7 +105,7 @@ class View:
             problems.append(f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}")
         return {
             "id": self.id,
-            "path": str(self.run.path),
+            "path": _shown_path(self.run, _within(self.status, "role")),
             "state": state,
             "paused": self._paused(now) if state == "paused" else None,
             "trains": trains,
@@ -273,6 +273,7 @@ def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
     rounds = _last_round(run.metrics, _stamp(run.metrics))
     held, role = lock.held(), _role(run, _stamp(run.status))
     return {
+        "path": _shown_path(run, role),
         "page": role == PAGE,
         "title": run.read_swarm_name() or None if role == PAGE else None,
         "in_use": held,
@@ -314,6 +315,11 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
 def _time(record: Mapping[str, Any]) -> float:
     value = record.get("time")
     return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
+
+
+def _shown_path(run: RunDir, role: object) -> str:
+    """The path of a run; empty for the page of a swarm, which strangers may read."""
+    return "" if role == PAGE else str(run.path)
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -87,6 +89,7 @@ def test_pages_come_first_and_train_nothing() -> None:
         ("sums", True, False),
         ("alice", False, True),
     ]
+    assert [each["path"] for each in listed] == ["", "runs/alice"], "strangers may read a page"
 
 
 def test_only_pages_of_swarms_are_public() -> None:
@@ -173,6 +176,27 @@ def test_a_process_beside_shows_the_page_until_the_end() -> None:
         listed = json.loads(until(asked, 60.0))["runs"]
         assert [run["id"] for run in listed] == ["sums"]
     assert asked() == b""
+
+
+def test_the_page_ends_with_its_bootstrap() -> None:
+    page_run()
+    port = free_port()
+    script = (
+        "from pathlib import Path; from swarm_node.cli.commands.page import page_process\n"
+        f"with page_process(Path('pages'), '{port}'): print('shown', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bootstrap:
+        until(lambda: listens(port), 60.0)
+        bootstrap.kill()
+    until(lambda: not listens(port), 60.0)
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
