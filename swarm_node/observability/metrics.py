@@ -6,6 +6,7 @@ grad_norm step_time num_tokens`). Others are `step round time` and `perf/generat
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines
-from swarm_node.observability.sinks import Sink
+from swarm_node.observability.sinks import Sink, TextSink
 from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
 from swarm_node.say import Warned
 
 EVENTS_BYTES = 16 << 20
 """Most bytes of events.jsonl: a month of a talkative run. When it is full, its newer half stays."""
+
+
+TEXTS_S = 60.0  # least time between two samples that sinks get
 
 
 class MetricsWriter:
@@ -33,6 +37,7 @@ class MetricsWriter:
         self._file = JsonLines(path, report)
         self._sinks = list(sinks)
         self._thins = not keep_all
+        self._next_texts = -math.inf  # when sinks may get texts again
         self._until_thinning = 0  # rounds until lines are merged again
 
     def truncate_after(self, round: int) -> None:
@@ -54,6 +59,13 @@ class MetricsWriter:
             except UserError as error:  # somebody else has damaged the file: no reason to end the run
                 self._thins = False
                 self._file.report(Warned(f"{error}; until then, old rounds are not thinned"))
+
+    def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Give records of samples.jsonl to the sinks that take texts, at most every TEXTS_S: each is a file to them."""
+        if time.monotonic() < self._next_texts:
+            return
+        self._next_texts = time.monotonic() + TEXTS_S
+        self._each_sink(lambda sink: sink.write_samples(round, samples) if isinstance(sink, TextSink) else None)
 
     def _thin(self) -> None:
         rounds = line_rounds(self._file.path)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from swarm_node.errors import UserError
 
@@ -24,6 +24,29 @@ class Sink(Protocol):
     def write(self, round: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TextSink(Protocol):
+    """A sink that also takes texts."""
+
+    def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show some questions with their answers, as records of samples.jsonl."""
+
+
+SAMPLE_COLUMNS = ["round", "task", "peer", "question", "right", "answer", "judged", "reward", "correct"]
+
+
+def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The answers of some records of samples.jsonl, a row each with SAMPLE_COLUMNS."""
+    return [
+        [
+            *(sample["round"], sample["task"], sample["peer"] or "own", sample["question"], sample["right"] or ""),
+            *(answer["text"], answer["extracted"] or "", answer["reward"], answer["correct"]),
+        ]
+        for sample in samples
+        for answer in sample["answers"]
+    ]
 
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any], first_round: int) -> list[Sink]:
@@ -49,6 +72,14 @@ class TensorBoard:
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, round)
+
+    def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for number, sample in enumerate(samples, 1):
+            whose = "own" if sample["peer"] is None else f"peer {sample['peer']}"
+            said = [f"{answer['reward']:.2f}: {answer['text']}" for answer in sample["answers"]]
+            text = "\n\n".join([f"{sample['task']}, {whose}", sample["question"], f"right: {sample['right']}", *said])
+            shown = "\n".join(f"    {line}" for line in text.splitlines())  # code in Markdown: nothing in it is markup
+            self._writer.add_text(f"samples/{number}", shown, round)
 
     def close(self) -> None:
         self._writer.close()
@@ -82,6 +113,11 @@ class WandB:
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=round)
+
+    def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(SAMPLE_COLUMNS, sample_rows(samples))}, step=round)
 
     def close(self) -> None:
         self._run.finish()

@@ -19,9 +19,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from protocol.errors import printable
 from swarm_node.install import own_command
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import words
+from swarm_node.observability.samples import without_middle
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth, worth_lines
 
@@ -30,6 +32,7 @@ LEAST_ROUNDS = 20  # with fewer rounds, a change of reward compares one round wi
 RESAMPLES = 4000
 MAX_DRAWN = 10**6  # numbers in memory at once: this is drawn while a node leaves
 INDENT = 10  # columns before the text of a line
+QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary
 MAX_REASONS = 4  # reasons that are listed; the others become one number
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
 KINDS = {"weights": "weights", "crew": "the crew"}
@@ -38,6 +41,18 @@ COST = {
     "per_admitted_group": "a group trained on",
     "per_reward_point": "a point of reward",
 }
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One held-out question with the first answer before and after training; long texts lose their middle."""
+
+    task: str
+    question: str
+    right: str  # empty if there is no reference answer
+    before: str
+    before_correct: bool
+    after: str
+    after_correct: bool
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -51,6 +66,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     round: int = 0  # the round after which the second figures were measured; 0 = the last one
     remarks: list[str] = []  # sentences about what got worse
     best: tuple[int, float] | None = None  # the round of the best checkpoint, and its pass@1
+    answers: list[Answered] = []  # a few questions, chosen before training
 
 
 class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,6 +197,21 @@ def summary(run: Figures) -> list[str]:
             "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
         }
     )
+
+
+def answers(held: HeldOut | None) -> list[str]:
+    """Lines with a few held-out questions and their answers before and after. Texts of models, on one line each."""
+    lines = []
+    for one in [] if held is None else held.answers:
+        right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
+        lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
+        for when, text, correct in ("before", one.before, one.before_correct), ("after", one.after, one.after_correct):
+            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {'right' if correct else 'wrong'}")
+    return _labelled({"answers": lines})
+
+
+def _cut(text: str, most: int) -> str:
+    return printable(without_middle(" ".join(text.split()), most))
 
 
 def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 
 from swarm_node.config import NodeConfig
 from swarm_node.observability.falling import remarks
-from swarm_node.observability.summary import HeldOut, interval
+from swarm_node.observability.summary import Answered, HeldOut, interval
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evaluate
 from swarm_node.runtime.console import say
@@ -181,6 +181,11 @@ def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | N
         pass_k=(old.pass_k, new.pass_k),
         interval=interval(before.by_question, after.by_question),
         remarks=list(worse(before, after, samples).values()),
+        answers=[
+            Answered(then.task, then.question, then.right, then.answer, then.correct, now.answer, now.correct)
+            for then, now in zip(before.shown, after.shown, strict=False)
+            if then.question == now.question
+        ],
     )
 
 

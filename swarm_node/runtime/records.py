@@ -32,7 +32,7 @@ class RunRecords:
     def sample(self, round: int, own: Sequence[Group], trained: Sequence[Group]) -> None:
         """Record some groups, if a round of samples is due; see `SampleLog.write`."""
         if self._samples.due(round):
-            self._samples.write(round, own, trained)
+            self._metrics.write_samples(round, self._samples.write(round, own, trained))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the metrics of a round."""

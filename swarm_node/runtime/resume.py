@@ -51,11 +51,13 @@ class RunState:
     saved: int | None = None  # the round of the last checkpoint
 
     def save(self, anew: bool = False) -> None:
-        """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then, and
-        so does the round of the best held-out figures."""
+        """Write a checkpoint of the present round in the background, unless it has one; `anew` writes it also then. If
+        its held-out figures are the best so far, it is named as the best."""
         best = self.held_out.best if self.held_out.is_new_best else None
         self.held_out.is_new_best = False
-        if self.saved == self.node.round and not anew and not best and not self.checkpoints.failed:
+        if self.saved == self.node.round and not anew and not self.checkpoints.failed:
+            if best is not None:
+                self.checkpoints.name_best(best)
             return
         tensors, numbers, averaging = self._state()
         self.checkpoints.save(

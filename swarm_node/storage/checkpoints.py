@@ -95,6 +95,16 @@ class CheckpointStore:
         self._writing = writer.submit(self._write, round, copies, text, best)
         writer.shutdown(wait=False)  # its thread ends with this write
 
+    def name_best(self, best: Best) -> None:
+        """Record that the checkpoint of `best.round` that was saved last is the best one. A full disk is reported."""
+        self.wait()
+        found = [path for path in self._list() if order(path)[0] == best.round and path.name not in self._refused]
+        try:
+            if found:
+                write_best(self._directory.parent, best, found[-1].name)
+        except OSError as error:
+            self._report(os_error_text(error, self._directory))
+
     def check_room(self, size: int, best: bool = False) -> None:
         """Raise UserError if there is no room for two checkpoints of `size` bytes and, if `best`, the best one, or for
         one beside those that exist: the newest goes only after the next is complete."""

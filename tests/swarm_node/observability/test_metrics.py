@@ -277,6 +277,10 @@ def test_a_sink_without_its_package_names_the_extra(tmp_path, monkeypatch, extra
         open_sinks([extra], tmp_path, {}, 1)
 
 
+ANSWER = {"text": "<b>2</b>", "extracted": "2", "reward": 1.0, "correct": True, "finished": True}
+SAMPLES = [{"round": 1, "task": "sums", "peer": None, "question": "1 + 1?", "right": "2", "answers": [ANSWER]}]
+
+
 def test_tensorboard_shows_each_round_once_after_a_resume(path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -285,10 +289,17 @@ def test_tensorboard_shows_each_round_once_after_a_resume(path):
         writer = MetricsWriter(path, print, open_sinks(["tensorboard"], path.parent, {}, first))
         for round in range(first, first + 4):
             writer.write(record(round, note="text"))
+        writer.write_samples(first, SAMPLES)
+        writer.write_samples(first + 1, SAMPLES)  # so soon, sinks get no more
         writer.close()
     events = EventAccumulator(str(path.parent / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
+    texts = events.Tensors("samples/1/text_summary")
+    assert [event.step for event in texts] == [1, 3]
+    shown = texts[0].tensor_proto.string_val[0].decode()
+    assert "1 + 1?" in shown and "1.00: <b>2</b>" in shown
+    assert all(line.startswith("    ") for line in shown.splitlines()), "code, so that no text is markup"
 
 
 def test_wandb_continues_its_run_offline(path, monkeypatch):
@@ -298,11 +309,21 @@ def test_wandb_continues_its_run_offline(path, monkeypatch):
         for first in (1, 3):
             writer = MetricsWriter(path, print, open_sinks(["wandb"], path.parent, {"seed": 0}, first))
             writer.write(record(first, note="text"))
+            writer.write_samples(first, SAMPLES)
             writer.close()
     finally:
         wandb.teardown()  # ends its service process
     run_id = (path.parent / "wandb-id.txt").read_text()
     assert len(list((path.parent / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
+    tables = list((path.parent / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
+    assert len(tables) == 2 and json.loads(tables[0].read_text())["data"][0][3:] == [
+        "1 + 1?",
+        "2",
+        "<b>2</b>",
+        "2",
+        1.0,
+        True,
+    ]
 
 
 TRACKED = """

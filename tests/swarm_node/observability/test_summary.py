@@ -16,6 +16,7 @@ from swarm_node.observability.summary import (
     INDENT,
     MAX_DRAWN,
     RESAMPLES,
+    Answered,
     Averaging,
     Figures,
     HeldOut,
@@ -252,3 +253,27 @@ def test_the_next_model_gets_a_new_directory(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
+
+
+def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
+    one = Answered("gcd", "GCD of\n12 and 18?", "6", "\x1b[2J3", False, "x" * 500 + " so 6", True)
+    empty = Answered("own", "Anything?", "", "", False, "no", False)
+    assert summaries.answers(msgspec.structs.replace(HELD, answers=[one, empty])) == [
+        "answers   gcd: GCD of 12 and 18? (right: 6)",
+        "            before ?[2J3 -> wrong",
+        "            after  " + "x" * 38 + " […] " + "x" * 72 + " so 6 -> right",
+        "          own: Anything?",
+        "            before (empty) -> wrong",
+        "            after  no -> wrong",
+    ]
+    assert summaries.answers(HELD) == summaries.answers(None) == []
+
+
+def test_a_run_that_was_stopped_says_of_which_round_its_figures_are() -> None:
+    held = msgspec.structs.replace(HELD, round=1200, best=(800, 0.4), remarks=["gcd fell"])
+    lines = summary(figures(rounds([0.5, 0.5]), held_out=held))
+    assert "held-out pass@1 0.199 -> 0.355 after round 1,200, +0.156: more than noise" in lines[1]
+    assert lines[3] == "worse     gcd fell"
+    assert lines[4] == (
+        "best      held-out pass@1 0.400 after round 800: `export` and `eval` take it as --checkpoint best"
+    )

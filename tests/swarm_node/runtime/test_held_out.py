@@ -67,6 +67,12 @@ def test_each_round_has_held_out_figures(evaluated: dict[str, Any]) -> None:
     assert "round" not in {k: v for k, v in evaluated["held_out"].items() if v}, "the last figures are of the end"
 
 
+def test_a_resumed_run_shows_answers_before_and_after(evaluated: dict[str, Any]) -> None:
+    answers = evaluated["held_out"]["answers"]
+    assert len(answers) == 3 and len({one["task"] for one in answers}) == 3
+    assert all(one["question"] and one["right"] and isinstance(one["before_correct"], bool) for one in answers)
+
+
 def test_the_best_checkpoint_is_kept_and_used(evaluated: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     best = json.loads(Path("run", BEST).read_text())
     curve = [line["eval/pass_1"] for line in read_jsonl(Path("run/metrics.jsonl"))]

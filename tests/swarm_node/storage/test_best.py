@@ -41,6 +41,15 @@ def test_the_best_stays_until_a_better_one(store: CheckpointStore) -> None:
     assert kept() == ["round-00000005", "round-00000006", "round-00000007"]
 
 
+def test_a_checkpoint_may_turn_out_to_be_the_best(store: CheckpointStore) -> None:
+    for round in (1, 2, 2, 3):
+        save(store, round)
+    store.name_best(Best(2, 0.5, 0.5))
+    assert read_best(Path("run")) == Best(2, 0.5, 0.5, {}, "round-00000002-1")
+    store.name_best(Best(9, 0.5, 0.5))
+    assert read_best(Path("run")) == Best(2, 0.5, 0.5, {}, "round-00000002-1"), "there is none of that round"
+
+
 def test_figures_of_other_questions_do_not_count(store: CheckpointStore) -> None:
     save(store, 1, 0.25)
     assert read_best(Path("run"), {"questions": 8}) is not None
