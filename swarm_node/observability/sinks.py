@@ -117,7 +117,7 @@ class WandB:
     def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
-        self._run.log({"samples": wandb.Table(SAMPLE_COLUMNS, sample_rows(samples))}, step=round)
+        self._run.log({"samples": wandb.Table([*SAMPLE_COLUMNS], sample_rows(samples))}, step=round)
 
     def close(self) -> None:
         self._run.finish()

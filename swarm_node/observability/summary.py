@@ -199,7 +199,7 @@ def summary(run: Figures) -> list[str]:
     )
 
 
-def answers(held: HeldOut | None) -> list[str]:
+def answered(held: HeldOut | None) -> list[str]:
     """Lines with a few held-out questions and their answers before and after. Texts of models, on one line each."""
     lines = []
     for one in [] if held is None else held.answers:

@@ -18,6 +18,7 @@ from swarm_node.observability.summary import Answered, HeldOut, interval
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evaluate
 from swarm_node.runtime.console import say
+from swarm_node.say import Warned
 from swarm_node.storage.best import Best
 from swarm_node.tasks import TaskSet
 
@@ -165,7 +166,7 @@ class HeldOutFigures:
         found = worse(self.figures.before, now, self.samples)
         for key in found.keys() & self._noticed - self._said:
             self._said.add(key)
-            say(found[key], "held_out")
+            say(Warned(found[key]), "held_out")
         self._noticed = set(found)
 
 

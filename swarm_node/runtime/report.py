@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.plots import CAN_DRAW, NO_PICTURE, plot_reward
-from swarm_node.observability.summary import INDENT, answers, figures, next_steps, summary, whereabouts
+from swarm_node.observability.summary import INDENT, answered, figures, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth
 from swarm_node.rollouts.evaluate import rows
@@ -47,8 +47,8 @@ class RunReport:
         written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
         files = [str(file.relative_to(self.run.path)) for file in written]
         words = [*summary(self.figures), *whereabouts(path, files)]
+        console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
-        console.progress.paragraphs(answers(self.figures.held_out), INDENT + 2)
         for line in next_steps(path, whole, evaluates, rounds):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:

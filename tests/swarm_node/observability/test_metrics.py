@@ -6,6 +6,7 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -303,6 +304,7 @@ def test_tensorboard_shows_each_round_once_after_a_resume(path):
 
 
 def test_wandb_continues_its_run_offline(path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(path.parent))  # it keeps media there until Python ends
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     try:

@@ -258,7 +258,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
     one = Answered("gcd", "GCD of\n12 and 18?", "6", "\x1b[2J3", False, "x" * 500 + " so 6", True)
     empty = Answered("own", "Anything?", "", "", False, "no", False)
-    assert summaries.answers(msgspec.structs.replace(HELD, answers=[one, empty])) == [
+    assert summaries.answered(msgspec.structs.replace(HELD, answers=[one, empty])) == [
         "answers   gcd: GCD of 12 and 18? (right: 6)",
         "            before ?[2J3 -> wrong",
         "            after  " + "x" * 38 + " […] " + "x" * 72 + " so 6 -> right",
@@ -266,7 +266,7 @@ def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
         "            before (empty) -> wrong",
         "            after  no -> wrong",
     ]
-    assert summaries.answers(HELD) == summaries.answers(None) == []
+    assert summaries.answered(HELD) == summaries.answered(None) == []
 
 
 def test_a_run_that_was_stopped_says_of_which_round_its_figures_are() -> None:
