@@ -53,7 +53,7 @@ def new(
     config = settings.load()
     from protocol.manifest import ManifestLimits
     from swarm_node.swarm.links import join_link
-    from swarm_node.swarm.manifests import make_manifest, write_manifest
+    from swarm_node.swarm.manifests import make_manifest, with_usual_columns, write_manifest
 
     path = out or Path(f"{name}.toml")
     limits = ManifestLimits(
@@ -66,7 +66,8 @@ def new(
         from swarm_node.swarm.base_weights.finding import describe_model
 
         rest["model"] = describe_model(model or STARTER)
-    manifest = make_manifest(name, config.tasks, expected_peers, licence, **rest)
+    tasks = with_usual_columns(config.tasks, path.parent)
+    manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)
     if json_output:

@@ -30,6 +30,7 @@ from swarm_node.errors import UserError
 
 SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
 MAX_SECRET_CHARS = 65_536  # longest value in a file
+USUAL_COLUMNS = (TaskConfig().question, TaskConfig().answer)
 Layers = Sequence[tuple[str, Table]]  # (source, partial table) in rising precedence
 
 
@@ -108,6 +109,8 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"tasks[{i}] must have either `env` or `file`")
         if isinstance(task, TaskConfig) and task.file is not None and task.config:
             raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
+        if isinstance(task, TaskConfig) and task.file is None and (task.question, task.answer) != USUAL_COLUMNS:
+            raise UserError(f"tasks[{i}] must not name columns, which are for `file`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
     correction, top_p = config.grpo.correction, config.rollouts.top_p

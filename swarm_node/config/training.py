@@ -47,7 +47,11 @@ class TaskConfig(Section):
     config: dict[str, object] = {}
     """Options of the environment."""
     file: str | None = None
-    """JSONL file with a `question` and an `answer` on each line."""
+    """JSONL file with a question and an answer on each line."""
+    question: str = "question"
+    """Column of the file that has the question."""
+    answer: str = "answer"
+    """Column of the file that has the answer, a text or a number."""
     weight: PositiveFloat = 1.0
     """Frequency of this source, relative to the others."""
 

@@ -40,6 +40,7 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
+    from swarm_node.tasks.files import COLUMNS
     from swarm_node.tasks.option_limits import check_options
 
     check_addresses(rest.get("bootstrap", []))
@@ -51,6 +52,11 @@ def make_manifest(
                 check_options(table.env or "", table.config)
                 made.append(ManifestTask(env=table.env or "", config=table.config, weight=table.weight))  # type: ignore[arg-type]
                 continue
+            if (table.question, table.answer) != COLUMNS:
+                raise UserError(
+                    f"members read the columns `question` and `answer`, and {table.file} has others: `swarm-node new` "
+                    "converts such a file, `--stages` takes none"
+                )
             data = read_questions(table.file)
             task = _of_file(table, data, licence)
             path = Path(folder) / task.sha256 / f"{task.name}.jsonl"
@@ -66,6 +72,26 @@ def make_manifest(
             raise UserError(f"nobody would accept this manifest: {error.detail}") from error
         load_tasks(task_tables(manifest, files), RewardsConfig())
     return manifest
+
+
+def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[str | TaskConfig]:
+    """`specs` in which each file with named columns is replaced by a copy in `folder` with `question` and `answer`.
+    The copy is called as the file. Raises UserError, also if another file of that name is there."""
+    from swarm_node.tasks.files import COLUMNS, QuestionFile
+
+    found: list[str | TaskConfig] = []
+    for spec in specs:
+        if isinstance(spec, str) or spec.file is None or (spec.question, spec.answer) == COLUMNS:
+            found.append(spec)
+            continue
+        data = QuestionFile(spec.file, columns=(spec.question, spec.answer)).as_jsonl()
+        copy = folder / f"{Path(spec.file).stem}-questions.jsonl"
+        with os_errors_explained(copy):
+            if copy.exists() and copy.read_bytes() != data:
+                raise UserError(f"{copy} is to be {spec.file} in the columns that members read, but is another file")
+            copy.write_bytes(data)
+        found.append(TaskConfig(file=str(copy), weight=spec.weight))
+    return found
 
 
 def render(manifest: Manifest) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.files import COLUMNS, QuestionFile
 from swarm_node.tasks.names import unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
 from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
@@ -19,7 +19,8 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
     for spec in specs:
         name = spec if isinstance(spec, str) else spec.file or spec.env or ""
         if name.endswith(".jsonl"):
-            QuestionFile(name, answer_needed)
+            columns = COLUMNS if isinstance(spec, str) else (spec.question, spec.answer)
+            QuestionFile(name, answer_needed, columns)
             continue
         group, _, member = name.rpartition("/")
         if ":" in name or name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):

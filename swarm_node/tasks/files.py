@@ -1,4 +1,4 @@
-"""Tasks from a JSONL file with a `question` and an `answer` on each line.
+"""Tasks from a JSONL file with a question and an answer on each line, in columns that its user may name.
 
 Other columns become metadata, which reward functions see.
 """
@@ -18,22 +18,27 @@ from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.one_turn import OneTurn, extract
 from swarm_node.types import Task
 
+COLUMNS = ("question", "answer")
+MAX_LISTED = 8  # columns in a message
+
 
 class QuestionFile(OneTurn):
     """The tasks of one file. UserError if it is missing, empty or malformed.
 
-    Every line must have an `answer` if `answer_needed`, that is unless reward functions alone judge.
+    Every line must have an answer if `answer_needed`, that is unless reward functions alone judge. `columns` are those
+    of question and answer.
     """
 
     environment = "jsonl"
     generator = "jsonl 1"
 
-    def __init__(self, path: str, answer_needed: bool = True) -> None:
+    def __init__(self, path: str, answer_needed: bool = True, columns: tuple[str, str] = COLUMNS) -> None:
         try:
             data = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise UserError(f"cannot read task file {path}: {error.strerror}") from error
-        self.config = hashlib.sha256(data).hexdigest()[:CONFIG_HASH_CHARS]
+        named = b"" if columns == COLUMNS else msgspec.json.encode(columns)
+        self.config = hashlib.sha256(data + named).hexdigest()[:CONFIG_HASH_CHARS]
         self.label, self.path = Path(path).stem, path
         lines = data.removeprefix(b"\xef\xbb\xbf").splitlines()
         self.size = len(lines)
@@ -43,7 +48,7 @@ class QuestionFile(OneTurn):
         for index, line in enumerate(lines):
             if line.strip():
                 try:
-                    self._rows[index] = _row(line, answer_needed)
+                    self._rows[index] = _row(line, answer_needed, columns)
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"task file {path}, line {index + 1}: {error}") from error
         if not self._rows:
@@ -61,19 +66,35 @@ class QuestionFile(OneTurn):
         """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""
         return text_or_number(answer, extract(task.answer or "") or "")
 
+    def as_jsonl(self) -> bytes:
+        """The same questions and answers with their metadata, in the columns `question` and `answer`."""
+        return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
 
-def _row(line: bytes, answer_needed: bool) -> dict[str, Any]:
-    """The line's columns. The ValueError says what is wrong with it."""
+
+def _row(line: bytes, answer_needed: bool, columns: tuple[str, str]) -> dict[str, Any]:
+    """The columns of a line, with those of question and answer renamed. The ValueError says what is wrong."""
     row = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    question, answer = row.get("question"), row.get("answer")
+    missing = [column for column in columns[: 1 + answer_needed] if column not in row]
+    if missing:
+        raise ValueError(_no_column(missing[0], row))
+    question, answer = row.pop(columns[0]), row.pop(columns[1], None)
     if not isinstance(question, str) or not question.strip():
-        raise ValueError("`question` must be a text")
+        raise ValueError(f"`{columns[0]}` must be a text")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) and not (answer is None and not answer_needed):
-        raise ValueError("`answer` must be a text or a number")
+        raise ValueError(f"`{columns[1]}` must be a text or a number")
     if answer is not None and extract(answer) is None:
-        raise ValueError("`answer` is empty")
+        raise ValueError(f"`{columns[1]}` is empty")
     return {**row, "question": question.strip(), "answer": answer}
+
+
+def _no_column(name: str, row: dict[str, Any]) -> str:
+    """The message about a column that a line lacks."""
+    others = ", ".join(f"`{column[:40]}`" for column in list(row)[:MAX_LISTED])
+    return (
+        f"no column `{name}`; it has {others or 'none'}. Name the columns of question and answer: "
+        '--set \'tasks=[{file="FILE", question="COLUMN", answer="COLUMN"}]\''
+    )

@@ -207,7 +207,8 @@ def _table(spec: str) -> TaskConfig:
 
 def _chooses(table: TaskConfig, source: TaskSource) -> bool:
     if table.file is not None:
-        return isinstance(source, QuestionFile) and QuestionFile(table.file, False).config == source.config
+        columns = table.question, table.answer
+        return isinstance(source, QuestionFile) and QuestionFile(table.file, False, columns).config == source.config
     if table.config:
         return any(
             source.config == other.config for other in _open(table, False) if not isinstance(source, QuestionFile)
@@ -218,7 +219,7 @@ def _chooses(table: TaskConfig, source: TaskSource) -> bool:
 
 def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
     if table.file is not None:
-        yield QuestionFile(table.file, answer_needed)
+        yield QuestionFile(table.file, answer_needed, (table.question, table.answer))
         return
     name = table.env or ""
     if ":" in name:

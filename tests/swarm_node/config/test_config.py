@@ -187,6 +187,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("tasks=[{env='gcd', file='a.jsonl'}]", "tasks[0] must have either `env` or `file`"),
         ("tasks=[{weight=2}]", "tasks[0] must have either `env` or `file`"),
         ("tasks=[{file='a.jsonl', config={a=1}}]", "tasks[0] must not have `config`, which is for `env`"),
+        ("tasks=[{env='gcd', answer='a'}]", "tasks[0] must not name columns, which are for `file`"),
         ("rewards.functions=[{weight=1}]", "rewards.functions[0].path is missing in --set"),
         ("rewards.functions=[3]", "rewards.functions[0] = 3 in --set: must be a table"),
         ("rewards.checker_weight=0", "rewards.checker_weight = 0 leaves nothing to judge answers"),

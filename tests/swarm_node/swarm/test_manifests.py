@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.swarm.manifests import check_addresses, make_manifest, render, task_tables, write_manifest
+from swarm_node.swarm.manifests import (
+    check_addresses,
+    make_manifest,
+    render,
+    task_tables,
+    with_usual_columns,
+    write_manifest,
+)
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
@@ -90,7 +98,8 @@ def test_nothing_is_overwritten() -> None:
         ([TaskConfig(env="chain_sum", config={"allow_negation": 1})], "must be true or false"),
         ([TaskConfig(env="gcd", config={"min_value": 9, "max_value": 3})], "max_value must be > min_value"),
         (["no.jsonl"], "cannot read task file no.jsonl"),
-        (["bad.jsonl"], "line 1: `answer` must be"),
+        (["bad.jsonl"], "line 1: no column `answer`"),
+        ([TaskConfig(file="bad.jsonl", answer="a")], "converts such a file"),
         (["http://example.org/q.jsonl"], "use https"),
     ],
 )
@@ -145,3 +154,19 @@ def test_the_largest_allowed_options_make_items(name: str) -> None:
         return  # the library, or what is known to take for ever, sets a lower bound still
     for index in range(5):
         environment.task(index * 7919 + 1)
+
+
+def test_named_columns_become_the_usual_ones(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{n}+1?", "target": {n + 1}, "level": 2}}\n' for n in range(40))
+    Path("sums.jsonl").write_text(rows)
+    table = TaskConfig(file="sums.jsonl", question="prompt", answer="target", weight=0.5)
+    (found,) = with_usual_columns([table], tmp_path)
+    assert found == TaskConfig(file=str(tmp_path / "sums-questions.jsonl"), weight=0.5)
+    first = (tmp_path / "sums-questions.jsonl").read_text().splitlines()[0]
+    assert json.loads(first) == {"level": 2, "question": "0+1?", "answer": "1"}
+    assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
+    assert with_usual_columns([table], tmp_path) == [found], "the same file may be there"
+    (tmp_path / "sums-questions.jsonl").write_text("other")
+    with pytest.raises(UserError, match="is another file"):
+        with_usual_columns([table], tmp_path)
+    assert with_usual_columns(["small", "sums.jsonl"], tmp_path) == ["small", "sums.jsonl"]
