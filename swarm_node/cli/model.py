@@ -56,7 +56,9 @@ def evaluate_model(
 
     names = split_names(tasks)
     check_specs(names or [], answer_needed=False)
-    if not RunDir(target).exists and target != "starter":
+    if Path(target).parts[:1] == ("runs",):
+        RunDir(target).check_exists()
+    elif not RunDir(target).exists and target != "starter":
         checked(target)
     starting()
     from swarm_node.cli.commands.evaluate import main

@@ -13,6 +13,12 @@ from pydantic_core import ErrorDetails
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, all_keys, subsections
 from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
+EXAMPLES = {
+    "tasks[]": '{ env = "gcd", weight = 2 }',
+    "rewards.functions[]": '{ path = "mine.py:reward", weight = 1 }',
+}
+"""Key of a table in a list -> one that could stand there."""
+
 
 def explain(error: ValidationError, source: str) -> str:
     """One line about the most helpful of the errors: a wrong name first, then the deepest wrong value."""
@@ -28,7 +34,7 @@ def explain(error: ValidationError, source: str) -> str:
     if problem["type"] == "string_pattern_mismatch":
         message = IN_WORDS.get(problem["ctx"]["pattern"], message)
     if problem["type"] in ("model_type", "dict_type"):
-        message = "must be a table"
+        message = f"must be a table{_example(key)}"
     if problem["type"] == "literal_error" and _is_alternative(problem["loc"][-1]):
         names = re.findall(r"'[^']*'", problem["ctx"]["expected"])
         message = f"must be {', '.join(names)} or package.module:function"
@@ -41,6 +47,15 @@ def explain(error: ValidationError, source: str) -> str:
     is_secret = source.startswith(VARIABLE_PREFIX) and source.endswith(FILE_SUFFIX)
     shown = "(hidden)" if is_secret else shorten(_shown(value), 80)
     return f"{key} = {shown} in {source}: {message}"
+
+
+def _example(key: str) -> str:
+    """What the table at `key` may look like."""
+    name = re.sub(r"\[\d+\]", "[]", key)
+    if name in EXAMPLES:
+        return f", such as {EXAMPLES[name]}"
+    inner = next((each for each in all_keys() if each.startswith(f"{name}.")), "")
+    return f"; set its keys one by one, such as {inner}" if inner else ""
 
 
 def _tells(error: ErrorDetails) -> tuple[bool, bool, int, bool]:

@@ -20,11 +20,9 @@ from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, find_engine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.sizes import Shape, round_bytes
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
-
-HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
-RUNTIME_BYTES = 450 * 2**20  # Python, torch and transformers themselves
 
 
 def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
@@ -151,8 +149,7 @@ class Estimate:
 def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig) -> Estimate:
     """Estimate one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
-    memory = weights + 12 bytes a trained parameter (fp32 gradient and Adam's two moments; + a master copy below fp32)
-           + reference copy + keys and values of the sampled tokens + activations of one microbatch + logits chunks
+    memory = as in `sizes`
     time   = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
 
     Every completion counts with its length limit, which most do not reach. Scoring and evaluation are left out.
@@ -167,22 +164,23 @@ def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig,
     seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
     seconds += trained * passes * per_trained
     cached = sampled + rollouts.groups * length
-    return Estimate(_bytes(policy, grpo, cached, trained), seconds)
+    reference = bool(grpo.beta) and not policy.is_lora
+    return Estimate(round_bytes(_shape(policy), grpo, cached, trained, reference), seconds)
 
 
-def _bytes(policy: Policy, grpo: GrpoConfig, cached: int, trained: int) -> int:
-    config, width = policy.base.config.get_text_config(), policy.dtype.itemsize
-    weights = policy.num_parameters() * width
-    learning = policy.num_parameters(trainable=True) * (12 if width == 4 else 16)
-    reference = weights if grpo.beta and not policy.is_lora else 0
+def _shape(policy: Policy) -> Shape:
+    config = policy.base.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    kv_width = kv_heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    cache = 2 * config.num_hidden_layers * kv_width * width * cached
-    microbatch = min(trained, grpo.microbatch_tokens)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    activations = microbatch * config.num_hidden_layers * (8 * config.hidden_size + 4 * inner) * width
-    return RUNTIME_BYTES + weights + learning + reference + cache + activations + HEAD_BYTES
+    return Shape(
+        parameters=policy.num_parameters(),
+        trained=policy.num_parameters(trainable=True),
+        width=policy.dtype.itemsize,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        kv_width=kv_heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+    )
 
 
 def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tuple[float, float]:

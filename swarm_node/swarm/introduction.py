@@ -1,19 +1,33 @@
-"""What a node says before it joins a swarm: what leaves this machine, and to whom."""
+"""What a node says when it first joins a swarm: what leaves this machine, and what the swarm is for."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from textwrap import shorten
+
+from protocol.answer_form import WRITTEN
+from protocol.errors import printable
+from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
+from swarm_node.policy.sizes import MICROBATCH, bytes_with, largest_fitting
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
+from swarm_node.tasks import TaskSet
+
+EXAMPLES = 3  # questions that are shown
+DRAWN = 24  # questions among which examples of different kinds are looked for
+QUESTION_CHARS = 60
+Memory = Callable[[], tuple[int, bool]]  # (free bytes of memory, whether it is a GPU's)
 
 
-def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
+def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> bool:
     """Say what members will see of this machine, before they do: once for each swarm and run directory. Nothing is
-    said of a swarm that was made here for processes of this machine."""
+    said of a swarm that was made here for processes of this machine. Returns whether it was said."""
     kept = kept_manifest(run)
     if (not swarm.named and config.network.listen == "127.0.0.1") or (kept is not None and kept.swarm_id == swarm.id):
-        return
+        return False
     weights = config.averaging.method != "none" or config.pipeline.stages > 0
     points = ["your IP address and the node's name" + (", its speed and its kind of model" if trains else "")]
     if trains:
@@ -28,3 +42,39 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     stored = f"\nAnswers of others are kept in {run.path}, and never executed." if trains else ""
     seen = "".join(f"\n  - {point}" for point in points)
     say(f"first time in this swarm. Its members, anybody with its link, will see:{seen}{stored}")
+    return True
+
+
+def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Say, memory: Memory) -> None:
+    """Say what the swarm is for: tasks with up to three examples, the form of answers, the model. Where the manifest
+    leaves the model open and the user chose none, propose one. Nothing is downloaded for that."""
+    kinds = tasks.labels
+    listed = ", ".join(kinds[:EXAMPLES]) + (f" and {len(kinds) - EXAMPLES} more" if len(kinds) > EXAMPLES else "")
+    one = len(kinds) == 1
+    lines = [f"its members train models on {len(kinds)} kind{'' if one else 's'} of questions: {listed}"]
+    examples: dict[str, str] = {}
+    for task in tasks.sample(random.Random(0), DRAWN):
+        if len(examples) < EXAMPLES:
+            examples.setdefault(task.label, shorten(printable(task.question), QUESTION_CHARS, placeholder=" …"))
+    lines += [f"  - {printable(label)}: {question}" for label, question in examples.items()]
+    if manifest.answer != "any":
+        lines.append(f"  - answers count only in the form {WRITTEN[manifest.answer].format('…')}")
+    if manifest.model is not None:
+        lines.append(f"  - its model is {manifest.model.name}, {manifest.model.bytes / 1e6:,.1f} MB")
+    else:
+        lines += _own_model(config, memory)
+    say("\n".join(lines))
+
+
+def _own_model(config: NodeConfig, memory: Memory) -> list[str]:
+    """Points about the model of a member whose swarm has none."""
+    if "model" in config.policy.model_fields_set or config.pipeline.stages:
+        return [f"  - each member brings its own model; yours is {config.policy.model}"]
+    lines = ["  - each member brings its own model; yours is the starter, a toy for trying out"]
+    free, gpu = memory()
+    if (fitting := largest_fitting(config, free, gpu)) is not None:
+        gib = bytes_with(fitting, config, gpu) / 2**30
+        where = "this GPU" if gpu else "this machine"
+        lines.append(f"  - {where} would carry a larger one (about {gib:.0f} GiB, estimated):")
+        lines.append(f"    --model {fitting.name} --set grpo.microbatch_tokens={MICROBATCH}")
+    return lines

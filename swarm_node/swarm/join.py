@@ -19,10 +19,11 @@ from protocol.manifest import Manifest
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
+from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
-from swarm_node.swarm.introduction import say_what_leaves
+from swarm_node.swarm.introduction import say_what_for, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
@@ -66,7 +67,7 @@ def join_swarm(
 ) -> JoinedSwarm:
     """Join `swarm`; `stack` closes the transport. Steps that may take long, and can be interrupted anywhere, run within
     `waiting()`. Raises UserError; NobodyReached if `config.minutes` are over before a member gives the manifest."""
-    say_what_leaves(swarm, config, run, say)
+    is_new = say_what_leaves(swarm, config, run, say)
     manifest, waited_s = swarm.manifest, 0.0
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
@@ -100,6 +101,17 @@ def join_swarm(
     if chosen:
         tasks = tasks.only(chosen)
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")
+    if is_new:
+        say_what_for(manifest, tasks, config, say, memory_for_a_model)
     with waiting():
         model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
     return JoinedSwarm(manifest, identity, transport, tasks, model, waited_s)
+
+
+def memory_for_a_model() -> tuple[int, bool]:
+    """(free bytes, whether they are a GPU's) for a model; 0 = not known."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0]), True
+    return free_main_memory(), False

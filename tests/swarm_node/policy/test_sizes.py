@@ -1,0 +1,49 @@
+"""Which known model a machine is told that it carries."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarm_node.config import NodeConfig
+from swarm_node.policy.sizes import KNOWN, MOST_ON_CPU, PART, KnownModel, bytes_with, largest_fitting
+
+GIB = 2**30
+
+
+def test_an_adapter_has_the_size_that_was_computed() -> None:
+    known = KnownModel("tiny", 0, layers=3, hidden=64, inner=96, heads=4, kv_heads=2, head=16)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert known.shape(8, 4).trained == trained
+
+
+def test_models_are_listed_by_size() -> None:
+    assert [model.parameters for model in KNOWN] == sorted(model.parameters for model in KNOWN)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_proposal_fits_and_no_larger_one_does(gpu: bool) -> None:
+    config = NodeConfig()
+    assert largest_fitting(config, GIB // 2, gpu) is None and largest_fitting(config, 0, gpu) is None
+    for free in (6 * GIB, 16 * GIB, 80 * GIB):
+        found = largest_fitting(config, free, gpu)
+        assert found is not None and bytes_with(found, config, gpu) <= PART * free
+        larger = [model for model in KNOWN if model.parameters > found.parameters]
+        assert all(bytes_with(m, config, gpu) > PART * free or (not gpu and m.parameters > MOST_ON_CPU) for m in larger)
+
+
+def test_a_gpu_carries_more_than_main_memory() -> None:
+    config = NodeConfig()
+    with_gpu, without = largest_fitting(config, 80 * GIB, True), largest_fitting(config, 80 * GIB, False)
+    assert with_gpu is not None and without is not None and with_gpu.parameters > without.parameters
