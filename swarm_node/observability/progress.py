@@ -39,7 +39,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from swarm_node.observability.worth import unsolved
+from swarm_node.observability.worth import only_others_solved
 from swarm_node.observability.wrapping import wrapped
 
 SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly noise
@@ -312,7 +312,7 @@ class ProgressDisplay:
         who = others if crew is None else f"{others}, {crew} of the crew"
         used = f"{fmean(used_lately):.1f}"
         taught = self._metrics.get("swarm/unsolved_taught")
-        words = [f"{who}, {used} of their groups a round; {unsolved(int(taught))}"] if taught else []
+        words = [f"{who}, {used} of their groups a round, {only_others_solved(int(taught))}"] if taught else []
         return [
             *words,
             f"{who}, {used} of their groups a round",

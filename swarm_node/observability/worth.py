@@ -45,7 +45,7 @@ def worth_lines(worth: Worth) -> Iterator[str]:
     changes = [(worth.by_others, "taught mostly by others"), (worth.by_itself, "taught mostly by its own answers")]
     yield from (_change(change, how) for change, how in changes if change is not None)
     if worth.unsolved:
-        yield f"{unsolved(worth.unsolved)} while its own answers to their kind were all wrong"
+        yield f"{only_others_solved(worth.unsolved)}: its own latest answers to their kind were all wrong"
     if worth.theirs:
         own = "not measured yet" if worth.pass_1 is None else f"{worth.pass_1:.3f}"
         low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
@@ -80,9 +80,9 @@ def worth_metrics(worth: Worth) -> dict[str, float]:
     return figures
 
 
-def unsolved(n: int) -> str:
+def only_others_solved(n: int) -> str:
     """The short form for the live lines."""
-    return f"others taught {n:,} question{'' if n == 1 else 's'}"
+    return f"{n:,} question{'' if n == 1 else 's'} only others solved"
 
 
 def _members(n: int) -> str:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from protocol.manifest import Manifest
 from swarm_node.observability.worth import worth_lines
+from swarm_node.runtime.cost import CostMeter
+from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.run_settings import RunSettings
+from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.member import Member
 from tests.support.simulated_peers import MakePeer, used
 
@@ -45,3 +53,26 @@ def test_a_node_says_how_it_does_by_who_taught_it(peer: MakePeer, manifest: Mani
     assert told is not None and told.kinds == ["count_bits"]
     last = peers[0].metrics[-1]
     assert {last.get("swarm/success_by_others"), last.get("swarm/success_by_itself")} == {told.now, None}
+
+
+def test_a_resumed_member_goes_on_counting(peer: MakePeer, manifest: Manifest, tmp_path: Path) -> None:
+    alone = {"averaging": {"method": "none"}}
+    first, other, resumed = peer(options=alone), peer(options=alone), peer(options=alone)
+    Simulation(manifest, [first, other], seed=5).run(6)
+    Simulation(manifest, [resumed], seed=5)
+    before, after = member(first).teaching, member(resumed).teaching
+    assert before.latest() and after.latest() == {}
+    store = CheckpointStore(tmp_path / "checkpoints", 2, print)
+    state_of(first, store, tmp_path).save()
+    store.wait()
+    assert state_of(resumed, store, tmp_path).resume()
+    store.close()
+    assert after.state() == before.state()
+
+
+def state_of(peer: Peer, store: CheckpointStore, folder: Path) -> RunState:
+    """The state of a run whose node is that of `peer`."""
+    run, node = RunDir(folder), peer.node
+    own = RunSettings(run, peer.config, peer.config, print)
+    held_out = HeldOutFigures(peer.config, node.policy, node.tasks, print, lambda round, found: None, whole=True)
+    return RunState(peer.config, run, node, store, None, own, CostMeter(None, 0.0), held_out)

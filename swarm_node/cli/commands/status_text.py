@@ -77,9 +77,9 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         titles = ["here", "updates", "received", "admitted", "used", "refused, by reason"]
         yield from _table(peers, titles, _exchanged)
     elif peers:
-        yield from _success(found.get("kinds", []))
         averaged = any(peer["cohort"] for peer in peers.values())
         says = any(peer.get("declared") for peer in peers.values())
+        yield from _success(found.get("kinds", []), says)
         optional = [*(["success", "held-out"] if says else []), *(["cohort"] if averaged else [])]
         titles = ["roles", "model", "updates", "tokens/s", *optional, "address"]
         yield from _table(peers, titles, lambda figures: _member(figures, averaged, says))
@@ -94,9 +94,10 @@ def _worth(status: Mapping[str, Any]) -> Iterator[str]:
     yield from worth_lines(worth)
 
 
-def _success(kinds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Success by kind of task over all members that declare it."""
+def _success(kinds: Sequence[Mapping[str, Any]], says: bool) -> Iterator[str]:
+    """Success by kind of task over all members that declare it; `says`: any member declares something."""
     if not kinds:
+        yield from ["held-out   what members say of themselves, unchecked"] if says else []
         return
     listed = ", ".join(f"{row['kind']} {row['success']:.2f}" for row in kinds[:KINDS_LISTED])
     more = f" and {len(kinds) - KINDS_LISTED} more" if len(kinds) > KINDS_LISTED else ""

@@ -404,7 +404,9 @@ def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -
     lines = shown(capsys, "runs/alice").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
     assert lines[at] == "worth      success on kinds taught mostly by others (gcd) 0.100 -> 0.600"
-    assert lines[at + 1].endswith("others taught 124 questions while its own answers to their kind were all wrong")
+    assert lines[at + 1].endswith(
+        "124 questions only others solved: its own latest answers to their kind were all wrong"
+    )
     assert lines[at + 2].endswith("held-out pass@1 not measured yet; 2 members say 0.300 to 0.500 (self-declared)")
     make_run("runs/later", worth={"by_others": "of another version"})
     assert "worth" not in shown(capsys, "runs/later")

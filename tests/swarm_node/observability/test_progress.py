@@ -412,7 +412,7 @@ def test_a_run_alone_shows_nothing_of_others():
 
 def test_questions_that_only_others_solved_are_in_view():
     figures = {"swarm/unsolved_taught": 124.0}
-    wide = "3 others, 4.0 of their groups a round; others taught 124 questions"
+    wide = "3 others, 4.0 of their groups a round, 124 questions only others solved"
     assert in_view(80, **figures)[2] == wide
     assert in_view(60, **figures)[2] == "3 others, 4.0 of their groups a round"
 
