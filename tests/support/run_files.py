@@ -34,3 +34,9 @@ def tallied(records: Iterable[Mapping[str, Any]]) -> Tally:
     for record in records:
         tally.add(record)
     return tally
+
+
+def answered(round: int, *answers: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A record of samples.jsonl."""
+    asked = {"round": round, "time": 1.7e9, "task": "gcd", "peer": None, "question": f"What is {round}?", "right": "7"}
+    return asked | {"reward": 0.5, "of": len(answers), "answers": list(answers)} | more

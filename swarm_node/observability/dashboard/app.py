@@ -65,9 +65,8 @@ def make_app(
         if not parts:
             return PlainTextResponse(f"no run of the name {id}\n", 404)
         curves = {name: value for name, value in parts["curves"].items() if name not in ("id", "first")}
-        return _json(
-            {"curves": curves} | {part: parts[part][part] for part in ("summary", "status", "config", "events")}
-        )
+        names = "summary", "status", "config", "events", "samples"
+        return _json({"curves": curves} | {part: parts[part][part] for part in names})
 
     async def stream(request: Request) -> Response:
         ids, told = request.query_params.getlist("run"), Told()

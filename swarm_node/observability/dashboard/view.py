@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
+from swarm_node.observability.dashboard.samples import SAMPLE_BYTES, SAMPLES, shown_sample
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.reasons import words
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -68,11 +69,13 @@ class View:
         self.readings = 0  # how often metrics.jsonl was read anew, which makes known rows void
         self.status: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
         self.lock = threading.RLock()
         self.refreshed_at = -math.inf
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
         self._metrics = Tail(run.metrics)
         self._events = Tail(run.events, EVENT_BYTES)
+        self._samples = Tail(run.samples, SAMPLE_BYTES)
         self._held = Lock(run)
         self._in_use = False
         self._waits = ""
@@ -91,6 +94,7 @@ class View:
                 self.status = self._public(status)
             self._follow(self._metrics, self._add_rounds)
             self._follow(self._events, self._add_events)
+            self._follow(self._samples, self._add_samples)
             self.refreshed_at = time.monotonic()
 
     def summary(self, now: float) -> dict[str, Any]:
@@ -218,6 +222,11 @@ class View:
         if void:
             self.events.clear()
         self.events.extend(self._event(record) for record in records[-EVENTS:])
+
+    def _add_samples(self, void: bool, records: list[dict[str, Any]]) -> None:
+        if void:
+            self.samples.clear()
+        self.samples.extend(shown_sample(record) for record in records[-SAMPLES:])
 
     def _event(self, record: Mapping[str, Any]) -> dict[str, Any]:
         text = self._without_password(_text(record.get("text"), TEXT))

@@ -400,7 +400,7 @@ def test_a_page_is_told_only_what_is_new() -> None:
         return dict(news(gallery, ["alice"], told))
 
     first = now()
-    assert list(first) == ["list", "summary", "curves", "status", "config", "events"]
+    assert list(first) == ["list", "summary", "curves", "status", "config", "events", "samples"]
     assert first["curves"]["points"]["round"]["mean"] == [1, 2, 3]
     assert now() == {}
     write(run.metrics, metrics(4))
@@ -490,7 +490,9 @@ def test_page_and_data_are_served_with_strict_headers() -> None:
 def test_the_page_loads_nothing_and_sets_no_html() -> None:
     for file in STATIC.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?://|\binnerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text), file
+        assert not re.search(
+            r"https?://|\binnerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b(?!/)", text
+        ), file
 
 
 def test_it_only_shows() -> None:
@@ -576,8 +578,8 @@ def test_a_new_round_arrives_and_ctrl_c_ends() -> None:
     with dashboard("--port", "0") as (url, process):
         with httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
             told = events(answer.iter_lines())
-            kinds = [kind for kind, _ in (next(told) for _ in range(6))]
-            assert kinds == ["list", "summary", "curves", "status", "config", "events"]
+            kinds = [kind for kind, _ in (next(told) for _ in range(7))]
+            assert kinds == ["list", "summary", "curves", "status", "config", "events", "samples"]
             with open(run.metrics, "a") as file:
                 file.write('{"round": 4, "time": 1004.0, ')
                 file.flush()

@@ -24,7 +24,7 @@ from swarm_node.observability.dashboard.gallery import Gallery
 from swarm_node.observability.dashboard.serve import LOCAL_NAMES
 from swarm_node.storage.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
-from tests.support.run_files import metrics, write
+from tests.support.run_files import answered, metrics, write
 
 CHROMIUM = find_chromium()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -87,6 +87,10 @@ def make_swarm_run() -> RunDir:
     write(
         run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "note", "text": HOSTILE}
     )
+    seven = {"text": "7", "extracted": "7", "reward": 1.0, "correct": True, "finished": True}
+    evil = {"text": HOSTILE, "extracted": None, "reward": 0.0, "correct": False, "finished": False}
+    write(run.samples, answered(20, seven, question=HOSTILE, peer="12D3KooWbobbobbob"))
+    write(run.samples, answered(30, evil, seven, seven, task=HOSTILE, of=4))
     peer = {"present": True, "policy_version": 7, "muted": False}
     status: dict[str, Any] = {
         "swarm_name": "sums",
@@ -220,6 +224,14 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert browser.value("[...document.querySelectorAll('#event-list .text')].map(e => e.textContent)") == [
         HOSTILE,
         "it begins",
+    ]
+    groups = browser.value(
+        "[...document.querySelectorAll('.sample')].map(e => e.innerText.split('\\n').filter(Boolean))"
+    )
+    assert groups == [
+        [f"{HOSTILE} round 30 · own · mean reward 0.50", "What is 30?", "right: 7"]
+        + ["1.00 7 2 times", f"0.00 {HOSTILE} cut off no answer found", "and 1 more answers"],
+        ["gcd round 20 · bob …obbobbob · mean reward 0.50", HOSTILE, "right: 7", "1.00 7"],
     ]
     assert browser.value("document.querySelectorAll('main img').length") == 0
     assert browser.value("document.title") == "alice: ended – swarm-node"

@@ -191,6 +191,11 @@ export class Chart {
       }
       drawn.push(shape("path", { class: `line ${line.color} ${line.dash ? "dash" : ""}`, d: path(line.x, line.y, toX, toY) }));
       const last = line.y.length - 1;
+      if (line.dots) { // measured in few rounds, perhaps in one
+        for (const [i, value] of line.y.entries()) {
+          if (value !== null) drawn.push(shape("circle", { class: `dot ${line.color}`, cx: toX(line.x[i]), cy: toY(value), r: 2 }));
+        }
+      }
       if (line.y[last] !== null && (line.y.length === 1 || !small)) {
         drawn.push(shape("circle", { class: `dot ${line.color}`, cx: toX(line.x[last]), cy: toY(line.y[last]), r: 2.6 }));
       }

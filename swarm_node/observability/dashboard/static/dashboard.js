@@ -4,6 +4,7 @@
 import { Chart, duration, number, smooth } from "./chart.js";
 import { element, put } from "./nodes.js";
 import { commands, settingsTable, settingsTitle } from "./settings.js";
+import { samples } from "./samples.js";
 import { swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
@@ -38,6 +39,7 @@ const takes = {
   },
   status(message, run) { run.status = message.status; },
   events(message, run) { run.events = message.events; },
+  samples(message, run) { run.samples = message.samples; },
   config(message, run) { run.config = message.config; },
   gone(message, run) { run.gone = true; },
   curves(message, run) {
@@ -215,7 +217,7 @@ function draw() {
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
   drawCharts(shown);
   drawTasks(shown);
-  put(find("details"), ...known.flatMap((run) => [worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
+  put(find("details"), ...known.flatMap((run) => [samples(run, known, tools), worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
   drawSettings(known);
   drawEvents(known);
   const page = all.find((run) => !shown.includes(run));
@@ -339,6 +341,7 @@ function table(label, titles, rows, keys = []) {
 const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
+  { title: "Held-out questions", note: "share of right answers", plainly: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
   { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
   { title: "Network", note: "bytes a second", ...rate, series: [["swarm/bytes_in", "in"], ["swarm/bytes_out", "out"]] },
@@ -389,7 +392,7 @@ function difference(run, sums, less) {
   return all.map((value, i) => (value === null || without[i] === null ? null : Math.max(0, value - without[i])));
 }
 
-function line(run, name, { label = "", less = null, color = run.color, dash = false, plainly = false, rate = false, total = false } = {}) {
+function line(run, name, { label = "", less = null, color = run.color, dash = false, plainly = false, rate = false, total = false, dots = false } = {}) {
   const { axis, share } = settings();
   const column = run.columns.get(name), x = xs(run, axis);
   if (!column || !x.length) return null;
@@ -398,7 +401,7 @@ function line(run, name, { label = "", less = null, color = run.color, dash = fa
   const longest = Math.max(...selected.map((id) => runs.get(id).rounds)); // the same mean for all, as far as it goes
   const window = plainly || total ? 1 : Math.floor(Math.min((share * longest) / run.perRow, x.length / 3));
   const several = run.perRow > 1 && !rate && !plainly && !total;
-  return { label, color, dash, x, y: smooth(values, window), raw: window > 1 && !rate ? values : null, least: several ? column.least : null, most: column.most };
+  return { label, color, dash, dots, x, y: smooth(values, window), raw: window > 1 && !rate ? values : null, least: several ? column.least : null, most: column.most };
 }
 
 function drawChart(chart, plan, shown) {
@@ -602,7 +605,7 @@ function crew(run, known) {
     rows.length ? table(`Stages of ${run.id}`, ["Stage", "Layers", "Held by", "Copy here after update"], rows) : null);
 }
 
-const tools = { figure, section, table, terms };
+const tools = { figure, named, section, table, terms };
 
 function drawSettings(known) {
   const tables = settingsTable(known, tools);
