@@ -54,7 +54,7 @@ MEMBERSHIP_BUCKETS: Final = 16  # cards are spread over this many DHT keys, so t
 # ---------------------------------------------------------------- what members declare
 
 MAX_DECLARED_BYTES: Final = 512
-"""What a peer declares of itself on its card, written by this node: a third of the card stays for its addresses."""
+"""What a peer declares of itself: three quarters of its card stay for addresses and the rest."""
 MAX_DECLARED_KINDS: Final = 16  # kinds of task in it: those of most swarms, at some 20 bytes each
 MAX_KIND_CHARS: Final = 64  # as long as the name of an environment or of a question file
 MAX_DECLARED_ANSWERS: Final = 2**20
