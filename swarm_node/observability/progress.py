@@ -271,7 +271,7 @@ class ProgressDisplay:
     def _head(self, left: str) -> Table | Text:
         round = f"round {self._round}{self._of}"
         if math.isinf(self._total) and math.isinf(self._limit_s):  # a run without end has no share of it
-            return Text(self._cut(round))
+            return Text(self._cut(self._fitting([f"{round}{self._so_far()}", round])))
         share = f"{self._share():4.0%}"
         rest = self._console.width - len(round) - len(share) - len(left) - 2 - bool(left)
         if rest < LEAST_SPARK:
@@ -279,6 +279,12 @@ class ProgressDisplay:
         head = Table.grid(padding=(0, 1))
         head.add_row(round, ProgressBar(total=1.0, completed=self._share(), width=min(BAR_WIDTH, rest)), share, left)
         return head
+
+    def _so_far(self) -> str:
+        """How long a round takes and how long the run has been going; empty before its first round."""
+        if len(self._ended) < 2:
+            return ""
+        return f", {self._seconds_per_round():.2f} s each, {clock_face(self._clock() - self._started_at)} so far"
 
     def _reward_line(self, waiting: str) -> str:
         figures = [waiting] if waiting else [*self._pass_1(), *self._speed()]  # the speed is of before that

@@ -29,6 +29,7 @@ from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
 from swarm_node.observability.progress import Lasting, ProgressDisplay
+from swarm_node.observability.usage import UsageSampler
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
@@ -113,6 +114,8 @@ class Console:
         lines = _nowhere if quiet else shown_as_lines(config.log_format, name, stream)
         line = None if lines is None else partial(lines, kind="progress", level="info")
         self.progress = ProgressDisplay(config.total_rounds, config.minutes, json_output, line=line)
+        self.usage = UsageSampler(run.path)
+        self.progress.usage = self.usage.words
         self.progress.quiet = not is_shown(logging.INFO)
         self.events = open_log(run, lines or self._show, stack)
         self.health = Health()

@@ -20,7 +20,6 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
-from swarm_node.observability.usage import UsageSampler
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import estimate
 from swarm_node.rollouts.evaluate import Evaluation
@@ -96,7 +95,6 @@ class Run:
             self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
             self.policy = load_policy(config.policy, config.rollouts, say) if crew is None else crew.policy
         self.config = fitted(config, self.policy, say)
-        self.usage = UsageSampler(run.path)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
@@ -105,13 +103,12 @@ class Run:
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
-        telling = partial(self.progress.say, lasting=False), self._measured
+        telling = partial(say, kind="start"), self._measured
         self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, whole=crew is None)
         of_run = crew, self.own, self.cost, self.held_out
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
-            self.progress.usage = self.usage.words
             self.progress.hint = f"Ctrl-C saves and stops; swarm-node pause {run.quoted} waits"
             self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
@@ -249,7 +246,7 @@ class Run:
             record = node.record(collected, learned, time.perf_counter() - began)
             if self.crew is not None:
                 record |= self.crew.metrics()
-            record |= self.usage.metrics()
+            record |= self.console.usage.metrics()
             record |= self.cost.round(record["reward"], len(groups), time.monotonic())
             self.records.sample(node.round, collected.groups, groups)
             try:

@@ -124,6 +124,7 @@ def _enter(
     mirror = open_mirror(fitting, run, entered, stop, crew=True)
     crew = CrewNode(CrewParts(fitting, entered, run, say, stack, config), stack)
     crew.parts.run_settings.announce("from the next update of a stage here")
+    console.progress.hint = "Ctrl-C saves and stops"
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")

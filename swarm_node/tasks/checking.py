@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.files import COLUMNS, QuestionFile
+from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
 from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
@@ -17,10 +17,12 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
     """Raise UserError for a name that is no task, and for a question file that cannot be read. reasoning-gym is loaded
     only for a name that resembles none in the catalogue."""
     for spec in specs:
-        name = spec if isinstance(spec, str) else spec.file or spec.env or ""
+        if isinstance(spec, TaskConfig) and spec.file is not None:
+            QuestionFile(spec.file, answer_needed, (spec.question, spec.answer))
+            continue
+        name = spec if isinstance(spec, str) else spec.env or ""
         if name.endswith(".jsonl"):
-            columns = COLUMNS if isinstance(spec, str) else (spec.question, spec.answer)
-            QuestionFile(name, answer_needed, columns)
+            QuestionFile(name, answer_needed)
             continue
         group, _, member = name.rpartition("/")
         if ":" in name or name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,9 @@ def main(
     if json_output:
         print(json.dumps({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}))
         return
-    shown = Table("task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}")
+    shown = Table(
+        "task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}", box=SIMPLE_HEAD
+    )
     for label, held in table.items():
         shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
     Console().print(shown)

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -277,7 +278,7 @@ def _check_written(out: Path, cohort: Cohort) -> None:
 def print_result(result: Merged, console: Console) -> None:
     """Print the scales tried, and the figures of sources and merged model."""
     if result.tried:
-        tried = Table("scale tried", "pass@1 on other questions")
+        tried = Table("scale tried", "pass@1 on other questions", box=SIMPLE_HEAD)
         for row in result.tried:
             chosen = " *" if row.scale == result.scale else ""
             tried.add_row(f"{row.scale:.3g}{chosen}", f"{row.pass_1:.3f}")
@@ -286,7 +287,7 @@ def print_result(result: Merged, console: Console) -> None:
         return
     behind, counts = ("rounds", result.rounds) if result.rounds else ("version", result.versions)
     titles = "source", behind, "pass@1", f"pass@{result.samples}"
-    shown = Table(*titles, title=f"{result.questions} held-out questions")
+    shown = Table(*titles, title=f"{result.questions} held-out questions", box=SIMPLE_HEAD)
     for name, held in result.runs.items():
         shown.add_row(name, str(counts[name]), f"{held['all'].pass_1:.3f}", f"{held['all'].pass_k:.3f}")
     shown.add_row("mean of these", "", f"{result.mean_pass_1:.3f}", "", end_section=True)

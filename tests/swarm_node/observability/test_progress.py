@@ -550,3 +550,16 @@ def test_what_it_takes_and_how_to_stop_it_are_shown(width, lines):
     shown = [str(line) for line in progress.view().renderables[2:]]
     progress.stop()
     assert shown == lines
+
+
+def test_a_run_without_end_says_how_long_it_has_been_going():
+    clock = VirtualTime()
+    progress = ProgressDisplay(math.inf, stream=Terminal(), clock=clock, width=80)
+    progress.start()
+    shown = [str(progress.view().renderables[0])]
+    for round in (1, 2):
+        clock.now += 40
+        progress.update(round, {"reward": 0.5, "step_time": 40.0})
+    shown.append(str(progress.view().renderables[0]))
+    progress.stop()
+    assert shown == ["round 0", "round 2, 40.00 s each, 1:20 so far"]

@@ -90,7 +90,9 @@ def test_a_terminal_gets_the_bare_sentences(tmp_path: Path, monkeypatch: pytest.
 def test_the_error_that_ends_a_run_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig.model_validate({"run_dir": str(tmp_path / "run"), "health": {"port": 0}})
     with suppress(UserError), ExitStack() as stack:
-        Console(config, stack.enter_context(RunDir.open(tmp_path / "run")), False, stack)
+        run = stack.enter_context(RunDir.open(tmp_path / "run"))
+        Console(config, run, False, stack)
+        run.keep()
         raise UserError("no such model")
     assert capsys.readouterr().out.split(maxsplit=1)[1] == "ERROR   no such model\n"
     assert json.loads((tmp_path / "run/events.jsonl").read_text())["kind"] == "error"

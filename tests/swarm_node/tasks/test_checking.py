@@ -28,6 +28,11 @@ def test_what_exists_is_taken() -> None:
     check_specs([TaskConfig(env="gcd", config={"max_value": 5}), TaskConfig(file="good.jsonl")], answer_needed=True)
 
 
+def test_a_table_may_name_any_file(place: Path) -> None:
+    (place / "q.txt").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    check_specs([TaskConfig(file="q.txt", question="prompt")], answer_needed=True)
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
