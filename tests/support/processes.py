@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from tests.support.waiting import PATIENCE_S, until
 
-LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
+LINK = re.compile(r"(?<!\S)swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
 QUICK = (
     "rollouts.group_size=4",
     "rollouts.max_new_tokens=8",

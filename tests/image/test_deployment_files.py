@@ -1,0 +1,193 @@
+"""What docker/ and configs/public-swarm give to systemd, Kubernetes, SkyPilot and compose is what a node needs.
+
+docs/fleet.md names the tools that check these files as a whole. Those that are installed are asked here as well.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
+from tests.image.test_docker_files import image_env
+from tests.support.docker_files import DOCKER
+from tests.support.repository import ROOT
+
+LONGEST_EXIT_S = DEADLINE_S + SAFE_EXIT_S
+KUBERNETES = DOCKER / "kubernetes"
+UNITS = sorted((DOCKER / "systemd").glob("*.service"))
+PUBLIC = ROOT / "configs/public-swarm"
+
+
+def resources() -> dict[str, dict[str, Any]]:
+    """Kind/name -> resource, of all files that the kustomization lists."""
+    listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
+    assert sorted(listed) == sorted(
+        file.name for file in KUBERNETES.glob("*.yaml") if file.name != "kustomization.yaml"
+    )
+    documents = [each for file in listed for each in yaml.safe_load_all((KUBERNETES / file).read_text())]
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in documents}
+
+
+def pod(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(pod, its one container)"""
+    spec = resources()[name]["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    return spec, container
+
+
+def settings(env: dict[str, str]) -> NodeConfig:
+    """The configuration that a container of the image gets by `env`. UserError if one sets nothing."""
+    return load_config(env=image_env() | env, others={"SWARM_NODE_CONFIG"})
+
+
+PODS = ["Deployment/swarm-bootstrap", "StatefulSet/swarm-node"]
+
+
+def test_the_cluster_has_two_services_and_what_they_serve() -> None:
+    assert set(resources()) == {"Service/swarm-bootstrap", "Service/swarm-node", *PODS}
+    nodes = resources()["StatefulSet/swarm-node"]["spec"]
+    assert nodes["serviceName"] == "swarm-node" and resources()["Service/swarm-node"]["spec"]["clusterIP"] == "None"
+    assert [claim["metadata"]["name"] for claim in nodes["volumeClaimTemplates"]] == ["data"]
+    bootstrap = resources()["Deployment/swarm-bootstrap"]["spec"]
+    assert (bootstrap["replicas"], bootstrap["strategy"]["type"]) == (1, "Recreate"), "one key is one process"
+    for service in ("swarm-bootstrap", "swarm-node"):
+        chosen = resources()[f"Service/{service}"]["spec"]["selector"]
+        kind = "Deployment" if service == "swarm-bootstrap" else "StatefulSet"
+        assert resources()[f"{kind}/{service}"]["spec"]["template"]["metadata"]["labels"].items() >= chosen.items()
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_are_probed_for_the_right_thing(name: str) -> None:
+    spec, container = pod(name)
+    paths = {probe: container[probe]["httpGet"]["path"] for probe in container if probe.endswith("Probe")}
+    assert paths == {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/healthz"}
+    assert {port["name"]: port["containerPort"] for port in container["ports"]}["health"] == 31390
+    assert spec["terminationGracePeriodSeconds"] > LONGEST_EXIT_S
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_need_no_right_and_no_root(name: str) -> None:
+    spec, container = pod(name)
+    whole, own = spec["securityContext"], container["securityContext"]
+    assert whole["runAsNonRoot"] and whole["runAsUser"] == whole["fsGroup"] == 1000
+    assert whole["seccompProfile"] == {"type": "RuntimeDefault"} and not spec["automountServiceAccountToken"]
+    assert own == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    there = {volume["name"] for volume in spec["volumes"]} | ({"data"} if name.startswith("Stateful") else set())
+    assert {mount["name"] for mount in container["volumeMounts"]} == there
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_get_settings_that_load(name: str) -> None:
+    _, container = pod(name)
+    config = settings({each["name"]: each.get("value", "swarm-node-0") for each in container["env"]})
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert config.swarm is not None and str(Path(config.swarm).parent) in mounted and "/data" in mounted
+    assert config.network.identity is None or str(Path(config.network.identity).parent) in mounted
+    assert container["args"] == ["bootstrap" if "bootstrap" in name else "join"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kustomize_builds_the_base() -> None:
+    done = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True, check=True)
+    assert {each["kind"] for each in yaml.safe_load_all(done.stdout)} == {"Service", "Deployment", "StatefulSet"}
+
+
+# --------------------------------------------------------------------- systemd
+
+
+def directives(unit: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.stem))
+def test_units_leave_the_node_time_to_hand_over(unit: Path) -> None:
+    found = directives(unit)
+    assert found["KillMode"] == ["mixed"], "or the processes of the network would end before the node has left"
+    assert found["KillSignal"] == ["SIGTERM"] and int(found["TimeoutStopSec"][0]) > LONGEST_EXIT_S
+    assert found["Restart"] == ["on-failure"] and found["RestartPreventExitStatus"] == ["2"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.stem))
+def test_units_set_what_a_node_knows(unit: Path, tmp_path: Path) -> None:
+    found = directives(unit)
+    credentials = [each.partition(":")[0] for each in found["LoadCredential"]]
+    for name in credentials:
+        (tmp_path / name).write_text("swarm://x")
+    text = " ".join(found["Environment"]).replace("%d", str(tmp_path))
+    env = dict(pair.split("=", 1) for pair in text.split())
+    config = load_config(env={name: value for name, value in env.items() if name.startswith("SWARM_NODE_")})
+    assert config.swarm in ("swarm://x", str(tmp_path / "swarm.toml"))
+    assert str(config.directory) == f"/var/lib/{found['StateDirectory'][0]}/run"
+    assert found["ProtectSystem"] == ["strict"] and found["DynamicUser"] == found["NoNewPrivileges"] == ["yes"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.stem))
+def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text().replace("/opt/swarm-node/bin/swarm-node", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
+    assert unit.name not in done.stderr, done.stderr
+
+
+# --------------------------------------------------------------------- the rest
+
+
+def test_the_image_names_its_user_by_number() -> None:
+    last = (DOCKER / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (.*)$", last, re.MULTILINE) == ["1000:1000"]
+    labels = set(re.findall(r"org\.opencontainers\.image\.([\w.]+)=", last))
+    assert labels == {"title", "description", "licenses", "base.name", "version", "revision"}
+
+
+def test_the_release_builds_the_image_there_is() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    [build] = [step for step in workflow["jobs"]["image"]["steps"] if "build-push" in step.get("uses", "")]
+    given = {line.partition("=")[0] for line in build["with"]["build-args"].splitlines()}
+    known = set(re.findall(r"^ARG (\w+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
+    assert given <= known and "BASE" in given
+    assert build["with"]["platforms"] == "linux/amd64,linux/arm64" and (ROOT / build["with"]["file"]).is_file()
+
+
+def test_skypilot_runs_a_member_that_comes_back() -> None:
+    task = yaml.safe_load((DOCKER / "skypilot.yaml").read_text())
+    assert task["resources"]["use_spot"] and task["resources"]["job_recovery"] == "FAILOVER"
+    given = {"SWARM_NODE_SWARM": "swarm://x", "SWARM_NODE_NAME": "a", "SWARM_NODE_CHECKPOINT_TO": "s3://bucket/swarm"}
+    assert {name for name, value in task["envs"].items() if not value} == set(given)
+    config = load_config(env=task["envs"] | given)
+    assert (config.spot.cloud, config.checkpoints.to) == ("auto", "s3://bucket/swarm")
+    assert task["run"].startswith("exec ") and task["resources"]["ports"] == [31330, 31331]
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+
+
+def test_a_public_bootstrap_keeps_port_and_key() -> None:
+    service = yaml.safe_load((PUBLIC / "compose.yaml").read_text())["services"]["bootstrap"]
+    env = service["environment"] | {"SWARM_NODE_ANNOUNCE": "a.example.org"}
+    config = load_config(PUBLIC / "bootstrap.toml", image_env() | env, others={"SWARM_NODE_CONFIG"})
+    assert (config.network.port, config.network.gossip_port, config.network.serve_relay) == (31330, 31331, True)
+    assert (config.health.listen, config.health.port) == ("127.0.0.1", 31390)
+    inside = {volume.split(":")[1] for volume in service["volumes"]}
+    assert {config.swarm, config.network.identity, env["SWARM_NODE_CONFIG"]} == inside - {"/data"}
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > LONGEST_EXIT_S
+
+
+def test_prometheus_of_a_public_swarm_has_the_alerts() -> None:
+    loaded = yaml.safe_load((PUBLIC / "prometheus.yml").read_text())
+    assert [(PUBLIC / file).resolve() for file in loaded["rule_files"]] == [DOCKER / "grafana/alerts.yml"]
