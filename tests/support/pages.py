@@ -26,7 +26,19 @@ OURS = {"swarm-node", "make", "python", "python3"}
 ELSEWHERE = {
     *("apt-get", "aws", "az", "brew", "curl", "docker", "gcloud", "kubectl", "pip", "pipx", "scp", "ssh", "sudo", "uv"),
     *("cat", "cd", "command", "echo", "export", "git", "grep", "gzip", "head", "journalctl", "mkdir", "rm", "rsync"),
-    *("jq", "prometheus", "source", "systemctl", "tail", "tee", "trackio", "watch"),
+    *(
+        "jq",
+        "prometheus",
+        "promtool",
+        "sh",
+        "source",
+        "systemd-analyze",
+        "systemctl",
+        "tail",
+        "tee",
+        "trackio",
+        "watch",
+    ),
 }
 """Programs of others, that a test has no business starting. What is typed for them is checked for its shell syntax, its
 SWARM_NODE_* variables and its paths in the repository."""
