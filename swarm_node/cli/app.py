@@ -32,6 +32,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "resume": train.resume,
         "pause": look.pause,
         "unpause": look.unpause,
+        "sweep": train.sweep,
         "starter": model.starter,
     },
     "Swarm": {
@@ -53,13 +54,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "config show": look.show_config,
         "config validate": look.validate,
         "config reference": look.reference,
-        "bench sweep": look.bench_sweep,
     },
 }
 """Panel of the help -> words of a command -> its function."""
 GROUPS = {
     "config": "Show, check or document the configuration.",
-    "bench": "Experiments in the simulator.",
     "identity": "The key that identifies a node.",
 }
 """First word of several commands -> explanation."""

@@ -154,16 +154,3 @@ def validate(settings: CommandSettings, json_output: Json = False) -> None:
 def reference() -> None:
     """Print every key with its type, default and meaning (Markdown)."""
     typer.echo(config_reference(), nl=False)
-
-
-def bench_sweep(
-    grid: Annotated[Path, typer.Argument(metavar="GRID", help="Grid file (TOML); docs/sharing.md shows one.")],
-    out: Annotated[
-        Path | None,
-        option("--out", "Table to write or to continue; by default the grid's name with .csv.", metavar="FILE"),
-    ] = None,
-) -> None:
-    """Run every combination of settings in the simulator; one tidy CSV, which a later call continues."""
-    from swarm_node.cli.commands.sweep import sweep
-
-    sweep(grid, out or grid.with_suffix(".csv"), typer.echo)

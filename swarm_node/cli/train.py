@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, DryRun, Json, note, starting
+from swarm_node.cli.options import CommandSettings, DryRun, Json, note, option, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+MOST_COMPARED = 6  # settings whose tables of figures fit side by side
 
 
 def local(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
@@ -72,6 +75,34 @@ def _check_stopped(run: RunDir) -> None:
     if run.read_role() == BOOTSTRAP:
         again = f"swarm-node bootstrap {shlex.quote(str(run.swarm))} --run-dir {run.quoted}"
         raise UserError(f"{run.path} is of a bootstrap: `{again}` starts it again")
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to search (TOML); docs/experiments.md shows one.")],
+    csv: Annotated[Path | None, option("--csv", "Write the curves as a table to this file.", metavar="FILE")] = None,
+    png: Annotated[
+        Path | None, option("--png", "Draw the curves into this file: .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Run `local` over a grid of settings or a search with Optuna, several runs at a time. Ctrl-C saves and ends.
+
+    The same command resumes it."""
+    from swarm_node.cli.commands.compare import compare_runs, print_table
+    from swarm_node.cli.commands.sweep import Sweep, table_of
+
+    whole = Sweep(file, typer.echo)
+    try:
+        settings = whole.run()
+    except KeyboardInterrupt:
+        typer.echo("stopped; the runs have saved, and the same command resumes them", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    print_table("settings, the best first", *table_of(whole.plan, settings))
+    complete = [setting for setting in settings if not setting.failed]
+    runs = [whole.directory(setting, seed) for setting in complete for seed in whole.plan.seeds]
+    if runs and (len(complete) <= MOST_COMPARED or csv or png):
+        compare_runs(runs, png, csv, False)
+    if problems := [problem for setting in settings for problem in setting.failed]:
+        raise UserError(f"failed runs: {len(problems)}; the same command tries them again. The first: {problems[0]}")
 
 
 def print_config(config: NodeConfig, json_output: bool) -> None:

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import typer
 
+from benchmarks.sweep import grid_settings, read_grid
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
-from swarm_node.cli.commands.sweep import grid_settings, read_grid
+from swarm_node.cli.commands.sweep import Sweep
 from swarm_node.config import load_config
 from swarm_node.config.keys import all_keys
 from tests.support.pages import ELSEWHERE, PAGES, Fence, fences, name_of, spans
@@ -99,7 +100,9 @@ def read_toml(fence: Fence, path: Path) -> None:
     text = re.sub(r"12D3KooW…", Identity.generate().peer_id, text)
     path.write_text(text)
     table = tomllib.loads(text)
-    if "grid" in table:
+    if "search" in table:
+        assert Sweep(path)
+    elif "grid" in table:
         assert list(grid_settings(read_grid(path)))
     elif {"limits", "created", "shards", "averaging_period_s"} & table.keys():
         assert parse_manifest(text.encode()).tasks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm_node.cli.commands import sweep as module
-from swarm_node.cli.commands.sweep import code_version, grid_settings, read_grid, sweep
+from benchmarks import sweep as module
+from benchmarks.sweep import code_version, grid_settings, read_grid, sweep
 from swarm_node.errors import UserError
 
 GRID = """

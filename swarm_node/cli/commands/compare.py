@@ -29,28 +29,29 @@ def compare_runs(paths: Sequence[Path], picture: Path | None, table: Path | None
     if json_output:
         print(json.dumps(comparison.document(), indent=2))
         return
-    show(comparison, Console(highlight=False, markup=False))
+    show(comparison)
     for out in (table, picture):
         if out is not None:
             print(f"wrote {out}")
 
 
-def show(comparison: Comparison, console: Console) -> None:
+def show(comparison: Comparison) -> None:
     """Print both tables."""
     names = [group.name for group in comparison.groups]
     if comparison.differences:
         settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
-        _print(console, "settings that differ", ["", *names], settings)
+        print_table("settings that differ", ["", *names], settings)
     else:
-        console.print("the settings differ in nothing but the seed")
-    _print(console, "figures, with half of the 95 % interval over seeds", ["", *names], list(figure_rows(comparison)))
+        print("the settings differ in nothing but the seed")
+    print_table("figures, with half of the 95 % interval over seeds", ["", *names], list(figure_rows(comparison)))
 
 
-def _print(console: Console, title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table: the first column left, the others right."""
     heading = Text(title, style="bold")
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if number else "left", overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
-    console.print(table)
+    Console(highlight=False, markup=False).print(table)

@@ -1,182 +1,339 @@
-"""Run a grid of settings in the simulator, and write one tidy CSV: `swarm-node bench sweep grid.toml`.
+"""`swarm-node sweep FILE`: real `local` runs over a grid of settings, or a search with Optuna, several at a time.
 
-    grid.toml -> settings (every combination of the values in [grid]) x seeds -> Simulation -> rows
+    FILE.toml -> settings (each combination, or what Optuna asks for) x seeds -> processes `swarm-node local` -> table
 
-One row for each setting, seed, peer and round. Columns: `commit` (of this code, `+` = with changes; its version if
-there is no git), `config` (hash of a setting without its seed), the keys of [grid], `seed`, `peer`, `round`, `metrics`.
-All rows of a simulation are written at its end. A later call runs the simulations that are missing. docs/sharing.md
-shows a grid.
+The run of a setting and a seed has a directory of its own, named after both, below the sweep's folder. So a later call
+resumes runs that are not complete, and starts those that are missing. The processes end when their standard input
+does, so also when this process is killed.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
+import math
 import os
+import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, product
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from statistics import fmean
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, ValidationError
+import tomli_w
+from pydantic import Field, PositiveInt, ValidationError
 
-from protocol.transports.memory import LinkModel
-from swarm_node import __version__
-from swarm_node.config import NodeConfig, load_config
-from swarm_node.config.keys import Table, merged, nest
-from swarm_node.config.own import read_toml
+from swarm_node.config import NodeConfig
+from swarm_node.config.explaining import did_you_mean
+from swarm_node.config.keys import Table, all_keys, flat, merged, nest
+from swarm_node.config.loading import load_run_config
+from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import UserError
-from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
-from swarm_node.storage.rundir import os_errors_explained
+from swarm_node.observability.comparing import read_run
+from swarm_node.observability.jsonl import last_record
+from swarm_node.storage.rundir import RunDir, os_errors_explained
 
-METRICS = ["reward", "frac_reward_zero_std", "num_tokens", "swarm/groups_sent", "swarm/groups_received"]
-METRICS += ["swarm/groups_admitted", "swarm/groups_used", "swarm/staleness_mean"]
-S = TypeVar("S", bound=Section)
-
-
-class Scene(Section):
-    """What is simulated, besides the configuration of the peers."""
-
-    model_config = ConfigDict(allow_inf_nan=True)
-
-    peers: PositiveInt = 4
-    rounds: PositiveInt = 100
-    link: LinkModel = LinkModel()  # of every peer
-    speed: Speed = Speed()  # of every peer
+OBJECTIVES = {"held_out": "held-out pass@1, at the end", "reward": "reward, last tenth"}
+"""Name in the file -> figure of a run."""
+LEAVE_S = 20.0  # time that a run has to save when the sweep is stopped
+MAX_SLUG = 60  # most characters of the settings in a directory's name
+USER_ERROR = 2  # exit code of a run that needs its user
 
 
-class SweepGrid(Scene):
-    """A grid file."""
+class SearchRange(Section):
+    """The values between two numbers."""
 
-    seeds: list[int] = Field([0], min_length=1)
-    metrics: list[str] = METRICS
-    config: dict[str, Any] = {}  # as in a configuration file
-    grid: dict[str, list[Any]] = {}  # key of `config`, or of the scene -> values
-
-
-class Setting(NamedTuple):
-    """One combination of the grid's values."""
-
-    values: dict[str, Any]  # key -> value, as in [grid]
-    scene: Scene
-    config: NodeConfig
+    low: float
+    high: float
+    log: bool = False  # evenly spread by their logarithm
+    steps: PositiveInt | None = None  # for a grid: so many values, both ends included
 
     @property
-    def digest(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the whole setting."""
-        parts = {"config": self.config.model_dump(mode="json"), **self.scene.model_dump()}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    def whole(self) -> bool:
+        """Whether only whole numbers are meant: both ends are."""
+        return self.low.is_integer() and self.high.is_integer() and not self.log
+
+    def values(self) -> list[float]:
+        """The values of a grid."""
+        n = self.steps or 1
+        shares = [i / max(1, n - 1) for i in range(n)]
+        if self.log:
+            return [float(f"{self.low * (self.high / self.low) ** share:.6g}") for share in shares]
+        found = [self.low + (self.high - self.low) * share for share in shares]
+        return list(dict.fromkeys(round(value) for value in found)) if self.whole else found
 
 
-def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
-    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number. Raises UserError."""
-    grid = read_grid(path)
-    settings = list(grid_settings(grid))
-    columns = ["commit", "config", *grid.grid, "seed", "peer", "round", *grid.metrics]
-    wanted = [(setting, seed) for setting in settings for seed in grid.seeds]
-    done = _keep_whole(out, columns, {one.digest: one.scene.peers * one.scene.rounds for one in settings})
-    missing = [(setting, seed) for setting, seed in wanted if (setting.digest, str(seed)) not in done]
-    say(f"{len(wanted)} simulations, {len(wanted) - len(missing)} of them in {out} already")
-    commit = code_version()
-    for number, (setting, seed) in enumerate(missing, start=1):
-        rows = simulate(setting, seed, grid.metrics)
-        head = [commit, setting.digest, *setting.values.values(), seed]
-        _append(out, [head + row for row in rows])
-        shown = ", ".join(f"{key} = {value}" for key, value in setting.values.items())
-        say(f"{number}/{len(missing)}  {shown}  seed {seed}")
-    say(f"{out} is complete")
-    return len(missing)
+class SweepFile(Section):
+    """What a sweep's file may say."""
+
+    folder: str | None = None  # directory of the runs; unset = runs/NAME, after the file
+    method: Literal["grid", "optuna"] = "grid"
+    objective: Literal["held_out", "reward"] = "held_out"  # figure that the table is ordered by, and Optuna raises
+    trials: PositiveInt = 20  # `optuna`: number of settings that are tried
+    seeds: list[int] = Field([0], min_length=1)
+    parallel: PositiveInt = 1  # runs at a time
+    config: dict[str, Any] = {}  # as in a configuration file
+    search: dict[str, list[Any] | SearchRange]  # key -> its values
 
 
-def read_grid(path: Path) -> SweepGrid:
-    """Read a grid from a TOML file. Raises UserError."""
-    return _valid(SweepGrid, read_toml(path, "the grid"))
+@dataclass
+class SweepSetting:
+    """One setting, and the directories of its runs."""
+
+    values: dict[str, Any]  # key -> value, for the keys that are searched
+    table: Table  # the whole configuration but the seed
+    name: str
+    scores: list[float] = field(default_factory=list)  # the objective of each complete run
+    failed: list[str] = field(default_factory=list)  # what went wrong
+
+    @property
+    def score(self) -> float | None:
+        """The mean of the objective over seeds; None if a run failed or has no such figure."""
+        return fmean(self.scores) if self.scores and not self.failed else None
 
 
-def grid_settings(grid: SweepGrid) -> Iterator[Setting]:
-    """Every combination of the grid's values; the last key changes fastest. Raises UserError."""
-    for values in product(*grid.grid.values()):
-        chosen = dict(zip(grid.grid, values, strict=True))
-        table, keys = grid.model_dump(include=set(Scene.model_fields)), dict(grid.config)
-        for key, value in chosen.items():
-            if key.partition(".")[0] in Scene.model_fields:
-                table = merged(table, nest(key, value))
-            else:
-                keys[key] = value
-        yield Setting(chosen, _valid(Scene, table), load_config(flags=keys))
+class Sweep:
+    """Runs the settings of one file."""
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        """Raises UserError for a file that makes no sense."""
+        self.plan = _read(path)
+        self.folder = Path(self.plan.folder or f"runs/{path.stem}")
+        self._say = say
+        self._ended = threading.Event()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        for setting in self._first_settings():
+            self._check(setting)
+
+    def run(self) -> list[SweepSetting]:
+        """Run all that is missing; the settings, the best first. What failed stands in them. Raises UserError."""
+        with os_errors_explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        settings = self._search() if self.plan.method == "optuna" else self._grid()
+        return sorted(settings, key=lambda each: -math.inf if each.score is None else each.score, reverse=True)
+
+    def setting(self, values: dict[str, Any]) -> SweepSetting:
+        """The setting with these values. Its name depends on all that the runs are told, except how long they last."""
+        values = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+        table: Table = self.plan.config
+        for key, value in values.items():
+            table = merged(table, nest(key, value))
+        told = {key: value for key, value in table.items() if key not in HOW_LONG}
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        words = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
+        return SweepSetting(values, table, f"{re.sub(r'[^A-Za-z0-9._-]+', '-', words)[:MAX_SLUG]}-{digest}")
+
+    def directory(self, setting: SweepSetting, seed: int) -> Path:
+        return self.folder / f"{setting.name}-{seed}"
+
+    def _first_settings(self) -> Iterator[SweepSetting]:
+        """Settings that show mistakes in the file: all of a grid, or the ends of a search."""
+        if self.plan.method == "grid":
+            yield from self._combinations()
+            return
+        ends = [each if isinstance(each, list) else [each.low, each.high] for each in self.plan.search.values()]
+        for pick in (0, -1):
+            yield self.setting(dict(zip(self.plan.search, [values[pick] for values in ends], strict=True)))
+
+    def _combinations(self) -> Iterator[SweepSetting]:
+        values = [each if isinstance(each, list) else each.values() for each in self.plan.search.values()]
+        for chosen in product(*values):
+            yield self.setting(dict(zip(self.plan.search, chosen, strict=True)))
+
+    def _check(self, setting: SweepSetting) -> None:
+        """Raise UserError for a setting that no run would take, or one whose runs have no end."""
+        config = self._config(setting, self.plan.seeds[0])
+        if math.isinf(config.total_rounds):
+            raise UserError("a run of a sweep ends after a number of rounds: set `rounds` in [config]")
+        if self.plan.objective == "held_out" and not config.eval.questions:
+            raise UserError('eval.questions = 0 leaves no held-out figure: set objective = "reward"')
+
+    def _config(self, setting: SweepSetting, seed: int) -> NodeConfig:
+        own = {"seed": seed, "run_dir": str(self.directory(setting, seed))}
+        return load_run_config([("the sweep", setting.table | own)], False, lambda sentence: None)
+
+    def _grid(self) -> list[SweepSetting]:
+        settings = list(self._combinations())
+        runs = [(setting, seed) for setting in settings for seed in self.plan.seeds]
+        complete = sum(self._is_complete(*run) for run in runs)
+        self._say(f"runs in {self.folder}: {len(runs)}, complete already: {complete}")
+        with ThreadPoolExecutor(self.plan.parallel) as pool, self._children():
+            for done, _ in enumerate(pool.map(lambda run: self._one(*run), runs), 1):
+                self._say(f"{done}/{len(runs)} {runs[done - 1][0].name} seed {runs[done - 1][1]}")
+        return settings
+
+    def _search(self) -> list[SweepSetting]:
+        study = _study(self.folder)
+        for trial in study.trials:
+            if not trial.state.is_finished():  # of a sweep that was stopped: its runs are resumed
+                study.tell(trial.number, state=_trial_state("FAIL"))
+                study.enqueue_trial(trial.params)
+        tried = [trial.params for trial in study.trials if trial.value is not None]
+        settings = [self.setting(found) for found in tried if found.keys() == self.plan.search.keys()]
+        self._say(f"trials in {self.folder}: {self.plan.trials}, complete already: {len(settings)}")
+        left = range(len(settings) + 1, self.plan.trials + 1)
+
+        def one(number: int) -> SweepSetting:
+            with self._lock:
+                trial = study.ask()
+                setting = self.setting({key: _suggest(trial, key, each) for key, each in self.plan.search.items()})
+            self._all_seeds(setting)
+            if not self._ended.is_set():
+                with self._lock:
+                    study.tell(trial, setting.score, state=_trial_state("FAIL") if setting.score is None else None)
+                self._say(f"{number}/{self.plan.trials} {setting.name}: {_number(setting.score)}")
+            return setting
+
+        with ThreadPoolExecutor(self.plan.parallel) as pool, self._children():
+            list(pool.map(self._all_seeds, settings))
+            return settings + list(pool.map(one, left))
+
+    def _all_seeds(self, setting: SweepSetting) -> None:
+        for seed in self.plan.seeds:
+            self._one(setting, seed)
+
+    def _one(self, setting: SweepSetting, seed: int) -> None:
+        """Run one setting with one seed to its end, unless that was done, and note the objective."""
+        if not self._is_complete(setting, seed):
+            if problem := self._process(setting, seed):
+                setting.failed.append(problem)
+                return
+        if not self._ended.is_set():
+            figure = read_run(self.directory(setting, seed)).final.get(OBJECTIVES[self.plan.objective])
+            setting.scores += [] if figure is None else [figure]
+
+    def _is_complete(self, setting: SweepSetting, seed: int) -> bool:
+        """Whether all rounds are over and the process has saved."""
+        run = RunDir(self.directory(setting, seed))
+        last = last_record(run.metrics) if run.metrics.exists() else None
+        complete = last is not None and last["round"] >= self._config(setting, seed).total_rounds
+        return complete and run.has_trained
+
+    def _process(self, setting: SweepSetting, seed: int) -> str:
+        """Run `swarm-node local` to its end. Returns what went wrong, if anything."""
+        folder = self.directory(setting, seed)
+        config, log = folder.with_name(f"{folder.name}.toml"), folder.with_name(f"{folder.name}.log")
+        table = setting.table
+        if self.plan.parallel > 1 and "policy.threads" not in flat(table):
+            table = merged(table, {"policy": {"threads": max(1, (os.cpu_count() or 1) // self.plan.parallel)}})
+        with os_errors_explained(config):
+            config.write_text(tomli_w.dumps(table), encoding="utf-8")
+        arguments = ["local", "--config", str(config), "--run-dir", str(folder), "--seed", str(seed)]
+        with self._lock, log.open("ab") as output:
+            if self._ended.is_set():
+                return ""
+            process = subprocess.Popen(
+                [sys.executable, "-m", "swarm_node.cli.stage_process", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
+                start_new_session=True,  # Ctrl-C is for this process, which then closes their standard input
+            )
+            self._processes.add(process)
+        code = process.wait()
+        with self._lock:
+            self._processes.discard(process)
+        _close_input(process)
+        if self._ended.is_set() or (not code and self._is_complete(setting, seed)):
+            return ""
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        return f"{folder}: {last[0] if last and code == USER_ERROR else f'exit code {code}, see {log}'}"
+
+    @contextmanager
+    def _children(self) -> Iterator[None]:
+        """Context in which the processes of runs live; none outlives it."""
+        try:
+            yield
+        finally:
+            self._ended.set()
+            with self._lock:
+                processes = list(self._processes)
+            for process in processes:
+                _close_input(process)
+            until = time.monotonic() + LEAVE_S
+            for process in processes:
+                try:
+                    process.wait(max(0.1, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
-def simulate(setting: Setting, seed: int, metrics: Sequence[str]) -> list[list[Any]]:
-    """[peer, round, *metrics] for every round of every peer; an absent metric is empty."""
-    scene = setting.scene
-    peers = [Peer(setting.config, scene.speed, scene.link) for _ in range(scene.peers)]
-    Simulation(manifest_for(setting.config), peers, seed).run(scene.rounds)
-    return [
-        [number, line["round"], *(line.get(name, "") for name in metrics)]
-        for number, peer in enumerate(peers)
-        for line in peer.metrics
+def table_of(plan: SweepFile, settings: Sequence[SweepSetting]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the settings with the mean of the objective."""
+    columns = [*plan.search, OBJECTIVES[plan.objective], "runs"]
+    return columns, [
+        [*(str(value) for value in each.values.values()), _number(each.score), str(len(each.scores))]
+        for each in settings
     ]
 
 
-def code_version() -> str:
-    """Commit of the repository that this code runs from, with `+` if there are changes; else the version."""
+def _number(score: float | None) -> str:
+    return "-" if score is None else f"{score:.3f}"
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
 
+def _read(path: Path) -> SweepFile:
     try:
-        git("ls-files", "--error-unmatch", __file__)  # fails if this package is installed inside another repository
-        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return __version__
-
-
-def _valid(kind: type[S], table: Table) -> S:
-    """The table as a section. Raises UserError."""
-    try:
-        return kind.model_validate(table)
+        plan = SweepFile.model_validate(read_toml(path, "the sweep"))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        key = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "unexpected_keyword_argument":
-            raise UserError(f"unknown key {key} in the grid") from None
-        raise UserError(f"{key} = {problem['input']!r} in the grid: {problem['msg']}") from None
+        key = ".".join(str(part) for part in problem["loc"] if part not in ("SearchRange", "list[any]"))
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(SweepFile.model_fields)
+            raise UserError(f"unknown key {key} in {path}; known are {known}") from None
+        raise UserError(f"{key} in {path}: {problem['msg'].replace('Input should be', 'must be')}") from None
+    for key, each in plan.search.items():
+        if key not in all_keys():
+            raise UserError(f"unknown key {key} in [search]{did_you_mean(key, all_keys(), '.')}")
+        if isinstance(each, list) and not each:
+            raise UserError(f"{key} in [search] has no value")
+        if isinstance(each, SearchRange):
+            if each.low >= each.high or (each.log and each.low <= 0):
+                raise UserError(f"{key} in [search]: low must be less than high, and above 0 with log")
+            if plan.method == "grid" and each.steps is None:
+                raise UserError(f"{key} in [search]: a grid needs `steps`, the number of values between low and high")
+    return plan
 
 
-def _keep_whole(out: Path, columns: Sequence[str], whole: Mapping[str, int]) -> set[tuple[str, str]]:
-    """(config, seed) of the complete simulations in `out`. Drops other rows, and creates the file if there is none.
-    Raises UserError if it has other columns."""
-    with os_errors_explained(out):
-        text = out.read_text(encoding="utf-8") if out.exists() else ""
-        rows = list(csv.reader(io.StringIO(text)))
-        if rows and rows[0] != list(columns):
-            raise UserError(f"{out} has other columns than this grid: give another --out")
-        found: dict[tuple[str, str], list[list[str]]] = {}
-        for row in rows[1:]:
-            if len(row) == len(columns):
-                found.setdefault((row[columns.index("config")], row[columns.index("seed")]), []).append(row)
-        done = {key: rows for key, rows in found.items() if len(rows) == whole.get(key[0], len(rows))}
-        half = out.with_name(out.name + ".part")
-        half.write_text(_csv([columns, *chain.from_iterable(done.values())]), encoding="utf-8")
-        half.replace(out)
-    return set(done)
+def _study(folder: Path) -> Any:
+    """Optuna's study, kept in the folder."""
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ModuleNotFoundError:
+        raise UserError("""method = "optuna" needs `pip install 'swarm-node[optuna]'`""") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(str(folder / "optuna.log")))
+    study = optuna.create_study(storage=storage, study_name=folder.name, direction="maximize", load_if_exists=True)
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))  # a sweep that goes on asks for something new
+    return study
 
 
-def _append(out: Path, rows: Sequence[Sequence[Any]]) -> None:
-    with os_errors_explained(out), out.open("a", encoding="utf-8") as file:
-        file.write(_csv(rows))
-        file.flush()
-        os.fsync(file.fileno())
+def _trial_state(name: str) -> Any:
+    import optuna
+
+    return optuna.trial.TrialState[name]
 
 
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as text; a list or table in a cell becomes JSON."""
-    text = io.StringIO()
-    cells = ([json.dumps(cell) if isinstance(cell, list | dict | bool) else cell for cell in row] for row in rows)
-    csv.writer(text, lineterminator="\n").writerows(cells)
-    return text.getvalue()
+def _suggest(trial: Any, key: str, each: list[Any] | SearchRange) -> Any:
+    if isinstance(each, list):
+        return trial.suggest_categorical(key, each)
+    if each.whole:
+        return trial.suggest_int(key, int(each.low), int(each.high))
+    return trial.suggest_float(key, each.low, each.high, log=each.log)
+
+
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()

@@ -1,0 +1,122 @@
+"""Sweeps over real runs: what a file may say, resuming, failures, Optuna, and the end of its processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from swarm_node.cli.commands.sweep import SearchRange, Sweep
+from swarm_node.errors import UserError
+from swarm_node.observability.jsonl import each_record
+from swarm_node.storage.rundir import RunDir
+from tests.support.waiting import until
+
+HEAD = 'objective = "reward"\n'
+CONFIG = """
+[config]
+rounds = 2
+tasks = ["small/gcd"]
+rollouts = { groups = 2, group_size = 2, max_new_tokens = 4 }
+eval.questions = 0
+policy.threads = 1
+"""
+GRID = HEAD + "parallel = 2\n" + CONFIG + '[search]\n"grpo.loss" = ["dapo", "gspo"]\n'
+
+
+def write(text: str) -> Path:
+    path = Path("find.toml")
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('"grpo.loss"', '"grpo.los"'), "unknown key grpo.los in [search]; did you mean grpo.loss?"),
+        (('"dapo"', '"dpao"'), "did you mean 'dapo'?"),
+        (("parallel = 2", "paralel = 2"), "unknown key paralel in find.toml; known are folder"),
+        (("parallel = 2", "parallel = 0"), "parallel in find.toml: must be greater than 0"),
+        (("rounds = 2", "minutes = 2"), "set `rounds` in [config]"),
+        ((HEAD, ""), 'eval.questions = 0 leaves no held-out figure: set objective = "reward"'),
+        (('["dapo", "gspo"]', "[]"), "grpo.loss in [search] has no value"),
+        (('"grpo.loss" = ["dapo", "gspo"]', '"grpo.delta" = {low = 1, high = 2}'), "a grid needs `steps`"),
+        (('"grpo.loss" = ["dapo", "gspo"]', '"grpo.delta" = {low = 2, high = 1}'), "low must be less than high"),
+    ],
+)
+def test_a_file_that_makes_no_sense_starts_nothing(change: tuple[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Sweep(write(GRID.replace(*change)))
+    assert not Path("runs").exists()
+
+
+def test_ranges_become_values() -> None:
+    assert SearchRange(low=1e-4, high=1e-2, log=True, steps=3).values() == [1e-4, 1e-3, 1e-2]
+    assert SearchRange(low=0, high=3, steps=4).values() == [0, 1, 2, 3]
+    assert SearchRange(low=0, high=0.5, steps=2).values() == [0.0, 0.5]
+
+
+@pytest.mark.slow
+def test_a_grid_is_run_once_and_continued() -> None:
+    said: list[str] = []
+    first = Sweep(write(GRID), said.append)
+    settings = first.run()
+    assert [each.failed for each in settings] == [[], []] and {each.values["grpo.loss"] for each in settings} == {
+        "dapo",
+        "gspo",
+    }
+    folders = [first.directory(each, 0) for each in settings]
+    assert said[0].endswith("complete already: 0") and len(said) == 3
+    before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
+    scores = [each.score for each in Sweep(write(GRID), said.append).run()]
+    assert said[3].endswith("complete already: 2") and scores == [each.score for each in settings]
+    assert [(folder / "metrics.jsonl").read_bytes() for folder in folders] == before
+    done = CliRunner().invoke(app, ["sweep", str(write(GRID.replace("rounds = 2", "rounds = 3"))), "--csv", "out.csv"])
+    assert done.exit_code == 0, done.output
+    assert "settings, the best first" in done.output and "settings that differ" in done.output
+    for folder, records in zip(folders, before, strict=True):
+        whole = (folder / "metrics.jsonl").read_bytes()
+        assert whole.startswith(records) and [r["round"] for r in each_record(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert Path("out.csv").read_text().startswith("group,measure")
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_reported() -> None:
+    Path("judge.py").write_text("def crash(completions, **columns):\n    return 1 / 0\n")
+    judge = 'rewards.functions = ["judge.py:crash"]\n[search]\n"grpo.loss" = ["dapo"]\n'
+    done = CliRunner().invoke(app, ["sweep", str(write(HEAD + CONFIG + judge))])
+    assert done.exit_code == 2
+    assert "failed runs: 1;" in done.output and "judge.py, line 2: ZeroDivisionError" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_optuna_chooses_settings_and_goes_on() -> None:
+    search = '[search]\n"grpo.learning_rate" = {low = 1e-5, high = 1e-3, log = true}\n'
+    text = f'{HEAD}method = "optuna"\ntrials = 1\n{CONFIG}{search}'
+    said: list[str] = []
+    (first,) = Sweep(write(text), said.append).run()
+    assert 1e-5 <= first.values["grpo.learning_rate"] <= 1e-3 and first.score is not None
+    settings = Sweep(write(text.replace("trials = 1", "trials = 2")), said.append).run()
+    assert "trials in runs/find: 2, complete already: 1" in said
+    assert len({each.name for each in settings}) == 2 and first.name in {each.name for each in settings}
+    assert len(list(Path("runs/find").glob("*/metrics.jsonl"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_no_run_outlives_its_sweep(number: signal.Signals, code: int) -> None:
+    path = write(GRID.replace("rounds = 2", "rounds = 100_000").replace('["dapo", "gspo"]', '["dapo"]'))
+    with subprocess.Popen([sys.executable, "-m", "swarm_node", "sweep", str(path)]) as process:
+        until(lambda: any(Path("runs/find").glob("*/metrics.jsonl")), 120)
+        process.send_signal(number)
+        assert process.wait(120) == code
+    (folder,) = [each.parent for each in Path("runs/find").glob("*/metrics.jsonl")]
+    until(lambda: not RunDir(folder).in_use, 60)
+    assert list((folder / "checkpoints").iterdir()), "it saved before it ended"
