@@ -34,6 +34,8 @@ from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
+LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+"""Names of levels in the log; a library may rename those of `logging` for the whole process, as hivemind does."""
 PASSING = {"start", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
 
 
@@ -173,5 +175,5 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text, kind = record.getMessage(), getattr(record, "kind", "note")
         if record.levelno >= self._least:
-            self._show(text, kind, record.levelname.lower())
+            self._show(text, kind, LEVELS.get(record.levelno, "error"))
         self._events.write(kind, text)
