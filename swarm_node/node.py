@@ -154,7 +154,6 @@ class Node:
         n = sharing.own + sharing.foreign - len(own) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
-        self.exchange.teaching.learned_from(foreign)
         return own + replayed + foreign
 
     def learn(
@@ -174,7 +173,8 @@ class Node:
         n = max(1, round(len(groups) / size)) if groups else 1
         first, *others = (groups[i::n] for i in range(n))
         began = time.monotonic()
-        self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds)
+        if self.config.grpo.schedule != "constant":
+            self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds)
         steps = [self.trainer.step(first, before_update)]
         for batch in others:
             try:
@@ -187,6 +187,8 @@ class Node:
         if self.replay is not None:
             self.replay.observe(self._scored)
             self._scored = []
+        if self.exchange is not None:
+            self.exchange.teaching.learned_from([group for group in groups if group.peer is not None])
         self.round += 1
         if self.averager is not None:
             self._best += [best for group in groups if (best := _best(group)) is not None]

@@ -15,9 +15,8 @@ from swarm_node.config import GrpoConfig
 
 
 def decay(config: GrpoConfig, round: int, total: float) -> float:
-    """The factor for the updates of a round, before which `round` rounds were done, in a run of `total` rounds."""
-    if config.schedule == "constant":
-        return 1.0
+    """The factor for the updates of a round, before which `round` rounds were done, in a run of `total` rounds. The
+    schedule is linear or cosine."""
     done = min(1.0, round / (config.schedule_rounds or total))
     left = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
     return config.final_rate + (1.0 - config.final_rate) * left

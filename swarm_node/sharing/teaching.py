@@ -68,7 +68,7 @@ class Teaching:
                 self._taught(group.task.label).own += 1
 
     def learned_from(self, groups: Sequence[Group]) -> None:
-        """Count groups of others that were chosen for training."""
+        """Count groups of others that were trained on."""
         for group in groups:
             kind = group.task.label
             self._taught(kind).others += 1
