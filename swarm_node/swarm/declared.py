@@ -6,13 +6,20 @@ same in every figure over members, so a member that lies changes one voice of ma
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
+from protocol.limits import (
+    CONFIG_HASH_CHARS,
+    MAX_DECLARED_ANSWERS,
+    MAX_DECLARED_BYTES,
+    MAX_DECLARED_KINDS,
+    MAX_DECLARED_PEERS,
+)
 from protocol.manifest import Manifest
 from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
 from protocol.topics import short_hash
@@ -20,6 +27,9 @@ from swarm_node import __version__
 from swarm_node.swarm.question_files import UNNAMED
 from swarm_node.tasks.catalogue import SETS
 
+MAX_KINDS = 64  # kinds of task that a table over all members has: those with most answers
+
+_config = re.compile(rf"[0-9a-f]{{{CONFIG_HASH_CHARS}}}")
 _decoder = msgspec.msgpack.Decoder(Declared)
 
 
@@ -75,18 +85,24 @@ def kinds_of(manifest: Manifest) -> frozenset[str]:
 
 
 def is_known(kind: str, known: Collection[str]) -> bool:
-    """Whether a declared kind is one of `kinds_of`; it may be told apart by its set or options (`sapo/bf`)."""
-    return kind in known or kind.rpartition("/")[2].partition(":")[0] in known
+    """Whether a declared kind is one of `kinds_of`. It may be told apart by its set (`sapo/bf`), and by the hash of its
+    options too (`gcd:0123456789abcdef`), as labels are (`tasks.taskset`); strangers can write no other text there."""
+    path, hashed, config = kind.partition(":")
+    group, grouped, name = path.rpartition("/")
+    if (hashed and not _config.fullmatch(config)) or (grouped and name not in SETS.get(group, ())):
+        return False
+    return name in known
 
 
-def success_by_kind(cards: Mapping[str, PeerCard], known: Collection[str] | None = None) -> list[dict[str, Any]]:
+def success_by_kind(cards: Mapping[str, PeerCard], known: Collection[str] | None) -> list[dict[str, Any]]:
     """For each kind of task that members declare: how many do, the mean of their success, and its share of their
-    answers (each member weighs the same), the most frequent first. `known`: the kinds of the swarm; None = all."""
+    answers (each member weighs the same), the most frequent first, at most MAX_KINDS. `known`: `kinds_of` the swarm;
+    None = not known yet, and then there is no row."""
     success: dict[str, list[float]] = {}
     share: dict[str, float] = {}
     records = [card.declared for card in cards.values() if card.declared is not None]
     for record in records:
-        told = {k.kind: k for k in record.kinds if known is None or is_known(k.kind, known)}
+        told = _known_kinds(record, known)
         answers = sum(k.answers for k in told.values())
         for kind, k in told.items():
             success.setdefault(kind, []).append(min(k.right, k.answers) / k.answers)
@@ -95,8 +111,12 @@ def success_by_kind(cards: Mapping[str, PeerCard], known: Collection[str] | None
     return [
         {"kind": kind, "members": len(success[kind]), "success": sum(success[kind]) / len(success[kind])}
         | {"share": part / speaking}
-        for kind, part in sorted(share.items(), key=lambda item: (-item[1], item[0]))
+        for kind, part in sorted(share.items(), key=lambda item: (-item[1], item[0]))[:MAX_KINDS]
     ]
+
+
+def _known_kinds(record: Declared, known: Collection[str] | None) -> dict[str, DeclaredKind]:
+    return {} if known is None else {k.kind: k for k in record.kinds if is_known(k.kind, known)}
 
 
 def uses_of(peer: str, cards: Mapping[str, PeerCard]) -> tuple[int, float | None, int]:
@@ -118,13 +138,11 @@ def pass_1_of(cards: Mapping[str, PeerCard]) -> list[float]:
     return sorted(record.pass_1 for record in records if record.pass_1 is not None)
 
 
-def declared_table(declared: Declared | None, known: Collection[str] | None = None) -> dict[str, Any] | None:
-    """A member's word as JSON carries it, without the peers whose groups it used."""
+def declared_table(declared: Declared | None, known: Collection[str] | None) -> dict[str, Any] | None:
+    """A member's word as JSON carries it, without the peers whose groups it used. `known`: as in `success_by_kind`."""
     if declared is None:
         return None
-    kinds = {
-        k.kind: [k.answers, min(k.right, k.answers)] for k in declared.kinds if known is None or is_known(k.kind, known)
-    }
+    kinds = {kind: [k.answers, min(k.right, k.answers)] for kind, k in _known_kinds(declared, known).items()}
     return {
         "since": min(declared.since, time.time()) or None,
         "version": declared.version or None,

@@ -15,7 +15,7 @@ import msgspec
 from protocol.errors import PeerUnreachable, ProtocolError
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.links import MAX_NAMED, Swarm, find_swarm, join_link
@@ -26,6 +26,7 @@ from swarm_node.swarm.page import page_directory, page_of, page_status
 LOOK_S = 3.0  # time between two looks at the members
 MANIFEST_WAIT_S = 5.0  # how long one try to get the manifest may take: only names and kinds of task wait for it
 AGAIN_S = 20.0  # time until the next try after the network did not start
+NO_NETWORK = "the swarm cannot be looked at now, and is tried again"
 
 
 @contextmanager
@@ -56,12 +57,15 @@ class Looker:
         self._swarm, self._network, self._run, self._say = swarm, network, run, say
 
     def run(self) -> None:
-        """Look until the end. A network that cannot start is said on the page, and tried again."""
+        """Look until the end. A network that cannot start is said on the page, and tried again. Strangers read the page,
+        and an error may name paths and addresses of this machine: it is said to this machine's user alone."""
+        once = Once(self._say)
         while not self.ended.is_set():
             try:
                 self._look()
             except (UserError, ProtocolError) as error:
-                self._write(None, str(error))
+                once(str(error), Warned(f"the swarm cannot be looked at, and is tried again: {error}"))
+                self._write(None, NO_NETWORK)
                 self.ended.wait(AGAIN_S)
 
     def _look(self) -> None:

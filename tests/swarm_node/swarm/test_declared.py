@@ -11,6 +11,7 @@ from protocol.manifest import Manifest, ManifestTask
 from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
 from protocol.topics import short_hash
 from swarm_node.swarm.declared import (
+    MAX_KINDS,
     declare,
     declared_table,
     is_known,
@@ -44,7 +45,12 @@ def test_a_name_that_others_would_refuse_stays_here() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "known"),
-    [("gcd", True), ("small/gcd", True), ("gcd:0123", True), ("letters", True), ("bf", True), ("gcdd", False)],
+    [
+        *[(kind, True) for kind in ("gcd", "small/gcd", "letters", "bf", "sapo/bf")],
+        *[(f"{kind}:0123456789abcdef", True) for kind in ("gcd", "small/gcd")],
+        *[(kind, False) for kind in ("gcdd", "evil.example/gcd", "a/small/gcd", "small/letters", "/gcd", "")],
+        *[(f"gcd:{text}", False) for text in ("anything", "", "0123", "0123456789abcdef0", "0123456789abcdef/gcd")],
+    ],
 )
 def test_kinds_are_those_of_the_manifest(kind: str, known: bool) -> None:
     tasks = [ManifestTask(env="small"), ManifestTask(env="sapo/bf"), ManifestTask(sha256="0" * 64, name="letters")]
@@ -59,7 +65,20 @@ def test_a_liar_is_one_voice_of_many() -> None:
     assert gcd == {"kind": "gcd", "members": 4, "success": pytest.approx(0.4), "share": pytest.approx(2.5 / 4)}
     assert lcm["members"] == 3 and lcm["success"] == pytest.approx(0.1)
     more_right_than_answers = says(kinds=[["gcd", 1, 1000]])
-    assert success_by_kind({"liar": more_right_than_answers})[0]["success"] == 1.0
+    assert success_by_kind({"liar": more_right_than_answers}, {"gcd"})[0]["success"] == 1.0
+
+
+def test_liars_cannot_fill_the_table_of_kinds() -> None:
+    liars = {f"liar {i}": says(kinds=[[f"gcd:{i:016x}", 1, 1]]) for i in range(2 * MAX_KINDS)}
+    honest = {name: says(kinds=[["gcd", 100, 20]]) for name in "ab"}
+    table = success_by_kind(liars | honest, {"gcd"})
+    assert len(table) == MAX_KINDS and table[0]["kind"] == "gcd"
+
+
+def test_no_kind_is_shown_before_the_manifest_is_known() -> None:
+    assert success_by_kind({"a": says(kinds=[["gcd", 1, 1]])}, None) == []
+    table = declared_table(DECLARED, None)
+    assert table is not None and table["kinds"] == {} and table["version"] == "0.1.0"
 
 
 def test_the_share_of_what_others_used() -> None:
@@ -79,7 +98,7 @@ def test_the_share_of_what_others_used() -> None:
 def test_figures_of_members_that_declare_none_are_left_out() -> None:
     cards = {"a": says(pass_1=0.5, questions=10), "b": says(pass_1=0.25, questions=10), "c": says(), "d": CARD}
     assert pass_1_of(cards) == [0.25, 0.5]
-    assert declared_table(None) is None
+    assert declared_table(None, {"gcd"}) is None
     table = declared_table(DECLARED, {"gcd"})
     assert table is not None and table["kinds"] == {"gcd": [640, 211]} and table["version"] == "0.1.0"
     assert "used_of" not in table

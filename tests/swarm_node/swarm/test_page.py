@@ -87,14 +87,16 @@ def test_a_swarm_is_looked_at_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not run.in_use
 
 
-def test_a_network_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_strangers_do_not_read_why_no_network_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def visit(*arguments: object) -> Any:
-        raise UserError("no port is free")
+        raise UserError("no port of 203.0.113.7 is free")
 
+    said: list[str] = []
     monkeypatch.setattr(looking, "visitor", visit)
-    with looked_at(f"swarm://{PLAIN.swarm_id}?peer={address(1)}", NetworkConfig(), tmp_path, print) as path:
+    with looked_at(f"swarm://{PLAIN.swarm_id}?peer={address(1)}", NetworkConfig(), tmp_path, said.append) as path:
         status = RunDir(path).status
-        until(lambda: json.loads(status.read_bytes()).get("problem") == "no port is free", 20.0)
+        until(lambda: json.loads(status.read_bytes()).get("problem") == looking.NO_NETWORK, 20.0)
+        assert "no port of 203.0.113.7 is free" in said[0]
 
 
 def test_a_link_without_an_address_cannot_be_looked_at(tmp_path: Path) -> None:
