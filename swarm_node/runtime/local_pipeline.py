@@ -45,7 +45,7 @@ USER_ERROR = 2  # exit code of a process whose output ends with what the user ha
 
 def run_local_crew(config: NodeConfig, manner: Manner) -> TrainResult:
     """Train a policy in `pipeline.stages` stages on this machine. Raises UserError."""
-    config = _private(config.model_copy(update={"swarm": None}))
+    config = private(config.model_copy(update={"swarm": None}))
     run = RunDir(config.directory)
     swarm = _swarm(config, run)
     own = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stage": 0}), "name": "stage-0"})
@@ -58,9 +58,9 @@ def run_local_crew(config: NodeConfig, manner: Manner) -> TrainResult:
     return run_crew(own, manner, swarm, beside)
 
 
-def _private(config: NodeConfig) -> NodeConfig:
+def private(config: NodeConfig) -> NodeConfig:
     """The configuration for a network of its own, without sharing, with the processor's cores divided."""
-    network = {"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
+    network = {"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": [], "identity": None}
     sharing = {"foreign": 0}
     threads = config.policy.threads or max(1, (os.cpu_count() or 1) // config.pipeline.stages)
     return config.model_copy(

@@ -89,7 +89,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.waits = self.path / "waits"
         self.health = self.path / "health.json"
         self._lock: int | None = None
-        self._made = False  # whether this start made the directory and has not begun yet
+        self._made: list[Path] = []  # directories that this start made; empty once the run has begun
 
     @property
     def quoted(self) -> str:
@@ -145,7 +145,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         another process holds it, or if it cannot be written."""
         run = cls(path)
         with os_errors_explained(run.path):
-            run._made = not run.path.exists()
+            run._made = [folder for folder in (run.path, run.path.parent) if not folder.exists()]
             run.path.mkdir(parents=True, exist_ok=True)
             run._check_content()
             run._take_lock()
@@ -267,15 +267,16 @@ class RunDir(AbstractContextManager["RunDir"]):
             self._lock = None
 
     def keep(self) -> None:
-        """The run has begun: an error no longer removes the directory that it made."""
-        self._made = False
+        """The run has begun: an error no longer removes what it made."""
+        self._made = []
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Release the lock. A start that was refused leaves no directory behind."""
         if self._made and isinstance(error, SwarmNodeError):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):
-                self.path.parent.rmdir()  # `runs`, if nothing else is in it
+            shutil.rmtree(self._made[0], ignore_errors=True)
+            for parent in self._made[1:]:  # `runs`, if nothing else is in it by now
+                with suppress(OSError):
+                    parent.rmdir()
         self.close()
 
 

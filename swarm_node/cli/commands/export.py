@@ -97,11 +97,15 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
 
 
 def export_run(
-    path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print, which: Which = "newest"
+    path: str | Path | Sequence[str | Path],
+    out: str | Path,
+    report: Callable[[str], None] = print,
+    which: Which = "newest",
 ) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained. Several paths
     are run directories of one crew. Raises UserError."""
-    runs = [RunDir(each) for each in ([path] if isinstance(path, Path) else path)]
+    out = Path(out)
+    runs = [RunDir(each) for each in ([path] if isinstance(path, str | Path) else path)]
     for run in runs:
         run.check_exists()
     in_stages = [read_own(run.config, report).pipeline.stages > 0 for run in runs]

@@ -28,7 +28,7 @@ def shown(config: NodeConfig) -> str:
 
 def create(config: NodeConfig) -> str:
     """Create a key in the run directory."""
-    run = RunDir(config.directory)
+    run = _own_place(config)
     with _saved(run.identity):
         run.path.mkdir(parents=True, exist_ok=True)
         identity = Identity.generate()
@@ -47,12 +47,22 @@ def export_key(config: NodeConfig, file: Path) -> str:
 
 def import_key(config: NodeConfig, file: Path) -> str:
     """Copy the key in `file` to a run directory that has none."""
-    run = RunDir(config.directory)
+    run = _own_place(config)
     identity = _load(file, f"no key file at {file}; `swarm-node identity export {file}` writes one")
     with _saved(run.identity):
         run.path.mkdir(parents=True, exist_ok=True)
         identity.save(run.identity)
     return f"{identity.peer_id}\n{run.identity}"
+
+
+def _own_place(config: NodeConfig) -> RunDir:
+    """The run directory, if a node in it uses the key there."""
+    if config.network.identity is not None:
+        raise UserError(
+            f"network.identity names a key elsewhere, {config.network.identity}, so the node would not use one in its "
+            "run directory: leave out --identity, SWARM_NODE_IDENTITY and network.identity"
+        )
+    return RunDir(config.directory)
 
 
 def _load(file: Path, if_missing: str) -> Identity:

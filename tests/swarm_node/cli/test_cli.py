@@ -415,6 +415,14 @@ def test_no_key_is_replaced_by_another() -> None:
     assert Path("runs/b/identity.key").read_bytes() == key
 
 
+def test_a_key_that_no_node_would_use_is_refused() -> None:
+    run("identity", "new", "--run-dir", "runs/a")
+    for words in (["new"], ["import", "runs/a/identity.key"]):
+        refused = run("identity", *words, "--run-dir", "runs/b", "--identity", "mounted.key")
+        assert refused.exit_code == 2 and "names a key elsewhere, mounted.key" in refused.stderr
+    assert not Path("runs/b").exists()
+
+
 def test_what_is_no_key_is_not_imported() -> None:
     Path("notes.txt").write_text("x" * 68)
     for file, message in (("notes.txt", "is not an Ed25519 identity file"), ("none.key", "no key file at none.key")):

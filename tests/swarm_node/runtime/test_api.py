@@ -174,3 +174,11 @@ def test_the_example_runs(root: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ended after" in done.stdout and Path("runs/example-model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_page_s_first_program_runs(root: Path) -> None:
+    program = (root / "docs/api.md").read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "held-out pass@1 after" in done.stdout and Path("model/model.safetensors").exists()

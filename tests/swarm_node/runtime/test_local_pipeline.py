@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_node.config import NodeConfig, PipelineConfig
+from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig
 from swarm_node.runtime import local_pipeline as local_crew
 from swarm_node.runtime.local_pipeline import StageProcesses
 from tests.support.waiting import until
@@ -83,3 +83,8 @@ def test_a_process_that_is_over_is_left_alone(others: Watched) -> None:
     until(lambda: len(others.started[2]) == 2 and len(others.started[1]) == 3, HANGS_S)
     assert others.started[3] == [0.0]
     assert "the process of stage 3 ended: give it another name" in others.said
+
+
+def test_each_stage_has_a_key_of_its_own() -> None:
+    config = NodeConfig(pipeline=PipelineConfig(stages=2), network=NetworkConfig(identity="mounted.key"))
+    assert local_crew.private(config).network.identity is None

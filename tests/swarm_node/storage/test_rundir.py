@@ -126,6 +126,13 @@ def test_a_refused_start_leaves_no_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refused_start_keeps_older_directories(tmp_path):
+    (tmp_path / "experiments").mkdir()
+    with pytest.raises(UserError), RunDir.open(tmp_path / "experiments" / "alice"):
+        raise UserError("no such model")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "experiments"]
+
+
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_that_was_there_survives_any_error(tmp_path, begins):
     path = tmp_path / "alice"
