@@ -10,6 +10,8 @@ from protocol.answer_form import WRITTEN
 from protocol.errors import printable
 from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
+from swarm_node.config.keys import flat
+from swarm_node.config.own import read_toml
 from swarm_node.policy.sizes import MICROBATCH, bytes_with, largest_fitting
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir
@@ -19,21 +21,27 @@ from swarm_node.tasks import TaskSet
 EXAMPLES = 3  # questions that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for
 QUESTION_CHARS = 60
+DECLARED = "its success, its version, and whose answers it uses (sharing.declare)"
 Memory = Callable[[], tuple[int, bool]]  # (free bytes of memory, whether it is a GPU's)
 
 
 def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> bool:
     """Say what members will see of this machine, before they do: once for each swarm and run directory. Nothing is
-    said of a swarm that was made here for processes of this machine. Returns whether it was said."""
+    said of a swarm that was made here for processes of this machine. The user of a run whose earlier version declared
+    nothing is told of that alone. Returns whether all was said."""
+    if not swarm.named and config.network.listen == "127.0.0.1":
+        return False
     kept = kept_manifest(run)
-    if (not swarm.named and config.network.listen == "127.0.0.1") or (kept is not None and kept.swarm_id == swarm.id):
+    if kept is not None and kept.swarm_id == swarm.id:
+        if trains and config.sharing.declare and _declared_nothing(run):
+            say(f"new in this version: members of the swarm will also see {DECLARED}")
         return False
     weights = config.averaging.method != "none" or config.pipeline.stages > 0
     points = ["your IP address and the node's name" + (", its speed and its kind of model" if trains else "")]
     if trains:
         points.append("every answer that your model writes" + (", and the weights that it trains" if weights else ""))
     if trains and config.sharing.declare:
-        points.append("its success, its version, and whose answers it uses (sharing.declare)")
+        points.append(DECLARED)
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
         points.append(f"the files of the swarm's model{if_any} (sharing.give_model)")
@@ -43,6 +51,11 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     seen = "".join(f"\n  - {point}" for point in points)
     say(f"first time in this swarm. Its members, anybody with its link, will see:{seen}{stored}")
     return True
+
+
+def _declared_nothing(run: RunDir) -> bool:
+    """Whether the run's settings are of a version that had no `sharing.declare`. This version writes all settings."""
+    return run.exists and "sharing.declare" not in flat(read_toml(run.config, "the run's settings"))
 
 
 def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Say, memory: Memory) -> None:

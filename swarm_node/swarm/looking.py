@@ -57,8 +57,8 @@ class Looker:
         self._swarm, self._network, self._run, self._say = swarm, network, run, say
 
     def run(self) -> None:
-        """Look until the end. A network that cannot start is said on the page, and tried again. Strangers read the page,
-        and an error may name paths and addresses of this machine: it is said to this machine's user alone."""
+        """Look until the end. A network that cannot start is said on the page, and tried again. The error itself, which
+        may name paths and addresses of this machine, is said to its user alone: strangers read the page."""
         once = Once(self._say)
         while not self.ended.is_set():
             try:

@@ -18,18 +18,21 @@ from typing import Any
 import msgspec
 import typer
 
+from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
+from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
-from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.lookup import dial, look_around
+from swarm_node.swarm.links import Swarm, find_swarm
+from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
 
 SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
+MANIFEST_S = 5.0  # how long to ask members for the manifest, by which their kinds of task are known
 PATIENT_S = 40.0
 """Seconds to look for members if an address answers. On a busy machine the network needs long to start."""
 
@@ -111,6 +114,7 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
             members = look_around(transport, PATIENT_S)
             reached["connected"] = bool(members) or transport.stats().get("connections/dht", 0) > 0
+            swarm = _with_manifest(swarm, transport) if members else swarm
     kinds = kinds_of(swarm.manifest) if swarm.manifest else None
     status = {
         "swarm": swarm.id,
@@ -137,6 +141,14 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "kinds": success_by_kind(members, kinds),
         "totals": _totals(listed) | {"cohorts": cohorts},
     }
+
+
+def _with_manifest(swarm: Swarm, transport: Transport) -> Swarm:
+    """`swarm` with its manifest, if a member gives it soon."""
+    try:
+        return msgspec.structs.replace(swarm, manifest=fetch_manifest(transport, swarm, lambda line: None, MANIFEST_S))
+    except PeerUnreachable:
+        return swarm
 
 
 def _member(peer: str, card: PeerCard, kinds: Collection[str] | None) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import typer
 
+from protocol.manifest import MANIFEST_METHOD
 from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
+from protocol.transports.base import Server
 from swarm_node.cli.commands import status
 from swarm_node.cli.commands.status import show_status
 from swarm_node.config import NetworkConfig
@@ -24,7 +26,9 @@ from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.pause import pause_run, unpause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
+from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.lookup import look_around
+from swarm_node.swarm.manifests import render
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
 
@@ -286,8 +290,13 @@ def make_swarm(*addresses: str) -> str:
     return "sums.toml"
 
 
-def visiting(monkeypatch: pytest.MonkeyPatch, cards: Mapping[str, PeerCard], **stats: float) -> None:
-    """What a visitor sees."""
+def visiting(
+    monkeypatch: pytest.MonkeyPatch,
+    cards: Mapping[str, PeerCard],
+    others: Mapping[str, Mapping[str, Server]] | None = None,
+    **stats: float,
+) -> None:
+    """What a visitor sees, and what others answer it."""
 
     class Seen(FakeTransport):
         def stats(self) -> Mapping[str, float]:
@@ -295,7 +304,7 @@ def visiting(monkeypatch: pytest.MonkeyPatch, cards: Mapping[str, PeerCard], **s
 
     @contextmanager
     def visitor(*_: object) -> Iterator[FakeTransport]:
-        transport = Seen()
+        transport = Seen(others)
         transport.cards = dict(cards)
         yield transport
 
@@ -396,6 +405,25 @@ def test_what_members_say_of_themselves_is_marked(
     assert header.split()[-3:] == ["success", "held-out", "address"]
     assert row.split()[-3:] == ["0.12", "0.38", "-"] and other.split()[-3:-1] == ["-", "-"]
     assert "strange" not in "".join(lines), "it is no task of this swarm"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_by_a_link_kinds_of_task_need_the_manifest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int, given: bool
+) -> None:
+    """A member gives it; until then a declared kind may be any stranger's text."""
+    manifest = find_swarm(make_swarm()).manifest
+    assert manifest is not None
+    kinds = [DeclaredKind("gcd", 100, 25), DeclaredKind("strange", 9, 9)]
+    bob = PeerCard(PROTOCOL_VERSION, manifest.swarm_id, 0.0, "bob", ["trainer"], declared=Declared(kinds=kinds))
+    serves = {MANIFEST_METHOD: lambda peer, payload: render(manifest)} if given else {}
+    visiting(monkeypatch, {peer_id(2): bob}, {peer_id(2): serves})
+    monkeypatch.setattr(status, "MANIFEST_S", 0.1)
+    link = f"swarm://{manifest.swarm_id}?peer={address(2, listening)}"
+    found = json.loads(shown(capsys, link, json_output=True))
+    assert [each["kind"] for each in found["kinds"]] == ["gcd"] * given
+    assert list(found["members"][0]["declared"]["kinds"]) == ["gcd"] * given
+    assert found["swarm"]["swarm_name"] == "sums" * given
 
 
 def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -> None:

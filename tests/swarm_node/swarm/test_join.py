@@ -17,10 +17,11 @@ from swarm_node.config import (
     RewardsConfig,
     SharingConfig,
 )
+from swarm_node.config.own import dump_own
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm, say_what_leaves
-from swarm_node.swarm.links import Swarm
+from swarm_node.swarm.links import Swarm, keep
 from swarm_node.tasks.one_turn import FORM_PROMPTS
 from tests.support.fake_transport import FakeTransport, address
 from tests.support.manifests import PLAIN
@@ -103,6 +104,20 @@ def test_what_is_declared_is_named_unless_off(run: RunDir, declare: bool, trains
     config = NodeConfig(sharing=SharingConfig(declare=declare))
     say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, []), config, run, said.append, trains)
     assert ("(sharing.declare)" in said[0]) == (declare and trains)
+
+
+@pytest.mark.parametrize(("declare", "trains"), [(True, True), (False, True), (True, False)])
+def test_a_run_of_an_earlier_version_hears_of_declaring_once(run: RunDir, declare: bool, trains: bool) -> None:
+    said: list[str] = []
+    config = NodeConfig(sharing=SharingConfig(declare=declare))
+    keep(PLAIN, run, "")
+    run.config.write_text("rounds = 60\n[sharing]\ngive_model = true\n")
+    swarm = Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml")
+    assert not say_what_leaves(swarm, config, run, said.append, trains)
+    assert ["(sharing.declare)" in line for line in said] == [True] * (declare and trains)
+    run.config.write_text(dump_own(config, config))
+    assert not say_what_leaves(swarm, config, run, said.append, trains)
+    assert len(said) == (declare and trains)
 
 
 @pytest.mark.parametrize("own", [{}, {"answer": "boxed", "partial": True}])
