@@ -29,9 +29,12 @@ AT_MOST_EACH_S = 0.4  # least time between two looks at the files, however many 
 class Gallery:
     """Runs by id: the name of the directory, with a number if two have the same name."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """`paths` are runs or directories of runs; default: those below runs/. Raises UserError if one is neither."""
+    def __init__(self, paths: Sequence[Path], public: bool = False) -> None:
+        """`paths` are runs or directories of runs; default: those below runs/. If `public`, only pages of swarms are
+        shown, also of what comes later. Raises UserError if a path is neither, or if a run is there that is not public.
+        """
         self._paths = list(paths) or [RUNS]
+        self._public = public
         self._views: OrderedDict[str, View] = OrderedDict()
         self._locks: dict[Path, Lock] = {}
         self._lock = threading.Lock()
@@ -40,13 +43,16 @@ class Gallery:
         for path in self._paths:
             if not _is_run(path) and not any(_runs_below(path)):
                 raise UserError(_no_run(path, named=bool(paths)))
-
-    @property
-    def pages_only(self) -> bool:
-        """Whether all that there is are pages of swarms."""
-        return all(run.read_role() == PAGE for run in self.runs().values())
+        if public and len(self.runs()) < len(self._all()):
+            raise UserError(
+                "--public is for pages of a swarm: runs show addresses and refusals, so leave it out for them"
+            )
 
     def runs(self) -> dict[str, RunDir]:
+        found = self._all()
+        return {id: run for id, run in found.items() if _is_page(run)} if self._public else found
+
+    def _all(self) -> dict[str, RunDir]:
         found: dict[str, RunDir] = {}
         for path in self._paths:
             for each in [path] if _is_run(path) else sorted(_runs_below(path)):
@@ -173,6 +179,11 @@ def _is_run(path: Path) -> bool:
     """Whether the directory has a run, or one that is just beginning."""
     run = _run(path)
     return run.exists or any(file.is_file() for file in (run.metrics, run.status, path / "lock"))
+
+
+def _is_page(run: RunDir) -> bool:
+    """Whether the directory holds the page of a swarm and nothing else: a run may begin in it."""
+    return run.read_role() == PAGE and not run.exists
 
 
 def _runs_below(path: Path) -> Iterator[Path]:

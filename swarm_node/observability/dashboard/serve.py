@@ -34,9 +34,7 @@ def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str
     On an address that other machines reach, only requests with the token in the link are answered, unless it is
     `public`: then everybody may read, and only pages of swarms are shown. Raises UserError.
     """
-    gallery = Gallery(paths)
-    if public and not gallery.pages_only:
-        raise UserError("--public is for pages of a swarm: runs show addresses and refusals, so leave it out for them")
+    gallery = Gallery(paths, public)
     local = _is_local(host)
     with _listen(host, port) as listener:
         bound = listener.getsockname()[1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.samples import SAMPLE_BYTES, SAMPLES, shown_sample
@@ -144,7 +145,8 @@ class View:
             return {}
         if state == "ended":
             return {"go on": f"swarm-node resume {where}"} if trains and self._config else {}
-        stop = {"stop": f"kill -INT {self.run.holder}"}
+        holder = _holder(self.run)
+        stop = {} if holder is None else {"stop": f"kill -INT {holder}"}
         if not trains:
             return stop
         return {
@@ -273,6 +275,18 @@ class View:
             return None
         self._stamps[path] = stamp
         return parsed
+
+
+def _holder(run: RunDir) -> int | None:
+    """The process on this machine that has the run's lock open; None if it cannot be told. The number in the lock file
+    may be one that a container gave, or any text."""
+    try:
+        holder = int(run.holder)
+        opened = psutil.Process(holder).open_files()
+    except (ValueError, OSError, psutil.Error):  # of another user, perhaps
+        return None
+    lock = os.path.realpath(run.path / "lock")
+    return holder if any(file.path == lock for file in opened) else None
 
 
 def glance(run: RunDir, lock: Lock) -> dict[str, Any]:

@@ -100,6 +100,17 @@ def test_only_pages_of_swarms_are_public() -> None:
         show_pages([LINK, "runs"], NetworkConfig(), "127.0.0.1", 0, True)
 
 
+def test_a_run_that_comes_later_is_not_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.observability.dashboard.gallery.AT_MOST_EACH_S", 0.0)
+    page_run()
+    client = TestClient(make_app(gallery := Gallery([Path("pages")], public=True), None, None))
+    assert client.get("/api/qr/sums").status_code == 200
+    alice().path.rename("pages/alice")
+    RunDir("pages/sums").config.write_text("rounds = 3\n")
+    assert gallery.list() == [] and gallery.view("alice") is None
+    assert client.get("/api/qr/sums").status_code == 404, "a run began in the directory of the page"
+
+
 def test_settings_are_shown_without_secrets() -> None:
     run = alice()
     run.config.write_text(
@@ -128,6 +139,9 @@ def test_commands_fit_the_state_of_a_run() -> None:
         run.write_waits("it is Sunday")
         view.refresh()
         assert view.summary(time.time())["commands"] == {"unpause": "swarm-node unpause runs/alice"} | stop
+        for of_another in (f"{os.getppid()}", "-1", "0", "9" * 30, "1; rm -r ~", ""):
+            (run.path / "lock").write_text(of_another)
+            assert "stop" not in view.summary(time.time())["commands"], "it may be a number within a container"
     page_run()
     page = Gallery([Path("pages")]).view("sums")
     assert page is not None and page.summary(time.time())["commands"] == {}
