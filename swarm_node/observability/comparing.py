@@ -178,7 +178,7 @@ HeldOut = Mapping[int, Mapping[str, float]]  # round -> pass_1 and pass_k
 
 def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
     """Held-out figures of all tasks from before training and from the end, as the newest checkpoint has them."""
-    state = _newest_state(run)
+    _, state = newest_checkpoint(run)
     found: dict[int, dict[str, float]] = {}
     figures = state.get("held_out_figures")
     if isinstance(figures, dict):
@@ -192,16 +192,17 @@ def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
     return {round: figures for round, figures in found.items() if round <= last}
 
 
-def _newest_state(run: RunDir) -> dict[str, Any]:
-    """The state in the newest checkpoint; empty if there is none that can be read."""
+def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
+    """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
     named = sorted(path for path in folders if CHECKPOINT.fullmatch(path.name))
     try:
         with open(named[-1] / "state.json", "rb") as file:
-            state = json.loads(file.read(MAX_STATE_BYTES))["state"]
+            document = json.loads(file.read(MAX_STATE_BYTES))
+        state = document["state"]
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
-        return {}
-    return state if isinstance(state, dict) else {}
+        return 0, {}
+    return int(named[-1].name.split("-")[1]), state if isinstance(state, dict) else {}
 
 
 def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
@@ -213,7 +214,10 @@ def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
             "reward, first tenth": tally.rewards.first(tenth)[0],
             "reward, last tenth": tally.rewards.last(tenth)[0],
         }
-    ends = {"before": held.get(0, {}), "at the end": held[max(held)] if held and max(held) else {}}
+    last = max(held, default=0)
+    ends = {"before": held.get(0, {})}
+    if last:  # after an earlier round if the evaluation at the end was interrupted
+        ends["at the end" if last == tally.round else f"after round {last}"] = held[last]
     for when, figures in ends.items():
         for name, k in (("pass_1", 1), ("pass_k", samples)):
             if name in figures and (k > 1 or name == "pass_1"):

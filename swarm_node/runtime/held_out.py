@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -43,15 +44,17 @@ class HeldOutFigures:
         show: Callable[[str], None],
         measured: Callable[[int, Evaluation], None],
         whole: bool,
+        allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`config` is fitted to the policy. `show` takes sentences that need not stay in view; `measured` takes the
         round and the figures of each evaluation. `whole`: checkpoints of the run have all weights, so that the best one
-        can be kept."""
+        can be kept. In the context of `allowed`, a signal may raise StopRequested: questions are asked in it."""
         self._config = config
         self._policy = policy
         self._tasks = tasks
         self._show = show
         self._measured = measured
+        self._allowed = allowed
         self.figures = HeldOutRecord()
         self.keeps_best = whole and config.eval.every > 0 and config.eval.questions > 0
         self.best: Best | None = None  # without the name of its checkpoint
@@ -86,7 +89,7 @@ class HeldOutFigures:
             self._show("held-out questions, before training")
         else:
             say(NONE_HELD_OUT, "held_out")
-        self.figures.before = self._measure("before training", 0)
+        self._measure("before training", 0)
 
     def begin(self) -> None:
         """Tell that training begins: its time is what evaluations get a share of."""
@@ -105,7 +108,6 @@ class HeldOutFigures:
         now = self._measure(f"after round {round}", round)
         if not now.table:
             return {}
-        self._keep(now, round)
         self._remark(now)
         every = now.table["all"]
         return {"eval/pass_1": every.pass_1, "eval/pass_k": every.pass_k}
@@ -116,9 +118,7 @@ class HeldOutFigures:
             return
         if self._config.eval.questions and self._tasks.held_out(1):
             self._show("held-out questions, after training")
-        now = self._measure("after training", round)
-        if now.table:
-            self._keep(now, round)
+        self._measure("after training", round)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
@@ -139,22 +139,28 @@ class HeldOutFigures:
         return msgspec.structs.replace(compared_now, round=at, best=best)
 
     def _measure(self, when: str, round: int) -> Evaluation:
+        """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay."""
         settings = self._config.eval
         if settings.questions == 0 or not self._tasks.held_out(1):
             return Evaluation()
         self.doing = f"held-out questions, {when}"
         began = time.monotonic()
         try:
-            found = evaluate(self._policy, self._tasks, self._config.rollouts, settings.questions, settings.samples)
+            with self._allowed():
+                found = evaluate(self._policy, self._tasks, self._config.rollouts, settings.questions, settings.samples)
         finally:
             self.doing = ""
         self._since = time.monotonic()
         self.figures.seconds = self._since - began
         if found.table:
+            self._keep(found, round)
             self._measured(round, found)
         return found
 
     def _keep(self, now: Evaluation, round: int) -> None:
+        if round == 0:
+            self.figures.before = now
+            return
         self.figures.last, self.figures.round = now, round
         every = now.table["all"]
         if self.keeps_best and (self.best is None or every.pass_1 > self.best.pass_1):

@@ -104,7 +104,7 @@ class Run:
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
         telling = partial(say, kind="start"), self._measured
-        self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, whole=crew is None)
+        self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, crew is None, stop.allowed)
         of_run = crew, self.own, self.cost, self.held_out
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
@@ -166,7 +166,9 @@ class Run:
                     self.finished = self.node.round >= self.config.total_rounds
                     stop.allow()
                     if self.node.round > 0:
+                        self.state.settle_best()
                         self.held_out.measure_after(self.node.round, again=self.node.averager is not None)
+                        stop.check()
                 except StopRequested:
                     self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
                 finally:
@@ -178,6 +180,7 @@ class Run:
         finally:
             self.progress.stop()
         self.checkpoints.wait()
+        self.state.settle_best()
         self.callbacks.checkpoints(self.checkpoints.written)
         if self.checkpoints.failed and not self._changing:  # there may be room by now
             self.state.save()
@@ -251,8 +254,9 @@ class Run:
             self.records.sample(node.round, collected.groups, groups)
             try:
                 if self.held_out.due(node.round):
-                    with stop.allowed():
-                        record |= self.held_out.measure_during(node.round)
+                    self.state.settle_best()
+                    record |= self.held_out.measure_during(node.round)
+                    stop.check()
             finally:  # a signal ends the evaluation, and not the round
                 self._round_ended(record)
             self._average(stop)

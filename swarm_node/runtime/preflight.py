@@ -38,7 +38,7 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
 
 
 def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None:
-    """Raise UserError for tasks or a model that are not there, and for a disk without room for two checkpoints, where
+    """Raise UserError for tasks or a model that are not there, and for a disk without room for its checkpoints, where
     the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its swarm."""
     if own_tasks:
         check_specs(config.tasks, config.rewards.checker_weight > 0 or not config.rewards.functions)
@@ -71,10 +71,12 @@ def port_holder(port: int) -> str:
 
 
 def _check_disk(config: NodeConfig, path: str) -> None:
-    """Raise UserError if two checkpoints of the model at `path` do not fit. Adapters are small; a crew has a check."""
+    """Raise UserError if the checkpoints that are kept do not fit: two of the model at `path`, and the best one.
+    Adapters are small; a crew has a check."""
     size = parameters(path)
     lora = config.policy.lora if config.policy.lora is not None else size is not None and size > LORA_ABOVE
     if size is None or lora or config.pipeline.stages:
         return
     checkpoints = RunDir(config.directory).checkpoints
-    check_room(checkpoints, STATE_BYTES * size, len(list(checkpoints.glob("round-*"))))
+    keeps_best = config.eval.every and config.eval.questions
+    check_room(checkpoints, STATE_BYTES * size, len(list(checkpoints.glob("round-*"))), 3 if keeps_best else 2)

@@ -19,6 +19,7 @@ from swarm_node.grpo.replay import ReplayState
 from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.tally import Tally
+from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.console import say
 from swarm_node.runtime.cost import CostMeter, Costs
 from swarm_node.runtime.held_out import HeldOutFigures
@@ -49,15 +50,16 @@ class RunState:
     settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
     tally: Tally = field(default_factory=Tally)  # figures of all rounds so far
     saved: int | None = None  # the round of the last checkpoint
+    saved_figures: Evaluation | None = None  # the latest held-out figures in it
 
     def save(self, anew: bool = False) -> None:
-        """Write a checkpoint of the present round in the background, unless it has one; `anew` writes it also then. If
-        its held-out figures are the best so far, it is named as the best."""
+        """Write a checkpoint of the present round in the background, unless it has one with the latest held-out
+        figures; `anew` writes it also then. If its held-out figures are the best so far, it is named as the best."""
         best = self.held_out.best if self.held_out.is_new_best else None
         self.held_out.is_new_best = False
-        if self.saved == self.node.round and not anew and not self.checkpoints.failed:
-            if best is not None:
-                self.checkpoints.name_best(best)
+        last = self.held_out.figures.last
+        is_saved = self.saved == self.node.round and self.saved_figures is last
+        if is_saved and not anew and not self.checkpoints.failed:
             return
         tensors, numbers, averaging = self._state()
         self.checkpoints.save(
@@ -82,6 +84,13 @@ class RunState:
         )
         # If weights are averaged before the next round, that is worth a checkpoint of its own.
         self.saved = None if best is not None and self.node.averager is not None else self.node.round
+        self.saved_figures = last
+
+    def settle_best(self) -> None:
+        """Go back to the best checkpoint in best.json if a better one could not be written: to be named, the next one
+        need only be better than that."""
+        if self.checkpoints.best_failed:
+            self.held_out.best = read_best(self.run.path, self.held_out.conditions)
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
         """(tensors by file, numbers of the trainer, numbers of averaging)"""
@@ -148,13 +157,15 @@ class RunState:
         conditions = self.held_out.conditions  # versions without forms of answers had `any`
         if {"answer": "any"} | state["held_out"] == conditions:
             self.held_out.restore(state)
-            self.held_out.best = read_best(self.run.path, conditions)
+            best = read_best(self.run.path, conditions)
+            self.held_out.best = best if best is not None and best.round <= self.node.round else None
         else:
             say(
                 Warned(
                     "tasks or evaluation settings are not those this run began with: no figures from before training"
                 )
             )
+        self.saved_figures = self.held_out.figures.last
         return True
 
     def catch_up(self) -> None:

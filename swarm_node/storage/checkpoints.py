@@ -38,7 +38,7 @@ from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.say import Warned
-from swarm_node.storage.best import Best, read_best, write_best
+from swarm_node.storage.best import BEST, Best, read_best, write_best
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 
@@ -78,6 +78,7 @@ class CheckpointStore:
         self._refused: set[str] = set()
         self._last_good: int | None = None
         self._failure: str | None = None
+        self._best_failed = False
         self._writing: Future[None] | None = None
         self.written: deque[Path] = deque(maxlen=MAX_WRITTEN)
         """Complete checkpoints of this start, oldest first; a reader may empty it, from any thread."""
@@ -94,16 +95,6 @@ class CheckpointStore:
         writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writing = writer.submit(self._write, round, copies, text, best)
         writer.shutdown(wait=False)  # its thread ends with this write
-
-    def name_best(self, best: Best) -> None:
-        """Record that the checkpoint of `best.round` that was saved last is the best one. A full disk is reported."""
-        self.wait()
-        found = [path for path in self._list() if order(path)[0] == best.round and path.name not in self._refused]
-        try:
-            if found:
-                write_best(self._directory.parent, best, found[-1].name)
-        except OSError as error:
-            self._report(os_error_text(error, self._directory))
 
     def check_room(self, size: int, best: bool = False) -> None:
         """Raise UserError if there is no room for two checkpoints of `size` bytes and, if `best`, the best one, or for
@@ -124,6 +115,11 @@ class CheckpointStore:
     def failed(self) -> bool:
         """Whether the last write is over and has failed."""
         return not self.busy and self._failure is not None
+
+    @property
+    def best_failed(self) -> bool:
+        """Whether the last write of a best checkpoint is over and has failed: best.json names the one before."""
+        return not self.busy and self._best_failed
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -163,12 +159,13 @@ class CheckpointStore:
         return None
 
     def _write(self, round: int, copies: Copies, text: bytes, best: Best | None) -> None:
+        self._best_failed = self._best_failed if best is None else True
         try:
             name = self._write_atomically(round, copies, text)
-            if best is not None:
-                write_best(self._directory.parent, best, name)
             self._last_good = round
             self._prune(round)
+            if best is not None and self._name_best(best, name):
+                self._prune(round)  # the best one until now
             self.written.append(self._directory / name)
         except OSError as error:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
@@ -177,6 +174,18 @@ class CheckpointStore:
             self._report(Warned(self._failure))
         else:
             self._failure = None
+
+    def _name_best(self, best: Best, name: str) -> bool:
+        """Let best.json name this checkpoint; whether it does. A failure is reported: the checkpoint is good all the
+        same."""
+        try:
+            write_best(self._directory.parent, best, name)
+        except OSError as error:
+            problem = os_error_text(error, self._directory.parent / BEST)
+            self._report(Warned(f"checkpoint of round {best.round} is not recorded as the best: {problem}"))
+            return False
+        self._best_failed = False
+        return True
 
     def _write_atomically(self, round: int, copies: Copies, text: bytes) -> str:
         """Write a checkpoint; its name."""

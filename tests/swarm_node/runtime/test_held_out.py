@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -166,3 +168,29 @@ def test_a_fall_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [0.1, 0.5, 0.1, 0.1, 0.1]
     assert len(said) == 1 and said[0].startswith("held_out: held-out pass@1 of gcd fell by more than noise")
     assert ours.best is not None and ours.best.round == 2
+
+
+def test_only_questions_are_asked_interruptibly(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def allowed() -> Iterator[None]:
+        order.append("allowed")
+        yield
+        order.append("held")
+
+    def answers(*arguments: object) -> Evaluation:
+        order.append("asked")
+        return Evaluation({"all": Held(60, 0.5, 0.5)}, [0.5] * 60, ["gcd"] * 60)
+
+    def measured(round: int, found: Evaluation) -> None:
+        order.append("told")
+        assert (ours.figures.before if round == 0 else ours.figures.last) is found, "kept before anybody is told"
+
+    monkeypatch.setattr(held_out, "evaluate", answers)
+    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    ours = HeldOutFigures(settings(9), cast(Any, None), tasks, print, measured, True, allowed)
+    ours.measure_before()
+    ours.measure_during(1)
+    ours.measure_after(2, again=False)
+    assert order == ["allowed", "asked", "held", "told"] * 3

@@ -91,9 +91,16 @@ def test_a_taken_port_of_health_is_refused(tmp_path: Path, taken: int) -> None:
 def test_room_for_two_checkpoints_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**22, 2**22))
     with pytest.raises(UserError, match=r"for two checkpoints of 5\.0 MiB: 4\.0 MiB are free"):
-        check_material(config(tmp_path), own_tasks=True, own_model=True)
+        check_material(config(tmp_path, eval={"every": 0}), own_tasks=True, own_model=True)
     check_material(config(tmp_path, policy={"lora": True}), own_tasks=True, own_model=True)
     check_material(config(tmp_path), own_tasks=True, own_model=False)
+
+
+def test_the_best_checkpoint_needs_room_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 12 * 2**20, 12 * 2**20))
+    with pytest.raises(UserError, match=r"for three checkpoints of 5\.0 MiB: 12\.0 MiB are free"):
+        check_material(config(tmp_path, eval={"every": 1}), own_tasks=True, own_model=True)
+    check_material(config(tmp_path, eval={"every": 0}), own_tasks=True, own_model=True)
 
 
 def test_a_missing_reward_file_is_named(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
+from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.start import run_local
+from swarm_node.storage.best import Best
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -134,19 +136,24 @@ def test_a_configuration_of_another_version_is_no_obstacle() -> None:
     assert "made_up" not in said
 
 
-def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = tmp_path / "checkpoints"
-    store = CheckpointStore(folder, 2, said.append)
+def state_of_round_3(folder: Path, said: list[str]) -> RunState:
+    """The state of a run in `folder` whose policy has no tensors."""
+    store = CheckpointStore(folder / "checkpoints", 2, said.append)
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     tasks = SimpleNamespace(names=[])
     one = {"averager": None, "replay": None, "member": None}
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
-    own = RunSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
+    own = RunSettings(RunDir(folder), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
     held_out = HeldOutFigures(NodeConfig(), cast(Any, policy), cast(Any, tasks), said.append, print, whole=True)
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost, held_out)
+    return RunState(NodeConfig(), RunDir(folder), cast(Any, node), store, None, own, cost, held_out)
+
+
+def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    state, folder = state_of_round_3(tmp_path, said), tmp_path / "checkpoints"
+    store = state.checkpoints
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()
@@ -158,3 +165,25 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     state.save()
     store.close()
     assert list(folder.glob("round-*")) == [written], "once is enough"
+
+
+def test_figures_of_a_saved_round_are_saved(tmp_path: Path) -> None:
+    state, newest = state_of_round_3(tmp_path, []), tmp_path / "checkpoints/round-00000003-1/state.json"
+    state.save()
+    state.held_out.figures.last, state.held_out.figures.round = Evaluation({"all": Held(9, 0.5, 1.0)}), 3
+    state.save()
+    state.checkpoints.close()
+    figures = json.loads(newest.read_text())["state"]["held_out_figures"]
+    assert (figures["round"], figures["last"]["table"]["all"]["pass_1"]) == (3, 0.5)
+
+
+def test_an_unwritten_best_checkpoint_sets_no_mark(tmp_path: Path) -> None:
+    state = state_of_round_3(tmp_path, [])
+    held_out, written = state.held_out, Best(3, 0.25, 1.0, state.held_out.conditions)
+    for best in (written, Best(4, 0.75, 1.0, held_out.conditions)):
+        held_out.best, held_out.is_new_best, state.node.round = best, True, best.round
+        state.save()
+        state.checkpoints.wait()
+        (tmp_path / "best.tmp").mkdir(exist_ok=True)  # best.json cannot be written from here on
+        state.settle_best()
+        assert held_out.best is not None and held_out.best.pass_1 == written.pass_1

@@ -41,13 +41,19 @@ def test_the_best_stays_until_a_better_one(store: CheckpointStore) -> None:
     assert kept() == ["round-00000005", "round-00000006", "round-00000007"]
 
 
-def test_a_checkpoint_may_turn_out_to_be_the_best(store: CheckpointStore) -> None:
-    for round in (1, 2, 2, 3):
-        save(store, round)
-    store.name_best(Best(2, 0.5, 0.5))
-    assert read_best(Path("run")) == Best(2, 0.5, 0.5, {}, "round-00000002-1")
-    store.name_best(Best(9, 0.5, 0.5))
-    assert read_best(Path("run")) == Best(2, 0.5, 0.5, {}, "round-00000002-1"), "there is none of that round"
+def test_a_checkpoint_outlives_an_unwritten_best_file() -> None:
+    said: list[str] = []
+    store = CheckpointStore(Path("run/checkpoints"), 2, said.append)
+    save(store, 1, 0.25)
+    save(store, 2)
+    Path("run/best.tmp").mkdir()
+    save(store, 3, 0.5)
+    assert store.best_failed and not store.failed and kept() == [f"round-0000000{n}" for n in (1, 2, 3)]
+    assert len(said) == 1 and "checkpoint of round 3 is not recorded as the best" in said[0]
+    store.close()
+    Path("run/best.tmp").rmdir()
+    save(store, 4, 0.5)
+    assert not store.best_failed and kept() == ["round-00000003", "round-00000004"]
 
 
 def test_figures_of_other_questions_do_not_count(store: CheckpointStore) -> None:
