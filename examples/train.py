@@ -26,7 +26,9 @@ class Patience(swarm_node.Callback):
         print(f"saved {path}")
 
     def on_end(self, result: swarm_node.TrainResult) -> None:
-        print(f"ended after {result.rounds} rounds; best reward {self.best:.3f} in round {self.best_at}")
+        print(f"ended after {result.rounds} rounds")
+        if self.best_at:
+            print(f"best reward {self.best:.3f} in round {self.best_at}")
 
 
 if __name__ == "__main__":
@@ -39,4 +41,7 @@ if __name__ == "__main__":
     }
     result = swarm_node.train(config, [Patience(rounds=10)], quiet=True)
     print("policy:", result.checkpoint)
-    print("as a model for transformers:", swarm_node.export(result.run_dir, Path("runs/example-model")))
+    model = Path("runs/example-model")
+    if not model.exists():  # a second start goes on with the run, which may be over
+        swarm_node.export(result.run_dir, model)
+    print("as a model for transformers:", model)

@@ -122,7 +122,7 @@ class ProgressDisplay:
         """Returns the seconds so far in which the run was paused; its minutes exclude them. Called as `waiting` is."""
         self.usage: Callable[[], str] = str
         """Returns what the run takes from its machine; empty = not known yet. Called as `waiting` is."""
-        self.hint = ""  # how to stop and to pause the run
+        self.hint = self.paused_hint = ""  # how to stop and to pause the run; how to stop and to unpause it
         self.spent_s = 0.0  # seconds of the minutes of the run that had passed before the first round
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
@@ -209,9 +209,15 @@ class ProgressDisplay:
         self._console.print(table)
         self._stream.flush()
 
+    def tell_how_to_stop(self, run: str) -> None:
+        """Show how to stop and to pause the run directory `run`, quoted as a command takes it."""
+        self.hint = f"Ctrl-C saves and stops; swarm-node pause {run} waits"
+        self.paused_hint = f"Ctrl-C saves and stops; swarm-node unpause {run} goes on"
+
     def stop(self) -> None:
         """End; the last state stays on the terminal."""
-        self._last, self.hint = None, ""  # the sentence stands above, and its age would be wrong in a moment
+        self._last = None  # the sentence stands above, and its age would be wrong in a moment
+        self.hint = self.paused_hint = ""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -264,7 +270,7 @@ class ProgressDisplay:
         traffic, averaged = self._fitting(self._traffic_words(waiting)), self._averaged
         both = "  ".join(filter(None, [traffic, averaged]))
         below = [both] if cell_len(both) <= width else [traffic, averaged]
-        lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, *self._usage_lines()]
+        lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, *self._usage_lines(waiting)]
         shown = (Text(self._cut(line), no_wrap=True) for line in [*lines, self._last_event()] if line)
         return Group(self._head("" if waiting else self._time_left()), *shown)
 
@@ -340,11 +346,11 @@ class ProgressDisplay:
             return [f"{volume(inward)} in, {volume(outward)} out"]
         return [f"{rates[0]}, {volume(inward + outward)} in all", *rates]
 
-    def _usage_lines(self) -> list[str]:
+    def _usage_lines(self, waiting: str) -> list[str]:
         """What the run takes, and how to stop it, on one line or on two."""
-        usage, fits = self.usage(), self._console.width
-        both = "; ".join(filter(None, [usage, self.hint]))
-        return [both] if cell_len(both) <= fits else [usage, self.hint if cell_len(self.hint) <= fits else ""]
+        usage, fits, hint = self.usage(), self._console.width, self.paused_hint if waiting else self.hint
+        both = "; ".join(filter(None, [usage, hint]))
+        return [both] if cell_len(both) <= fits else [usage, hint if cell_len(hint) <= fits else ""]
 
     def _last_event(self) -> str:
         if self._last is None:

@@ -109,7 +109,7 @@ class Run:
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
-            self.progress.hint = f"Ctrl-C saves and stops; swarm-node pause {run.quoted} waits"
+            self.progress.tell_how_to_stop(run.quoted)
             self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
         self._again = f"swarm-node resume {run.quoted}"

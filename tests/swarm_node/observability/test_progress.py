@@ -544,12 +544,23 @@ def test_volume(size, words):
 def test_what_it_takes_and_how_to_stop_it_are_shown(width, lines):
     progress = ProgressDisplay(20, stream=Terminal(), clock=VirtualTime(), width=width)
     progress.usage = lambda: "uses 1.0 of 2 cores, 0.54 GiB"
-    progress.hint = "Ctrl-C saves and stops; swarm-node pause runs/a waits"
+    progress.tell_how_to_stop("runs/a")
     progress.start()
     progress.update(1, {"reward": 0.5})
     shown = [str(line) for line in progress.view().renderables[2:]]
     progress.stop()
     assert shown == lines
+
+
+def test_a_paused_run_says_how_to_go_on():
+    progress = ProgressDisplay(20, stream=Terminal(), clock=VirtualTime(), width=120)
+    progress.tell_how_to_stop("runs/a")
+    progress.waiting = lambda: "paused: by `swarm-node pause`"
+    progress.start()
+    progress.update(1, {"reward": 0.5})
+    shown = [str(line) for line in progress.view().renderables]
+    progress.stop()
+    assert shown[-1] == "Ctrl-C saves and stops; swarm-node unpause runs/a goes on"
 
 
 def test_a_run_without_end_says_how_long_it_has_been_going():
