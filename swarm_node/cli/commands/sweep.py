@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import UserError
-from swarm_node.observability.comparing import read_run
+from swarm_node.observability.comparing import newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
@@ -164,7 +164,7 @@ class Sweep:
     def _grid(self) -> list[SweepSetting]:
         settings = list(self._combinations())
         runs = [(setting, seed) for setting in settings for seed in self.plan.seeds]
-        complete = sum(self._is_complete(*run) for run in runs)
+        complete = sum(self.is_complete(*run) for run in runs)
         self._say(f"runs in {self.folder}: {len(runs)}, complete already: {complete}")
         with ThreadPoolExecutor(self.plan.parallel) as pool, self._children():
             for done, _ in enumerate(pool.map(lambda run: self._one(*run), runs), 1):
@@ -172,11 +172,8 @@ class Sweep:
         return settings
 
     def _search(self) -> list[SweepSetting]:
-        study = _study(self.folder)
-        for trial in study.trials:
-            if not trial.state.is_finished():  # of a sweep that was stopped: its runs are resumed
-                study.tell(trial.number, state=_trial_state("FAIL"))
-                study.enqueue_trial(trial.params)
+        study = study_in(self.folder)
+        take_up(study, self.plan.search.keys())
         tried = [trial.params for trial in study.trials if trial.value is not None]
         settings = [self.setting(found) for found in tried if found.keys() == self.plan.search.keys()]
         self._say(f"trials in {self.folder}: {self.plan.trials}, complete already: {len(settings)}")
@@ -203,7 +200,7 @@ class Sweep:
 
     def _one(self, setting: SweepSetting, seed: int) -> None:
         """Run one setting with one seed to its end, unless that was done, and note the objective."""
-        if not self._is_complete(setting, seed):
+        if not self.is_complete(setting, seed):
             if problem := self._process(setting, seed):
                 setting.failed.append(problem)
                 return
@@ -211,12 +208,14 @@ class Sweep:
             figure = read_run(self.directory(setting, seed)).final.get(OBJECTIVES[self.plan.objective])
             setting.scores += [] if figure is None else [figure]
 
-    def _is_complete(self, setting: SweepSetting, seed: int) -> bool:
-        """Whether all rounds are over and the process has saved."""
-        run = RunDir(self.directory(setting, seed))
+    def is_complete(self, setting: SweepSetting, seed: int) -> bool:
+        """Whether all rounds are over and saved, with held-out figures of the last one if these are the objective."""
+        run, rounds = RunDir(self.directory(setting, seed)), self._config(setting, seed).total_rounds
         last = last_record(run.metrics) if run.metrics.exists() else None
-        complete = last is not None and last["round"] >= self._config(setting, seed).total_rounds
-        return complete and run.has_trained
+        saved, state = newest_checkpoint(run)
+        if last is None or min(last["round"], saved) < rounds:
+            return False
+        return self.plan.objective != "held_out" or state.get("held_out_figures", {}).get("round", 0) >= rounds
 
     def _process(self, setting: SweepSetting, seed: int) -> str:
         """Run `swarm-node local` to its end. Returns what went wrong, if anything."""
@@ -244,9 +243,11 @@ class Sweep:
         with self._lock:
             self._processes.discard(process)
         _close_input(process)
-        if self._ended.is_set() or (not code and self._is_complete(setting, seed)):
+        if self._ended.is_set() or (not code and self.is_complete(setting, seed)):
             return ""
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        if not code:
+            return f"{folder}: the last round has no checkpoint or no figure of the objective, see {log}"
         return f"{folder}: {last[0] if last and code == USER_ERROR else f'exit code {code}, see {log}'}"
 
     @contextmanager
@@ -305,7 +306,7 @@ def _read(path: Path) -> SweepFile:
     return plan
 
 
-def _study(folder: Path) -> Any:
+def study_in(folder: Path) -> Any:
     """Optuna's study, kept in the folder."""
     try:
         import optuna
@@ -318,6 +319,16 @@ def _study(folder: Path) -> Any:
     study = optuna.create_study(storage=storage, study_name=folder.name, direction="maximize", load_if_exists=True)
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))  # a sweep that goes on asks for something new
     return study
+
+
+def take_up(study: Any, keys: Collection[str]) -> None:
+    """Let the trials that a stopped sweep left begin again with their settings, so that their runs are resumed. Those
+    that wait to begin stay as they are; one without a value for each of `keys` is given up."""
+    for trial in study.trials:
+        if trial.state == _trial_state("RUNNING"):
+            study.tell(trial.number, state=_trial_state("FAIL"))
+            if trial.params.keys() == set(keys):
+                study.enqueue_trial(trial.params)
 
 
 def _trial_state(name: str) -> Any:

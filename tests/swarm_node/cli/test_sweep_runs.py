@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.cli.commands.sweep import SearchRange, Sweep
+from swarm_node.cli.commands.sweep import SearchRange, Sweep, study_in, take_up
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import each_record
 from swarm_node.storage.rundir import RunDir
@@ -107,6 +108,33 @@ def test_optuna_chooses_settings_and_goes_on() -> None:
     assert "trials in runs/find: 2, complete already: 1" in said
     assert len({each.name for each in settings}) == 2 and first.name in {each.name for each in settings}
     assert len(list(Path("runs/find").glob("*/metrics.jsonl"))) == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_interrupted_search_is_taken_up_repeatedly(tmp_path: Path) -> None:
+    study = study_in(tmp_path)
+    study.ask().suggest_float("a", 0, 1)
+    value = study.trials[0].params["a"]
+    study.ask()  # the sweep was killed before it got a value
+    for _ in range(2):
+        take_up(study, ["a"])
+        assert [each.state.name for each in study.trials] == ["FAIL", "FAIL", "WAITING"]
+    assert study.ask().suggest_float("a", 0, 1) == value
+
+
+@pytest.mark.parametrize(
+    ("saved", "measured", "complete"), [(2, 2, True), (1, 1, False), (2, 1, False), (2, None, False)]
+)
+def test_a_complete_run_has_saved_its_figures(saved: int, measured: int | None, complete: bool) -> None:
+    text = GRID.replace(HEAD, "").replace("eval.questions = 0", "eval.questions = 4").replace('["dapo", ', "[")
+    sweep = Sweep(write(text))
+    setting = sweep.setting({"grpo.loss": "gspo"})
+    newest = sweep.directory(setting, 0) / f"checkpoints/round-{saved:08}"
+    newest.mkdir(parents=True)
+    newest.parents[1].joinpath("metrics.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
+    figures = {} if measured is None else {"held_out_figures": {"round": measured}}
+    newest.joinpath("state.json").write_text(json.dumps({"state": figures}))
+    assert sweep.is_complete(setting, 0) == complete
 
 
 @pytest.mark.slow
