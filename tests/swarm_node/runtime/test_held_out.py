@@ -16,11 +16,13 @@ from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.comparing import newest_checkpoint, read_run
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.best import BEST
+from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
 
 ALWAYS = {"questions": 14, "samples": 3, "every": 1, "share": 1.0}
@@ -194,3 +196,14 @@ def test_only_questions_are_asked_interruptibly(monkeypatch: pytest.MonkeyPatch)
     ours.measure_during(1)
     ours.measure_after(2, again=False)
     assert order == ["allowed", "asked", "held", "told"] * 3
+
+
+def test_figures_of_a_repeated_last_evaluation_are_saved() -> None:
+    Path("stopping.py").write_text(STOPPING)
+    rewards = {"functions": [{"path": "stopping.py:stop"}]}
+    config = settings(1, eval=ALWAYS | {"questions": 7, "every": 0}, rewards=rewards)
+    for measured in (0, 1):  # a signal ends the evaluation after training, and the next start repeats it
+        assert run_local(config) == 0
+        round, state = newest_checkpoint(RunDir(Path("run")))
+        assert (round, state["held_out_figures"]["round"]) == (1, measured)
+    assert "held-out pass@1, at the end" in read_run(Path("run")).final
