@@ -143,7 +143,7 @@ def test_a_second_node_in_one_directory_is_refused() -> None:
 def test_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**22, 2**22))
     code, told = answer("local", "--run-dir", "r")
-    assert code == 2 and "for two checkpoints of 5.0 MiB: 4.0 MiB are free" in told and not Path("r").exists()
+    assert code == 2 and "for three checkpoints of 5.0 MiB: 4.0 MiB are free" in told and not Path("r").exists()
 
 
 def process(*words: str) -> subprocess.CompletedProcess[str]:
