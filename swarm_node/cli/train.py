@@ -52,7 +52,8 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
     check_run_place(config, member)
     found = swarm_to_join(config) if member else None
-    own_model = found is None or "model" in config.policy.model_fields_set
+    is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
+    own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
     if config.log_format == "text":
         starting()
