@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,18 +29,17 @@ from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.plots import moving_average
 from swarm_node.observability.tally import Tally
 from swarm_node.storage.best import read_best
+from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 READ = 256  # records in memory at once
 GRID = 200  # points of a group's curve
 SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of the run
-MAX_STATE_BYTES = 64 << 20  # longest state.json that is read
 ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
 """Top-level keys that neither separate groups nor count as differences."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
 T_BEYOND = 1.96
-CHECKPOINT = re.compile(r"round-\d{8,}(-\d+)?")
 AXES = {"round": "round", "seconds": "seconds in rounds"}
 MEASURES = {"reward": "training reward", "pass_1": "held-out pass@1"}
 
@@ -195,7 +193,7 @@ def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
 def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
     """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
-    named = sorted(path for path in folders if CHECKPOINT.fullmatch(path.name))
+    named = sorted((path for path in folders if NAME.fullmatch(path.name)), key=order)
     try:
         with open(named[-1] / "state.json", "rb") as file:
             document = json.loads(file.read(MAX_STATE_BYTES))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.runtime.callbacks import Manner, TrainResult
+from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.runtime.pipeline_run import run_crew
 from swarm_node.say import Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -146,7 +146,7 @@ class StageProcesses:
                     other.started, other.again = self.now(), math.inf
                     other.process = self.launch(other.stage, link)
                 elif other.process is not None and (code := other.process.poll()) is not None:
-                    _close_input(other.process)
+                    close_input(other.process)
                     other.process = None
                     self._dead(other, code)
 
@@ -156,15 +156,7 @@ class StageProcesses:
         log = folder.with_suffix(".log")
         arguments = ["join", link, "--config", str(self.folder / "config.toml"), "--run-dir", str(folder)]
         arguments += ["--name", f"stage-{stage}", "--stage", str(stage)]
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "swarm_node.cli.stage_process", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
-                start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
-            )
+        return start_child(arguments, log)
 
     def _dead(self, other: StageProcess, code: int) -> None:
         """Plan when a process starts again: never if it said what the user has to do, and rarely if it never lives
@@ -180,17 +172,4 @@ class StageProcesses:
 
     def _end(self) -> None:
         processes = [other.process for other in self._processes if other.process is not None]
-        for process in processes:
-            _close_input(process)
-        until = time.monotonic() + PROCESS_LEAVE_S
-        for process in processes:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _close_input(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
+        end_children(processes, PROCESS_LEAVE_S)

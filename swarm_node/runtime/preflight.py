@@ -15,12 +15,10 @@ from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.model_path import LORA_ABOVE, checked, parameters, starter_path
-from swarm_node.storage.room import check_room
+from swarm_node.storage.room import VALUE_BYTES, check_room
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.network import identity_file
 from swarm_node.tasks.checking import check_specs
-
-STATE_BYTES = 12  # of a trained parameter in a checkpoint: the weight and the optimiser's two moments, four bytes each
 
 
 def check_run_place(config: NodeConfig, network: bool) -> None:
@@ -79,4 +77,4 @@ def _check_disk(config: NodeConfig, path: str) -> None:
         return
     checkpoints = RunDir(config.directory).checkpoints
     keeps_best = config.eval.every and config.eval.questions
-    check_room(checkpoints, STATE_BYTES * size, len(list(checkpoints.glob("round-*"))), 3 if keeps_best else 2)
+    check_room(checkpoints, VALUE_BYTES * size, len(list(checkpoints.glob("round-*"))), 3 if keeps_best else 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from swarm_node.storage.names import NAME
 from swarm_node.storage.rundir import sync
 
 BEST = "best.json"
@@ -35,7 +35,7 @@ def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | 
         return None
     if conditions is not None and best.conditions != msgspec.to_builtins(conditions):
         return None
-    is_name = re.fullmatch(r"round-[0-9-]+", best.checkpoint) is not None
+    is_name = NAME.fullmatch(best.checkpoint) is not None
     return best if is_name and (run / "checkpoints" / best.checkpoint).is_dir() else None
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from swarm_node.errors import UserError
-from swarm_node.storage.checkpoints import NAME, order
+from swarm_node.storage.names import NAME, order
 
 GROWTH_CHECK_S = 0.2  # time between two looks at whether a file that is read has grown
 ANSWER_S = 60.0  # longest wait for a list, or for the next bytes of a file

@@ -39,12 +39,11 @@ from torch import Tensor
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, Best, read_best, write_best
+from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 
 FORMAT = 1
-NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
-MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
 MAX_WRITTEN = 64  # complete checkpoints that wait for somebody to hear of them
 # errors of the system that mean for good that a file of a checkpoint is missing
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -326,10 +325,3 @@ def check_files(path: Path) -> None:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def order(path: Path) -> tuple[int, int]:
-    """(round, repetition) from a checkpoint's name."""
-    match = NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)

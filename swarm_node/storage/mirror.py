@@ -30,7 +30,8 @@ from typing import Any
 from swarm_node.errors import CheckpointError, SwarmNodeError, UserError
 from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
-from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order, read_state
+from swarm_node.storage.checkpoints import ForeignCheckpoint, check_files, read_state
+from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.rundir import os_error_text
 
 NEW_CHECKPOINT_CHECK_S = 1.0  # time between two looks for a new checkpoint

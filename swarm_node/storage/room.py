@@ -8,6 +8,8 @@ from pathlib import Path
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import existing_part
 
+VALUE_BYTES = 12  # of a trained value in a checkpoint: itself and the optimiser's two moments, four bytes each
+
 
 def check_room(folder: Path, size: int, there: int = 0, wanted: int = 2) -> None:
     """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more, or for `wanted` in all."""

@@ -15,9 +15,7 @@ import math
 import os
 import re
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +37,7 @@ from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 from swarm_node.observability.comparing import newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
+from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 OBJECTIVES = {"held_out": "held-out pass@1, at the end", "reward": "reward, last tenth"}
@@ -227,22 +226,15 @@ class Sweep:
         with os_errors_explained(config):
             config.write_text(tomli_w.dumps(table), encoding="utf-8")
         arguments = ["local", "--config", str(config), "--run-dir", str(folder), "--seed", str(seed)]
-        with self._lock, log.open("ab") as output:
+        with self._lock:
             if self._ended.is_set():
                 return ""
-            process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_node.cli.stage_process", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
-                start_new_session=True,  # Ctrl-C is for this process, which then closes their standard input
-            )
+            process = start_child(arguments, log)
             self._processes.add(process)
         code = process.wait()
         with self._lock:
             self._processes.discard(process)
-        _close_input(process)
+        close_input(process)
         if self._ended.is_set() or (not code and self.is_complete(setting, seed)):
             return ""
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -259,15 +251,7 @@ class Sweep:
             self._ended.set()
             with self._lock:
                 processes = list(self._processes)
-            for process in processes:
-                _close_input(process)
-            until = time.monotonic() + LEAVE_S
-            for process in processes:
-                try:
-                    process.wait(max(0.1, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end_children(processes, LEAVE_S)
 
 
 def table_of(plan: SweepFile, settings: Sequence[SweepSetting]) -> tuple[list[str], list[list[str]]]:
@@ -343,8 +327,3 @@ def _suggest(trial: Any, key: str, each: list[Any] | SearchRange) -> Any:
     if each.whole:
         return trial.suggest_int(key, int(each.low), int(each.high))
     return trial.suggest_float(key, each.low, each.high, log=each.log)
-
-
-def _close_input(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()

@@ -20,7 +20,8 @@ from torch import Tensor
 from protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.membership.actions import Spans
-from swarm_node.storage.checkpoints import NAME, Checkpoint, CheckpointStore, read_checkpoint
+from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from swarm_node.storage.names import NAME
 
 
 class StageFile(msgspec.Struct, frozen=True, rename={"made": "time"}):

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-import uvicorn
 
-from swarm_node.observability.dashboard.app import make_app
-from swarm_node.observability.dashboard.gallery import Gallery
-from swarm_node.observability.dashboard.serve import LOCAL_NAMES
 from swarm_node.storage.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
+from tests.support.dashboards import served
 from tests.support.run_files import answered, metrics, write
 
 CHROMIUM = find_chromium()
@@ -46,18 +41,8 @@ def url(tmp_path: Path) -> Iterator[str]:
     """A dashboard, in a thread, of the runs of this test, which are there before it is asked for."""
     make_swarm_run()
     make_silo()
-    server: uvicorn.Server
-    app = make_app(Gallery([]), LOCAL_NAMES, None, stopping=lambda: server.should_exit)
-    server = uvicorn.Server(
-        uvicorn.Config(app, ws="none", loop="asyncio", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(server.run, [listener])
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-    served.result()
+    with served([]) as url:
+        yield url
 
 
 @contextmanager

@@ -10,13 +10,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from swarm_node.cli.commands.page import listens_at, page_process, show_pages
@@ -24,9 +21,10 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.app import make_app, qr_code
 from swarm_node.observability.dashboard.gallery import Gallery
-from swarm_node.observability.dashboard.serve import LOCAL_NAMES, serve
+from swarm_node.observability.dashboard.serve import serve
 from swarm_node.storage.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
+from tests.support.dashboards import served
 from tests.support.ports import free_port
 from tests.support.run_files import metrics, write
 from tests.support.waiting import until
@@ -211,22 +209,6 @@ def listens(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextmanager
-def served(paths: list[Path]) -> Iterator[str]:
-    server: uvicorn.Server
-    app = make_app(Gallery(paths), LOCAL_NAMES, None, stopping=lambda: server.should_exit)
-    server = uvicorn.Server(
-        uvicorn.Config(app, ws="none", loop="asyncio", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-        running.result()
 
 
 @pytest.fixture(scope="module")
