@@ -200,7 +200,7 @@ def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
         state = document["state"]
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
         return 0, {}
-    return int(named[-1].name.split("-")[1]), state if isinstance(state, dict) else {}
+    return order(named[-1])[0], state if isinstance(state, dict) else {}
 
 
 def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:

@@ -16,8 +16,9 @@ from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import dump_own
 from swarm_node.errors import UserError
-from swarm_node.observability.comparing import Comparison, band, read_run, t_95
+from swarm_node.observability.comparing import Comparison, band, newest_checkpoint, read_run, t_95
 from swarm_node.observability.comparison_plot import plot_comparison
+from swarm_node.storage.rundir import RunDir
 
 
 def make_run(name: str, rewards: list[float], held: tuple[float, float] | None = None, **settings: Any) -> Path:
@@ -137,3 +138,11 @@ def test_the_command_prints_and_writes(runs: list[Path]) -> None:
     document = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
     assert document["differences"] == {"grpo.loss": ["dapo", "gspo"]}
     assert [run["seed"] for run in document["groups"][0]["runs"]] == [1, 2]
+
+
+def test_the_tenth_writing_of_a_round_is_the_newest(tmp_path: Path) -> None:
+    for name in ("round-00000007-2", "round-00000007-10", "round-00000006"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"round": 7, "state": {"of": name}}))
+    assert newest_checkpoint(RunDir(tmp_path)) == (7, {"of": "round-00000007-10"})
