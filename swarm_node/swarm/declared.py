@@ -24,7 +24,7 @@ from protocol.manifest import Manifest
 from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
 from protocol.topics import short_hash
 from swarm_node import __version__
-from swarm_node.swarm.question_files import UNNAMED
+from swarm_node.swarm.question_files import names_of_files
 from swarm_node.tasks.catalogue import SETS
 
 MAX_KINDS = 64  # kinds of task that a table over all members has: those with most answers
@@ -77,10 +77,10 @@ def _fits(kind: DeclaredKind) -> bool:
 
 def kinds_of(manifest: Manifest) -> frozenset[str]:
     """Names that kinds of task of this swarm may have: those of its environments and question files."""
-    names: set[str] = set()
+    names = set(names_of_files(manifest).values())
     for task in manifest.tasks:
-        name = task.env.rpartition("/")[2] or task.name or UNNAMED
-        names |= set(SETS.get(task.env, ())) or {name}
+        if task.env:
+            names |= set(SETS.get(task.env, ())) or {task.env.rpartition("/")[2]}
     return frozenset(names)
 
 

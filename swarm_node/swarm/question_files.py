@@ -22,6 +22,7 @@ from swarm_node.swarm.download import download
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.lookup import ask_around
 from swarm_node.swarm.manifests import as_table, read_questions
+from swarm_node.tasks.names import numbered
 
 ALL_FILES_S = 120.0
 """How long question files may delay the start of a node, whatever their sources and members do: as long as the largest
@@ -45,12 +46,13 @@ def gather_files(
     reported by `say` and left out. Raises UserError if the run directory, or a file among `own`, cannot be used.
     """
     files: dict[str, Path] = {}
+    names = names_of_files(manifest)
     given: dict[str, bytes] | None = None
     until, look_until = time.monotonic() + ALL_FILES_S, 0.0
     for task in manifest.tasks:
         if not task.sha256:
             continue
-        path = run.files / task.sha256[:16] / f"{task.name or UNNAMED}.jsonl"
+        path = run.files / task.sha256[:16] / f"{names[task.sha256]}.jsonl"
         with os_errors_explained(path):
             at_hand = path.exists() and _is(task, path.read_bytes())
         if not at_hand:
@@ -67,6 +69,16 @@ def gather_files(
                 path.write_bytes(data)
         files[task.sha256] = path
     return files
+
+
+def names_of_files(manifest: Manifest) -> dict[str, str]:
+    """sha256 -> name of each question file, without `.jsonl`. Later ones of equal names are numbered (`questions-2`): so
+    all members call them alike, also those that lack one."""
+    names: dict[str, str] = {}
+    for task in manifest.tasks:
+        if task.sha256 and task.sha256 not in names:
+            names[task.sha256] = numbered(task.name or UNNAMED, names.values())
+    return names
 
 
 def _own_files(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:

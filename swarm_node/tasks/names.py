@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Container
+from itertools import chain, count
 from pathlib import Path
 
 from swarm_node.errors import UserError
@@ -15,6 +16,11 @@ OTHER_FILES = {".json", ".parquet", ".txt", ".arrow", ".xlsx"}
 ROW = '{"question": "1+1?", "answer": "2"}'
 FROM_CSV = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin{})]"
 DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def numbered(name: str, taken: Container[str]) -> str:
+    """`name`, or the first of `name-2`, `name-3`, … that is not taken."""
+    return next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
 
 
 def unknown_task(name: str, known: Collection[str]) -> UserError:

@@ -29,7 +29,7 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import unknown_task
+from swarm_node.tasks.names import numbered, unknown_task
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
 from swarm_node.types import Rollout, Score, Task
@@ -261,12 +261,19 @@ def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
 
 
 def _make_labels_distinct(sources: list[TaskSource]) -> None:
-    """Name sources that share a label by their path (`sapo/bf`), or else by their config hash as well."""
+    """Tell environments that share a label apart by their set (`sapo/bf`), or else by the hash of their options as well;
+    and other sources, whose path may be one of this machine, by a number."""
+    environments = [source for source in sources if isinstance(source, ReasoningGym)]
     for attempt in ("{0.path}", "{0.label}:{0.config}"):
-        counts = Counter(source.label for source in sources)
-        for source in sources:
+        counts = Counter(source.label for source in environments)
+        for source in environments:
             if counts[source.label] > 1:
                 source.label = attempt.format(source)
+    taken = {source.label for source in environments}
+    for source in sources:
+        if not isinstance(source, ReasoningGym):
+            source.label = numbered(source.label, taken)
+            taken.add(source.label)
 
 
 def slot_key(swarm: str, peer: str, epoch: int, slot: int) -> str:

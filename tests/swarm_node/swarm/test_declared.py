@@ -57,6 +57,12 @@ def test_kinds_are_those_of_the_manifest(kind: str, known: bool) -> None:
     assert is_known(kind, kinds_of(Manifest("sums", tasks))) is known
 
 
+def test_files_of_one_name_are_kinds_of_their_own() -> None:
+    twins = [ManifestTask(sha256=digit * 64, name="letters") for digit in "011"]
+    kinds = kinds_of(Manifest("sums", [*twins, ManifestTask(env="gcd"), ManifestTask(sha256="2" * 64)]))
+    assert kinds == {"letters", "letters-2", "gcd", "questions"}
+
+
 def test_a_liar_is_one_voice_of_many() -> None:
     honest = says(kinds=[["gcd", 100, 20], ["lcm", 100, 10]])
     liar = says(kinds=[["gcd", MAX_DECLARED_ANSWERS, MAX_DECLARED_ANSWERS], ["unheard_of", 1, 1]])

@@ -19,8 +19,9 @@ from swarm_node.config import (
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup, question_files
+from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.manifests import render
+from swarm_node.swarm.manifests import render, task_tables
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import load_tasks
 from tests.support.fake_transport import FakeTransport, card, peer_id
@@ -45,6 +46,21 @@ def test_question_files_are_found_near_and_kept(run: RunDir) -> None:
     assert path.is_relative_to(run.files)
     assert load_tasks([TaskConfig(file=str(path))], RewardsConfig()).labels == ["q"]
     assert gather(manifest, run, [])[0] == files  # the copy is enough from now on
+
+
+def test_files_of_one_name_are_labelled_alike_everywhere(run: RunDir) -> None:
+    contents = {"a": QUESTIONS, "b": QUESTIONS + b"\n", "c": QUESTIONS + b"\n\n"}
+    tasks = []
+    for folder, data in contents.items():
+        Path(folder).mkdir()
+        Path(folder, "q.jsonl").write_bytes(data)
+        tasks.append(ManifestTask(sha256=hashlib.sha256(data).hexdigest(), name="q", bytes=len(data)))
+    manifest = Manifest("sums", tasks)
+    others = FakeTransport({peer_id(2): {}})
+    for has, labels in (("ac", ["q", "q-3"]), ("abc", ["q", "q-2", "q-3"])):
+        files, _ = gather(manifest, run, [f"{folder}/q.jsonl" for folder in has], others)
+        assert load_tasks(task_tables(manifest, files), RewardsConfig()).labels == labels
+        assert set(labels) <= kinds_of(manifest)
 
 
 def test_question_files_may_lie_beside_the_manifest(run: RunDir) -> None:

@@ -62,6 +62,15 @@ def test_labels(small: TaskSet) -> None:
     assert first != second and first.startswith("gcd:")
 
 
+def test_files_of_one_name_are_numbered(tmp_path: Path) -> None:
+    files = []
+    for number, folder in enumerate(["a", "b", "c"], 3):
+        (tmp_path / folder).mkdir()
+        files.append(write_lines(tmp_path / folder / "gcd.jsonl", rows(20 * number)))
+    assert load_tasks([files[0], files[1]], REWARDS).labels == ["gcd", "gcd-2"]
+    assert load_tasks([files[2], "gcd", files[0]], REWARDS).labels == ["gcd-2", "gcd", "gcd-3"]
+
+
 def test_the_same_source_twice_is_one_source() -> None:
     assert load_tasks(["small/gcd", "small/gcd", "bf", "sapo/bf"], REWARDS).labels == ["gcd", "bf"]
 
