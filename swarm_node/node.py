@@ -42,6 +42,7 @@ from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.schedule import decay
 from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.sizes import GROUPS
 from swarm_node.rollouts import Collected, collect, fit_length
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
@@ -52,7 +53,7 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
     from swarm_node.swarm.member import Member
 
 
-GROUPS_OF_SMALL, GROUPS = 32, 8  # `rollouts.groups`, if it is 0, of policies below SMALL parameters and of others
+GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL parameters; others have GROUPS
 PROBED = 8  # number of own answers by which averaged weights are judged
 
 

@@ -25,12 +25,11 @@ from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name
 from swarm_node.config.own import HOW_LONG, own_layer, read_toml, say_kept
 from swarm_node.config.section import TOGETHER
-from swarm_node.config.training import TaskConfig
+from swarm_node.config.training import COLUMNS, TaskConfig
 from swarm_node.errors import UserError
 
 SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
 MAX_SECRET_CHARS = 65_536  # longest value in a file
-USUAL_COLUMNS = (TaskConfig().question, TaskConfig().answer)
 Layers = Sequence[tuple[str, Table]]  # (source, partial table) in rising precedence
 
 
@@ -109,7 +108,7 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"tasks[{i}] must have either `env` or `file`")
         if isinstance(task, TaskConfig) and task.file is not None and task.config:
             raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
-        if isinstance(task, TaskConfig) and task.file is None and (task.question, task.answer) != USUAL_COLUMNS:
+        if isinstance(task, TaskConfig) and task.file is None and task.columns != COLUMNS:
             raise UserError(f"tasks[{i}] must not name columns, which are for `file`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")

@@ -55,6 +55,14 @@ class TaskConfig(Section):
     weight: PositiveFloat = 1.0
     """Frequency of this source, relative to the others."""
 
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The columns of question and answer."""
+        return self.question, self.answer
+
+
+COLUMNS = TaskConfig().columns  # those of question files, unless their user names others
+
 
 class RewardFunctionConfig(Section):
     """A reward function that the user wrote: its path, or a table with its path and weight."""

@@ -43,6 +43,7 @@ class JsonLines:
         self.report = report
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._failing = False  # whether the last write failed
+        self._bounded = True  # False once the file could not be read
         self._lock = Lock()
         with os_errors_explained(path):
             _temporary(path).unlink(missing_ok=True)  # of a process that was killed while it replaced the file
@@ -92,6 +93,16 @@ class JsonLines:
                 os.close(old)
                 return
         self.report(Warned(problem))
+
+    def bound(self, most_bytes: int) -> None:
+        """Keep the newest half of `most_bytes` if the file is larger than that. A file that cannot be read, since
+        somebody has removed it, is no reason to end a run: that is reported, and the file is bounded no more."""
+        if self._bounded and self.size > most_bytes:
+            try:
+                self.replace(last_lines(self.path, most_bytes // 2))
+            except UserError as error:
+                self._bounded = False
+                self.report(Warned(str(error)))
 
     def close(self) -> None:
         """Close the file. Raises UserError if lines are left for which the disk had no room."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.errors import UserError
-from swarm_node.observability.jsonl import JsonLines, last_lines
+from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.sinks import Sink, TextSink
 from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
 from swarm_node.say import Warned
@@ -92,14 +92,7 @@ class MetricsWriter:
 class EventLog(JsonLines):
     """Events as sentences with their time, kept over resumptions; when the file is full, the newest ones."""
 
-    bounded = True  # False once the file could not be read
-
     def write(self, kind: str, text: str) -> None:
         """Append an event; `kind` is a word to filter by, such as `resume` or `stop`."""
         self.append({"time": time.time(), "kind": kind, "text": text})
-        if self.bounded and self.size > EVENTS_BYTES:
-            try:
-                self.replace(last_lines(self.path, EVENTS_BYTES // 2))
-            except UserError as error:  # somebody has removed it: no reason to end the run
-                self.bounded = False
-                self.report(Warned(str(error)))
+        self.bound(EVENTS_BYTES)

@@ -36,7 +36,6 @@ class SampleLog:
         self._config = config
         self._report = report
         self._written: Counter[tuple[str, str]] = Counter()  # (peer or "", task) -> number of its records
-        self._bounded = True  # False once the file could not be read
 
     def truncate_after(self, round: int) -> None:
         """Drop the records of rounds after `round`, which will be recorded again."""
@@ -57,12 +56,7 @@ class SampleLog:
         records = [_record(round, group) for group in self._chosen(own, foreign)]
         for record in records:
             self._file.append(record)
-        if self._bounded and self._file.size > SAMPLES_BYTES:
-            try:
-                self._file.replace(last_lines(self._file.path, SAMPLES_BYTES // 2))
-            except UserError as error:  # somebody has removed it: no reason to end the run
-                self._bounded = False
-                self._report(str(error))
+        self._file.bound(SAMPLES_BYTES)
         return records
 
     def close(self) -> None:

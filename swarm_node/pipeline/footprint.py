@@ -26,10 +26,10 @@ from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replica_every, replicated
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import skeleton
+from swarm_node.policy.sizes import GROUPS
 from swarm_node.storage.room import VALUE_BYTES
 
 WIRE_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 66 / 64}  # of a value on the network; int8 has a scale for 64
-GROUPS = 8  # groups of a round if the configuration leaves them open
 
 
 @dataclass(frozen=True)

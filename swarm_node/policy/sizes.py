@@ -12,7 +12,7 @@ from swarm_node.config import GrpoConfig, NodeConfig
 
 HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
 RUNTIME_BYTES = 450 * 2**20  # Python, torch and transformers themselves
-GROUPS = 8  # groups of a round of a model of this size, unless the configuration says otherwise
+GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
 PROMPT_TOKENS = 200  # of a question with its chat template
 MICROBATCH = 2048  # `grpo.microbatch_tokens` that goes with a proposal: activations of the default take most memory
 PART = 0.8  # of the free memory that a proposal may take

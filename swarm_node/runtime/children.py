@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from swarm_node.config.keys import VARIABLE_PREFIX
 
 
-def start_child(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process that does `swarm-node` with `arguments`, writes to the end of `log`, does not read the
-    environment variables of the configuration, and ends when its standard input does. Raises OSError."""
-    with log.open("ab") as output:
+def start_child(arguments: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a process that does `swarm-node` with `arguments`, writes to the end of `log` (None = to standard error),
+    does not read the environment variables of the configuration, and ends when its standard input does. Raises
+    OSError."""
+    with nullcontext(sys.stderr) if log is None else log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "swarm_node.cli.stage_process", *arguments],
             stdin=subprocess.PIPE,

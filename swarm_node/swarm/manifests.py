@@ -27,6 +27,7 @@ from protocol.limits import MAX_RESPONSE_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
+from swarm_node.config.training import COLUMNS
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
@@ -40,7 +41,6 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
-    from swarm_node.tasks.files import COLUMNS
     from swarm_node.tasks.option_limits import check_options
 
     check_addresses(rest.get("bootstrap", []))
@@ -52,7 +52,7 @@ def make_manifest(
                 check_options(table.env or "", table.config)
                 made.append(ManifestTask(env=table.env or "", config=table.config, weight=table.weight))  # type: ignore[arg-type]
                 continue
-            if (table.question, table.answer) != COLUMNS:
+            if table.columns != COLUMNS:
                 raise UserError(
                     f"members read the columns `question` and `answer`, and {table.file} has others: `swarm-node new` "
                     "converts such a file, `--stages` takes none"
@@ -77,14 +77,14 @@ def make_manifest(
 def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[str | TaskConfig]:
     """`specs` in which each file with named columns is replaced by a copy in `folder` with `question` and `answer`.
     The copy is called as the file. Raises UserError, also if another file of that name is there."""
-    from swarm_node.tasks.files import COLUMNS, QuestionFile
+    from swarm_node.tasks.files import QuestionFile
 
     found: list[str | TaskConfig] = []
     for spec in specs:
-        if isinstance(spec, str) or spec.file is None or (spec.question, spec.answer) == COLUMNS:
+        if isinstance(spec, str) or spec.file is None or spec.columns == COLUMNS:
             found.append(spec)
             continue
-        data = QuestionFile(spec.file, columns=(spec.question, spec.answer)).as_jsonl()
+        data = QuestionFile(spec.file, columns=spec.columns).as_jsonl()
         copy = folder / f"{Path(spec.file).stem}-questions.jsonl"
         with os_errors_explained(copy):
             if copy.exists() and copy.read_bytes() != data:

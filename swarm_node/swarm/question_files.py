@@ -72,8 +72,8 @@ def gather_files(
 
 
 def names_of_files(manifest: Manifest) -> dict[str, str]:
-    """sha256 -> name of each question file, without `.jsonl`. Later ones of equal names are numbered (`questions-2`): so
-    all members call them alike, also those that lack one."""
+    """sha256 -> name of each question file, without `.jsonl`. Later ones of a name are numbered (`questions-2`): so all
+    members call them alike, also those that lack one."""
     names: dict[str, str] = {}
     for task in manifest.tasks:
         if task.sha256 and task.sha256 not in names:

@@ -13,12 +13,12 @@ import msgspec
 
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
+from swarm_node.config.training import COLUMNS
 from swarm_node.errors import UserError
 from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.one_turn import OneTurn, extract
 from swarm_node.types import Task
 
-COLUMNS = ("question", "answer")
 MAX_LISTED = 8  # columns in a message
 
 

@@ -207,8 +207,8 @@ def _table(spec: str) -> TaskConfig:
 
 def _chooses(table: TaskConfig, source: TaskSource) -> bool:
     if table.file is not None:
-        columns = table.question, table.answer
-        return isinstance(source, QuestionFile) and QuestionFile(table.file, False, columns).config == source.config
+        named = QuestionFile(table.file, False, table.columns)
+        return isinstance(source, QuestionFile) and source.config == named.config
     if table.config:
         return any(
             source.config == other.config for other in _open(table, False) if not isinstance(source, QuestionFile)
@@ -219,7 +219,7 @@ def _chooses(table: TaskConfig, source: TaskSource) -> bool:
 
 def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
     if table.file is not None:
-        yield QuestionFile(table.file, answer_needed, (table.question, table.answer))
+        yield QuestionFile(table.file, answer_needed, table.columns)
         return
     name = table.env or ""
     if ":" in name:
@@ -261,14 +261,14 @@ def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
 
 
 def _make_labels_distinct(sources: list[TaskSource]) -> None:
-    """Tell environments that share a label apart by their set (`sapo/bf`), or else by the hash of their options as well;
-    and other sources, whose path may be one of this machine, by a number."""
+    """Tell environments that share a label apart by their set (`sapo/bf`), or else by the hash of their options as
+    well; and other sources, whose path may be one of this machine, by a number."""
     environments = [source for source in sources if isinstance(source, ReasoningGym)]
     for attempt in ("{0.path}", "{0.label}:{0.config}"):
         counts = Counter(source.label for source in environments)
-        for source in environments:
-            if counts[source.label] > 1:
-                source.label = attempt.format(source)
+        for environment in environments:
+            if counts[environment.label] > 1:
+                environment.label = attempt.format(environment)
     taken = {source.label for source in environments}
     for source in sources:
         if not isinstance(source, ReasoningGym):

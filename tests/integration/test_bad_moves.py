@@ -12,27 +12,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from protocol.transports.ports import Port
 from swarm_node.cli.app import app
-from swarm_node.storage import room
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
+from tests.support.disks import leave
 from tests.support.fake_transport import address
 from tests.support.waiting import PATIENCE_S
 
 SWARM = "ab" * 32
 DEAD = f"swarm://{SWARM}?peer=/ip4/127.0.0.1/tcp/9/p2p/{address(1).rpartition('/')[2]}"
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +135,7 @@ def test_a_second_node_in_one_directory_is_refused() -> None:
 
 
 def test_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**22, 2**22))
+    leave(monkeypatch, 2**22)
     code, told = answer("local", "--run-dir", "r")
     assert code == 2 and "for three checkpoints of 5.0 MiB: 4.0 MiB are free" in told and not Path("r").exists()
 

@@ -7,9 +7,6 @@ LINK | SWARM -> a thread that looks -> file /
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +16,9 @@ import typer
 
 from protocol.manifest import LINK_SCHEME
 from swarm_node.config import NetworkConfig
-from swarm_node.config.keys import VARIABLE_PREFIX
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
+from swarm_node.runtime.children import end_children, start_child
 
 END_S = 5.0  # how long the page's process may take to end
 
@@ -67,15 +64,9 @@ def page_process(folder: Path, listen: str) -> Iterator[None]:
     """Within the context, a process shows the pages in `folder`: strangers who read them share nothing with this one.
     Its lines go to standard error. Raises UserError."""
     host, port = listens_at(listen)
-    command = [sys.executable, "-m", "swarm_node.cli.stage_process", "dashboard", str(folder), "--port", str(port)]
-    command += ["--host", host, "--public"] if host else []
-    own = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=own) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    public = ["--host", host, "--public"] if host else []
+    process = start_child(["dashboard", str(folder), "--port", str(port), *public], log=None)
+    try:
+        yield
+    finally:
+        end_children([process], END_S)

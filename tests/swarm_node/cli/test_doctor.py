@@ -3,13 +3,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +55,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
 from swarm_node.swarm.manifests import render
 from swarm_node.tasks.one_turn import in_form
+from tests.support.disks import leave
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.placing import parse
 from tests.support.ports import free_port
@@ -168,7 +167,7 @@ def test_the_form_of_answers_is_told() -> None:
 
 def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path("hub").absolute()))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    leave(monkeypatch, 1000)
     assert disk(Path("runs/new"), 600, 400).verdict == "ok"
     assert "HF_HOME" in disk(Path("runs/new"), 600, 401).remedy
     assert "--run-dir" in disk(Path("runs/new"), 1001, 0).remedy

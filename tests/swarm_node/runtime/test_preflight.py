@@ -8,24 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.preflight import check_material, check_run_place
-from swarm_node.storage import room
 from swarm_node.storage.rundir import RunDir
+from tests.support.disks import leave
 
 LOOPBACK = "127.0.0.1"
-STARTER_BYTES = 12 * 438_912
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 def config(folder: Path, **more: Any) -> NodeConfig:
@@ -89,7 +82,7 @@ def test_a_taken_port_of_health_is_refused(tmp_path: Path, taken: int) -> None:
 
 
 def test_room_for_two_checkpoints_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**22, 2**22))
+    leave(monkeypatch, 2**22)
     with pytest.raises(UserError, match=r"for two checkpoints of 5\.0 MiB: 4\.0 MiB are free"):
         check_material(config(tmp_path, eval={"every": 0}), own_tasks=True, own_model=True)
     check_material(config(tmp_path, policy={"lora": True}), own_tasks=True, own_model=True)
@@ -97,7 +90,7 @@ def test_room_for_two_checkpoints_is_needed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_best_checkpoint_needs_room_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 12 * 2**20, 12 * 2**20))
+    leave(monkeypatch, 12 * 2**20)
     with pytest.raises(UserError, match=r"for three checkpoints of 5\.0 MiB: 12\.0 MiB are free"):
         check_material(config(tmp_path, eval={"every": 1}), own_tasks=True, own_model=True)
     check_material(config(tmp_path, eval={"every": 0}), own_tasks=True, own_model=True)

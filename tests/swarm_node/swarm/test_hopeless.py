@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,20 +18,11 @@ from swarm_node.pipeline.assemble import check_disk_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.start import run_local
-from swarm_node.storage import room
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import join
+from tests.support.disks import STARTER_BYTES, leave
 from tests.support.fake_transport import FakeTransport, address
-
-STARTER_BYTES = 12 * 438_912
-"""Its weights and the optimiser's two moments, four bytes each."""
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 def config(folder: Path, **more: Any) -> NodeConfig:
@@ -39,11 +30,6 @@ def config(folder: Path, **more: Any) -> NodeConfig:
     return NodeConfig.model_validate(
         {"run_dir": str(folder / "run"), "rounds": 1, "rollouts": few, "eval": {"questions": 0}, **more}
     )
-
-
-def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """So many bytes on the disk of checkpoints."""
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
 
 
 def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +26,7 @@ from swarm_node.swarm.base_weights.finding import at_hand, choose_model, find_mo
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.tasks.one_turn import FORM_PROMPTS
+from tests.support.disks import leave
 from tests.support.fake_transport import FakeTransport
 from tests.support.model_folders import make_model
 
@@ -306,7 +306,7 @@ class Web:
         monkeypatch.setattr("huggingface_hub.snapshot_download", self.download)
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", self.look_up)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        leave(monkeypatch, free)
 
     def download(self, name: str, revision: str, allow_patterns: list[str]) -> str:
         self.asked_for = allow_patterns

@@ -27,6 +27,7 @@ from swarm_node.swarm.base_weights.fetching import Donors
 from swarm_node.swarm.base_weights.files import Draft, Model, holds, list_model
 from swarm_node.swarm.base_weights.finding import fetch_model
 from swarm_node.swarm.base_weights.giving import MAX_UPLOAD_SLOTS, Giver
+from tests.support.disks import leave
 from tests.support.model_folders import PIECE, make_model
 
 SWARM = "5a" * 32
@@ -398,7 +399,7 @@ def test_a_full_disk_is_noticed_before_sending(
     near = tmp_path / "near"
     shutil.copytree(world.folder, near)
     world.meet()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    leave(monkeypatch, 2**20)
     with pytest.raises(UserError, match="make room, or choose another disk with HF_HOME"):
         world.fetch(near=[near])
     assert giver.given["newcomer"] == len(encode_listing(world.model.listing))
@@ -418,7 +419,7 @@ def test_a_model_that_is_whole_needs_no_room(world: World, monkeypatch: pytest.M
         patch.setattr(Draft, "finish", killed)
         with pytest.raises(Killed):
             world.fetch()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    leave(monkeypatch, 0)
     world.is_here(world.fetch())
 
 
