@@ -26,7 +26,7 @@ from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import WEIGHTS_CHECK_S, finish_mirror, last_exchange, open_mirror, say_reach
+from swarm_node.runtime.drain import finish_mirror, last_exchange, open_mirror, say_reach
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -34,6 +34,7 @@ from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
+from swarm_node.runtime.weight_changes import WeightChanges
 from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
@@ -50,7 +51,6 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some answers are shown: the prompt or the extraction may be wrong."""
-REST_S = 3.0  # rest of a round that a signal waits for: well below the time until the last resort
 
 
 class Run:
@@ -114,7 +114,9 @@ class Run:
             self.progress.paused_s = lambda: self.limits.paused_s
         self._again = f"swarm-node resume {run.quoted}"
         self.finished = False  # whether all rounds are over
-        self._changing = False
+        self.weights = WeightChanges(self.node, stop, crew is None)
+        self._without_reward = 0  # rounds in a row
+        self._saved_at = 0.0  # when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         resumed = self.state.resume()
         self._declare(self.held_out.figures.last)
@@ -162,7 +164,7 @@ class Run:
         try:
             with self.limits.watching(stop) if self.crew is None else nullcontext():
                 try:
-                    self._rounds(stop)
+                    self._rounds()
                     self.finished = self.node.round >= self.config.total_rounds
                     stop.allow()
                     if self.node.round > 0:
@@ -173,7 +175,7 @@ class Run:
                     self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
                 finally:
                     stop.hold()
-                    if not self._changing:  # whatever went wrong, finished rounds are not lost
+                    if not self.weights.unfinished:  # whatever went wrong, finished rounds are not lost
                         self.state.save()
                     if stop.requested:
                         self._average_last(stop)
@@ -182,7 +184,7 @@ class Run:
         self.checkpoints.wait()
         self.state.settle_best()
         self.callbacks.checkpoints(self.checkpoints.written)
-        if self.checkpoints.failed and not self._changing:  # there may be room by now
+        if self.checkpoints.failed and not self.weights.unfinished:  # there may be room by now
             self.state.save()
             self.checkpoints.wait()
         if self.crew is None:
@@ -195,14 +197,35 @@ class Run:
         """Finish the exchange of weights that is due or under way, if there is time, and save the averaged
         weights. The cohort then has what this node learned since the last exchange."""
         averager = self.node.averager
-        if averager is None or self._changing or self.crew is not None:
+        if averager is None or self.weights.unfinished or self.crew is not None:
             return
         if last_exchange(averager, self.node.average, lambda: stop.left_s):
             say("averaged a last time", "stop")
             self.state.save(anew=True)
 
-    def _rounds(self, stop: Stopper) -> None:
-        config, node, without_reward = self.config, self.node, 0
+    def _rounds(self) -> None:
+        """Do the rounds that are left, until the time is over. Raises StopRequested."""
+        config, stop = self.config, self.stop
+        self._prepare()
+        started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
+        self._saved_at = time.monotonic()
+        while self.node.round < config.total_rounds and not self.callbacks.ends:
+            self.limits.wait(stop)
+            if self._is_time_over(started):
+                say(f"{config.minutes:g} minutes are over", "stop")
+                break
+            stop.allow()
+            began = time.perf_counter()
+            sampled, reward = self._round(began)
+            self.weights.average()
+            self._after_round(sampled, reward)
+            if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
+                stop.allow()
+                stop.wait(rest)
+
+    def _prepare(self) -> None:
+        """Check that a round fits into memory, and measure held-out figures before the first one."""
+        config, node, stop = self.config, self.node, self.stop
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
         prompts = [self.policy.encode(self.tasks.prompt(task)) for task in drawn]
@@ -216,64 +239,62 @@ class Run:
             self.held_out.measure_before()
         self.held_out.begin()
         if node.round >= config.total_rounds:
-            say(
-                f"all {node.round} rounds are done; `{self._again} --rounds N` trains more",
-                "done",
-            )
+            say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
-        started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
-        saved_at = time.monotonic()
-        while node.round < config.total_rounds and not self.callbacks.ends:
-            self.limits.wait(stop)
-            over = config.minutes and time.monotonic() - started - self.limits.paused_s > 60 * config.minutes
-            if over if self.crew is None else self.crew.minutes_over:
-                say(f"{config.minutes:g} minutes are over", "stop")
-                break
-            stop.allow()
-            began = time.perf_counter()
-            try:
-                collected = node.collect()
-            except StopRequested:
-                node.share(node.collected)  # the finished part
-                raise
-            stop.hold()
-            node.share(collected)
-            with stop.allowed():  # it may take a pass through the policy
-                groups = node.choose(collected)
-            self.limits.wait(stop)
-            stop.allow()
-            learned = node.learn(groups, lambda: self._change(stop), lambda seconds: self._go_on(stop, seconds))
-            stop.hold()
-            self._changing = False
-            record = node.record(collected, learned, time.perf_counter() - began)
-            if self.crew is not None:
-                record |= self.crew.metrics()
-            record |= self.console.usage.metrics()
-            record |= self.cost.round(record["reward"], len(groups), time.monotonic())
-            self.records.sample(node.round, collected.groups, groups)
-            try:
-                if self.held_out.due(node.round):
-                    self.state.settle_best()
-                    record |= self.held_out.measure_during(node.round)
-                    stop.check()
-            finally:  # a signal ends the evaluation, and not the round
-                self._round_ended(record)
-            self._average(stop)
-            advised = stop.advised  # what comes from here on is of the next round
-            if self.crew is not None:
-                self.crew.round_over(node.round, record["reward"], node.averager)
-            without_reward = 0 if record["reward"] else without_reward + 1
-            if without_reward == ZERO_REWARD_ROUNDS:
-                _say_completions(collected.groups)
-            long_ago = time.monotonic() - saved_at >= 60 * config.checkpoints.every_minutes
-            due = (long_ago and not self.checkpoints.busy) or advised or node.round % config.checkpoints.every == 0
-            if due and node.round < config.total_rounds:
-                stop.advised, saved_at = stop.advised and not advised, time.monotonic()
-                self.state.save()
-            if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
-                stop.allow()
-                stop.wait(rest)
+
+    def _is_time_over(self, started: float) -> bool:
+        if self.crew is not None:
+            return self.crew.minutes_over
+        minutes = self.config.minutes
+        return minutes is not None and time.monotonic() - started - self.limits.paused_s > 60 * minutes
+
+    def _round(self, began: float) -> tuple[Sequence[Group], float]:
+        """Sample, share, learn and record a round that `began` then: its own groups and their mean reward."""
+        node, stop = self.node, self.stop
+        try:
+            collected = node.collect()
+        except StopRequested:
+            node.share(node.collected)  # the finished part
+            raise
+        stop.hold()
+        node.share(collected)
+        with stop.allowed():  # it may take a pass through the policy
+            groups = node.choose(collected)
+        self.limits.wait(stop)
+        stop.allow()
+        learned = node.learn(groups, self.weights.begin, self.weights.go_on)
+        stop.hold()
+        self.weights.unfinished = False
+        record = node.record(collected, learned, time.perf_counter() - began)
+        if self.crew is not None:
+            record |= self.crew.metrics()
+        record |= self.console.usage.metrics()
+        record |= self.cost.round(record["reward"], len(groups), time.monotonic())
+        self.records.sample(node.round, collected.groups, groups)
+        try:
+            if self.held_out.due(node.round):
+                self.state.settle_best()
+                record |= self.held_out.measure_during(node.round)
+                stop.check()
+        finally:  # a signal ends the evaluation, and not the round
+            self._round_ended(record)
+        return collected.groups, record["reward"]
+
+    def _after_round(self, sampled: Sequence[Group], reward: float) -> None:
+        """Tell the crew and the user how the round went, and save it if that is due."""
+        advised = self.stop.advised  # what comes from here on is of the next round
+        if self.crew is not None:
+            self.crew.round_over(self.node.round, reward, self.node.averager)
+        self._without_reward = 0 if reward else self._without_reward + 1
+        if self._without_reward == ZERO_REWARD_ROUNDS:
+            _say_completions(sampled)
+        settings = self.config.checkpoints
+        long_ago = time.monotonic() - self._saved_at >= 60 * settings.every_minutes
+        due = (long_ago and not self.checkpoints.busy) or advised or self.node.round % settings.every == 0
+        if due and self.node.round < self.config.total_rounds:
+            self.stop.advised, self._saved_at = self.stop.advised and not advised, time.monotonic()
+            self.state.save()
 
     def _round_ended(self, record: Mapping[str, Any]) -> None:
         """Record a round, and save the weights if they are the best so far."""
@@ -287,44 +308,10 @@ class Run:
         if self.held_out.is_new_best:
             self.state.save()
 
-    def _average(self, stop: Stopper) -> None:
-        """Exchange weights with the cohort. A signal may come while it waits for others, not while weights change."""
-        averager = self.node.averager
-        if averager is None:
-            return
-        while True:
-            stop.hold()
-            averager.woken.clear()
-            self._changing = True
-            try:
-                again = self.node.average()
-            except UserError:  # of the user's own reducer, before anything has changed
-                self._changing = False
-                raise
-            self._changing = False
-            if not again:
-                return
-            stop.allow()
-            averager.woken.wait(WEIGHTS_CHECK_S)
-
-    def _change(self, stop: Stopper) -> None:
-        """Mark the weights as those of an unfinished round, until it ends; a crew's weights are not in these
-        checkpoints. Raises StopRequested if it was raised before and swallowed."""
-        if stop.hold():
-            stop.check()
-        self._changing = self.crew is None
-
-    def _go_on(self, stop: Stopper, seconds: float) -> None:
-        """Let a signal end the round here if its other updates take longer than REST_S. It waits for a shorter rest,
-        since only a whole round can be repeated bit for bit. A crew's update is not given up halfway. Raises
-        StopRequested."""
-        if seconds > REST_S:
-            (stop.allow if self.crew is None else stop.check)()
-
     def last_resort(self) -> None:
         """Save at the deadline after a signal, when the main thread is still inside torch or the disk is slow. If the
         weights are not those of a finished round, the last checkpoint stands."""
-        if not self._changing:
+        if not self.weights.unfinished:
             self.state.save()
             self.checkpoints.wait()
 

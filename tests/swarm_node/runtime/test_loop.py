@@ -16,6 +16,7 @@ import pytest
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.runtime import loop as run
+from swarm_node.runtime import weight_changes
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
@@ -173,7 +174,7 @@ def test_a_stop_ends_a_long_round_between_updates(
         return update(optimizer)
 
     monkeypatch.setattr(Optimizer, "step", signalled)
-    monkeypatch.setattr(run, "REST_S", rest_s)
+    monkeypatch.setattr(weight_changes, "REST_S", rest_s)
     (tmp_path / "judges.py").write_text(BY_TURNS)
     rewards = {"checker_weight": 0.0, "functions": [{"path": f"{tmp_path}/judges.py:by_turns"}]}
     folder = start(here | {"rounds": 9, "grpo": {"batch_groups": 1}, "rewards": rewards})
