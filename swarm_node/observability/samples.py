@@ -18,11 +18,11 @@ from typing import Any
 from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines, record_in, whole_lines
+from swarm_node.observability.shown_samples import MAX_ANSWERS, NAME, TEXT
 from swarm_node.types import Group
 
 SAMPLES_BYTES = 8 << 20  # most bytes of samples.jsonl
-MAX_ANSWERS = 8  # answers of a group that are kept: the first ones
-QUESTION_CHARS, ANSWER_CHARS, EXTRACTED_CHARS = 2000, 1000, 200  # most characters kept of each text
+QUESTION_CHARS, ANSWER_CHARS, EXTRACTED_CHARS = TEXT, 1000, NAME  # most characters kept of each text
 MOST_COUNTED = 1000  # kinds of groups whose records are counted, before counting begins anew
 GAP = " […] "
 

@@ -17,6 +17,7 @@ from protocol.errors import printable
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples
+from swarm_node.observability.shown_samples import number_in, shown_sample
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 
 MOST_WIDTH = 80
@@ -41,7 +42,7 @@ def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, c
         raise UserError(_none(every, names, task, peer))
     found.reverse()
     if worst:
-        found.sort(key=_reward)
+        found.sort(key=lambda record: number_in(record, "reward"))
     return [record | {"name": names.get(str(record.get("peer")), "")} for record in found[:count]]
 
 
@@ -49,17 +50,16 @@ def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines that show the records, at most 80 columns wide."""
     width = _width()
     for record in records:
-        when = time.strftime("%m-%d %H:%M", time.localtime(_number(record.get("time"))))
-        whose = OWN if record.get("peer") is None else f"{record.get('name') or 'peer'} …{str(record['peer'])[-8:]}"
-        head = f"round {record.get('round')}, {record.get('task')}, {whose}, mean reward {_reward(record):.3f}, {when}"
+        sample = shown_sample(record)
+        when = time.strftime("%m-%d %H:%M", time.localtime(sample["time"]))
+        whose = OWN if sample["peer"] is None else f"{record.get('name') or 'peer'} …{sample['peer'][-8:]}"
+        head = f"round {sample['round']:.0f}, {sample['task']}, {whose}, mean reward {sample['reward']:.3f}, {when}"
         yield textwrap.shorten(printable(head), width, placeholder="…")
-        yield from _text("  asked  ", str(record.get("question")), width)
-        right = record.get("right")
-        yield from _text("  right  ", "(no reference answer)" if right is None else str(right), width)
-        for answer, times in _distinct(record["answers"]):
-            often = f"{times}x " if times > 1 else ""
-            yield from _text(f"  {_number(answer.get('reward')):5.2f}  ", often + _answer(answer), width)
-        if (more := int(_number(record.get("of"))) - len(record["answers"])) > 0:
+        yield from _text("  asked  ", sample["question"], width)
+        yield from _text("  right  ", "(no reference answer)" if sample["right"] is None else sample["right"], width)
+        for answer in sample["answers"]:
+            yield from _text(f"  {answer['reward']:5.2f}  ", _answer(answer), width)
+        if (more := int(sample["of"]) - sum(answer["times"] for answer in sample["answers"])) > 0:
             yield f"         and {more} more answers"
         yield ""
 
@@ -84,23 +84,13 @@ def show_questions(name: str, config: NodeConfig, json_output: bool) -> Iterator
 
 
 def _answer(answer: Mapping[str, Any]) -> str:
-    text, extracted = str(answer.get("text")), answer.get("extracted")
-    end = "" if answer.get("finished", True) else " [cut off]"
-    if extracted is None:
+    text, judged = answer["text"], answer["judged"]
+    end = " [cut off]" if answer["cut"] else ""
+    if judged is None:
         end += " [no answer found]"
-    elif str(extracted) != text.strip():
-        end += f" [judged: {extracted}]"
-    return (text or "(empty)") + end
-
-
-def _distinct(answers: Sequence[Any]) -> list[tuple[Mapping[str, Any], int]]:
-    """Answers by falling reward, and how often each was given."""
-    counts: dict[str, tuple[Mapping[str, Any], int]] = {}
-    for answer in answers:
-        if isinstance(answer, dict):
-            key = json.dumps([answer.get("text"), answer.get("extracted"), answer.get("reward")])
-            counts[key] = answer, counts[key][1] + 1 if key in counts else 1
-    return sorted(counts.values(), key=lambda item: -_number(item[0].get("reward")))
+    elif judged != text.strip():
+        end += f" [judged: {judged}]"
+    return (f"{answer['times']}x " if answer["times"] > 1 else "") + (text or "(empty)") + end
 
 
 def _text(head: str, text: str, width: int) -> Iterator[str]:
@@ -142,11 +132,3 @@ def _none(every: Sequence[Mapping[str, Any]], names: Mapping[str, str], task: st
     of = " and ".join([f"task {task}"] * (task is not None) + [f"peer {peer}"] * (peer is not None))
     asked = f"no sample of {of}" if of else "no sample"
     return f"{asked}; there are samples of the tasks {', '.join(tasks)} and of the peers {', '.join(sorted(peers))}"
-
-
-def _reward(record: Mapping[str, Any]) -> float:
-    return _number(record.get("reward"))
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -19,13 +19,15 @@ import msgspec
 import psutil
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
-from swarm_node.observability.dashboard.samples import SAMPLE_BYTES, SAMPLES, shown_sample
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.reasons import words
+from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
 
 EVENTS = 300  # most events shown: the newest
 EVENT_BYTES = 512 << 10  # bytes at the end of events.jsonl in which events are looked for
+SAMPLES = 6  # most questions shown with their answers: the newest
+SAMPLE_BYTES = 256 << 10  # bytes at the end of samples.jsonl in which they are looked for
 GLANCE_BYTES = 64 << 10  # bytes at the end of metrics.jsonl in which its last line is looked for
 CONFIG_BYTES = 1 << 20
 TEXT = 4000  # most characters shown of a sentence (TEXT), and of shorter texts (NAME)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swarm_node.observability.dashboard.samples import ANSWERS, SAMPLES, TEXT, shown_sample
-from swarm_node.observability.dashboard.view import View
+from swarm_node.observability.dashboard.view import SAMPLES, View
+from swarm_node.observability.shown_samples import MAX_ANSWERS, TEXT, shown_sample
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import answered, write
 
@@ -57,4 +57,4 @@ def test_equal_answers_are_counted() -> None:
 )
 def test_whatever_a_file_has_is_bounded(record: dict[str, Any]) -> None:
     shown = shown_sample(record)
-    assert len(json.dumps(shown)) < 10 * (TEXT + 500) and len(shown["answers"]) <= ANSWERS
+    assert len(json.dumps(shown)) < 10 * (TEXT + 500) and len(shown["answers"]) <= MAX_ANSWERS

@@ -1,46 +1,48 @@
-"""Questions with their answers, as the page shows them: the newest records of samples.jsonl, in bounded size."""
+"""Records of samples.jsonl as the terminal and the page show them: in bounded size, with equal answers counted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-SAMPLES = 6  # most groups shown: the newest
-SAMPLE_BYTES = 256 << 10  # bytes at the end of samples.jsonl in which they are looked for
-ANSWERS = 8  # most answers shown of a group
+MAX_ANSWERS = 8  # answers of a group that are kept and shown: the first ones
 TEXT, NAME = 2000, 200  # most characters of a text, and of a name
 
 
 def shown_sample(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of samples.jsonl, of which nothing is taken for granted, with equal answers counted."""
+    """A record, of which nothing is taken for granted: its answers by falling reward, equal ones counted. Nothing is
+    escaped."""
     answers: dict[tuple[str, str | None, float], dict[str, Any]] = {}
     given = record.get("answers")
-    for answer in given[:ANSWERS] if isinstance(given, list) else []:
+    for answer in given[:MAX_ANSWERS] if isinstance(given, list) else []:
         if not isinstance(answer, dict):
             continue
         judged = answer.get("extracted")
-        one = _text(answer.get("text")), None if judged is None else _text(judged, NAME), _number(answer.get("reward"))
+        one = _text(answer.get("text")), None if judged is None else _text(judged, NAME), number_in(answer, "reward")
         known = answers.setdefault(one, {"text": one[0], "judged": one[1], "reward": one[2], "times": 0})
         known["correct"] = answer.get("correct") is True
         known["cut"] = answer.get("finished") is False
         known["times"] += 1
     right, peer = record.get("right"), record.get("peer")
     return {
-        "round": _number(record.get("round")),
+        "round": number_in(record, "round"),
+        "time": number_in(record, "time"),
         "task": _text(record.get("task"), NAME),
         "peer": None if peer is None else _text(peer, NAME),
         "question": _text(record.get("question")),
         "right": None if right is None else _text(right),
-        "reward": _number(record.get("reward")),
-        "of": _number(record.get("of")),
+        "reward": number_in(record, "reward"),
+        "of": number_in(record, "of"),
         "answers": sorted(answers.values(), key=lambda answer: -answer["reward"]),
     }
+
+
+def number_in(record: Mapping[str, Any], name: str) -> float:
+    """The number of that name; 0 if it is none, or too large to be shown."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
 
 
 def _text(value: Any, most: int = TEXT) -> str:
     text = "" if value is None else str(value)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
