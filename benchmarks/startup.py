@@ -37,7 +37,7 @@ FIRST_LINES = {
 }
 REFUSALS = {
     "unknown task": [*NODE, "local", "--tasks", "gdc"],
-    "CSV file": [*NODE, "local", "--tasks", "q.csv"],
+    "table with tabs": [*NODE, "local", "--tasks", "q.tsv"],
     "data set of the hub": [*NODE, "local", "--tasks", "openai/gsm8k"],
     "broken question file": [*NODE, "local", "--tasks", "broken.jsonl"],
     "no such model": [*NODE, "local", "--model", "nope"],
@@ -83,7 +83,7 @@ def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "broken.jsonl").write_text("not json\n")
-        (path / "q.csv").write_text("question,answer\n")
+        (path / "q.tsv").write_text("question\tanswer\n")
         with RunDir.open(path / "runs/used"):
             yield path
 

@@ -41,7 +41,7 @@ def unpause(run: RunArgument) -> None:
 def list_tasks(
     settings: CommandSettings,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME|FILE", help="Task, set of tasks or question file (.jsonl).")
+        str | None, typer.Argument(metavar="NAME|FILE", help="Task, set of tasks or question file (.jsonl, .csv).")
     ] = None,
     json_output: Json = False,
 ) -> None:

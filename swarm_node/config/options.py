@@ -69,7 +69,7 @@ OPTIONS = (
         metavar="NAME|FILE",
         says={
             "join": "Train only on these of the swarm's tasks; or your copy of one of its question files.",
-            "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl), or the https address of one.",
+            "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl, .csv), or an https address.",
             "bootstrap": "Question file of the swarm, to give it to members.",
         },
     ),

@@ -47,7 +47,7 @@ class TaskConfig(Section):
     config: dict[str, object] = {}
     """Options of the environment."""
     file: str | None = None
-    """JSONL file with a question and an answer on each line."""
+    """File with a question and an answer on each line (JSONL) or in each row (CSV, if its name ends in .csv)."""
     question: str = "question"
     """Column of the file that has the question."""
     answer: str = "answer"
@@ -62,6 +62,16 @@ class TaskConfig(Section):
 
 
 COLUMNS = TaskConfig().columns  # those of question files, unless their user names others
+
+
+def is_question_file(name: str) -> bool:
+    """Whether a name among `tasks` is one of a question file."""
+    return name.endswith(".jsonl") or is_csv(name)
+
+
+def is_csv(name: str) -> bool:
+    """Whether the file of that name is a table with a header and commas between cells."""
+    return name.lower().endswith(".csv")
 
 
 class RewardFunctionConfig(Section):

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
-from swarm_node.config.training import EvalConfig
+from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.policy.chat_template import frame_around
 
@@ -150,7 +150,7 @@ def _sampling(out: Path, tokenizer: PreTrainedTokenizerBase, rollouts: RolloutsC
 
 
 def _is_file(task: str | TaskConfig) -> bool:
-    return task.endswith(".jsonl") if isinstance(task, str) else task.file is not None
+    return is_question_file(task) if isinstance(task, str) else task.file is not None
 
 
 def _is_left_out(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:

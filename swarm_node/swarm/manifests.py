@@ -27,7 +27,7 @@ from protocol.limits import MAX_RESPONSE_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.training import COLUMNS
+from swarm_node.config.training import COLUMNS, is_csv, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
@@ -52,10 +52,10 @@ def make_manifest(
                 check_options(table.env or "", table.config)
                 made.append(ManifestTask(env=table.env or "", config=table.config, weight=table.weight))  # type: ignore[arg-type]
                 continue
-            if table.columns != COLUMNS:
+            if not _is_as_members_read(table):
                 raise UserError(
-                    f"members read the columns `question` and `answer`, and {table.file} has others: `swarm-node new` "
-                    "converts such a file, `--stages` takes none"
+                    f"members read JSON lines with the columns `question` and `answer`, and {table.file} is otherwise: "
+                    "`swarm-node new` converts such a file on this machine, `--stages` takes none"
                 )
             data = read_questions(table.file)
             task = _of_file(table, data, licence)
@@ -75,23 +75,29 @@ def make_manifest(
 
 
 def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[str | TaskConfig]:
-    """`specs` in which each file with named columns is replaced by a copy in `folder` with `question` and `answer`.
-    The copy is called as the file. Raises UserError, also if another file of that name is there."""
+    """`specs` in which each CSV file, and each with named columns, is replaced by a copy in `folder` of JSON lines with
+    `question` and `answer`. The copy is called as the file. Raises UserError, also if another file of that name is
+    there."""
     from swarm_node.tasks.files import QuestionFile
 
     found: list[str | TaskConfig] = []
     for spec in specs:
-        if isinstance(spec, str) or spec.file is None or spec.columns == COLUMNS:
+        table = spec if isinstance(spec, TaskConfig) else as_table(spec)
+        if table.file is None or is_url(table.file) or _is_as_members_read(table):
             found.append(spec)
             continue
-        data = QuestionFile(spec.file, columns=spec.columns).as_jsonl()
-        copy = folder / f"{Path(spec.file).stem}-questions.jsonl"
+        data = QuestionFile(table.file, columns=table.columns).as_jsonl()
+        copy = folder / f"{Path(table.file).stem}-questions.jsonl"
         with os_errors_explained(copy):
             if copy.exists() and copy.read_bytes() != data:
-                raise UserError(f"{copy} is to be {spec.file} in the columns that members read, but is another file")
+                raise UserError(f"{copy} is to be {table.file} in the form that members read, but is another file")
             copy.write_bytes(data)
-        found.append(TaskConfig(file=str(copy), weight=spec.weight))
+        found.append(TaskConfig(file=str(copy), weight=table.weight))
     return found
+
+
+def _is_as_members_read(table: TaskConfig) -> bool:
+    return table.columns == COLUMNS and not is_csv(table.file or "")
 
 
 def render(manifest: Manifest) -> bytes:
@@ -126,7 +132,7 @@ def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfi
 
 def as_table(spec: str) -> TaskConfig:
     """A task from its name on the command line."""
-    return TaskConfig(file=spec) if spec.endswith(".jsonl") or is_url(spec) else TaskConfig(env=spec)
+    return TaskConfig(file=spec) if is_question_file(spec) or is_url(spec) else TaskConfig(env=spec)
 
 
 def read_questions(place: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm_node.config import TaskConfig
+from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.files import QuestionFile
@@ -21,7 +22,7 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
             QuestionFile(spec.file, answer_needed, spec.columns)
             continue
         name = spec if isinstance(spec, str) else spec.env or ""
-        if name.endswith(".jsonl"):
+        if is_question_file(name):
             QuestionFile(name, answer_needed)
             continue
         group, _, member = name.rpartition("/")

@@ -1,11 +1,14 @@
-"""Tasks from a JSONL file with a question and an answer on each line, in columns that its user may name.
+"""Tasks from a file with a question and an answer on each line (JSONL) or in each row (CSV).
 
-Other columns become metadata, which reward functions see.
+Its user may name the columns of both. Other columns become metadata, which reward functions see.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import msgspec
 
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
-from swarm_node.config.training import COLUMNS
+from swarm_node.config.training import COLUMNS, is_csv
 from swarm_node.errors import UserError
 from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.one_turn import OneTurn, extract
@@ -40,22 +43,24 @@ class QuestionFile(OneTurn):
         named = b"" if columns == COLUMNS else msgspec.json.encode(columns)
         self.config = hashlib.sha256(data + named).hexdigest()[:CONFIG_HASH_CHARS]
         self.label, self.path = Path(path).stem, path
-        lines = data.removeprefix(b"\xef\xbb\xbf").splitlines()
-        self.size = len(lines)
-        if self.size > TASK_INDICES:
-            raise UserError(f"task file {path} has more than {TASK_INDICES} lines")
+        data = data.removeprefix(b"\xef\xbb\xbf")
+        self.size = 0
         self._rows: dict[int, dict[str, Any]] = {}
-        for index, line in enumerate(lines):
-            if line.strip():
+        for line, row in _csv_rows(path, data) if is_csv(path) else enumerate(data.splitlines(), 1):
+            if self.size == TASK_INDICES:
+                raise UserError(f"task file {path} has more than {TASK_INDICES} lines")
+            if not isinstance(row, bytes) or row.strip():
                 try:
-                    self._rows[index] = _row(line, answer_needed, columns)
+                    self._rows[self.size] = _row(row, answer_needed, columns)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"task file {path}, line {index + 1}: {error}") from error
+                    raise UserError(f"task file {path}, line {line}: {error}") from error
+            self.size += 1
         if not self._rows:
-            raise UserError(f'task file {path} is empty: it needs lines like {{"question": "1+1?", "answer": "2"}}')
+            like = "`question,answer` and `1+1?,2`" if is_csv(path) else '{"question": "1+1?", "answer": "2"}'
+            raise UserError(f"task file {path} is empty: it needs lines like {like}")
 
     def task(self, index: int) -> Task | None:
-        """Task of line `index`, counted from 0; None for an empty line."""
+        """Task number `index`; None for an empty line."""
         if index not in self._rows:
             return None
         row = dict(self._rows[index])
@@ -71,9 +76,29 @@ class QuestionFile(OneTurn):
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
 
 
-def _row(line: bytes, answer_needed: bool, columns: tuple[str, str]) -> dict[str, Any]:
+def _csv_rows(path: str, data: bytes) -> Iterator[tuple[int, dict[str, str]]]:
+    """(number of its last line, texts by column) of each row below the header; empty lines are no rows. Raises
+    UserError."""
+    try:
+        table = csv.reader(io.StringIO(data.decode(), newline=""), strict=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"task file {path} is not UTF-8 text: save it as such") from error
+    rows = filter(None, table)
+    try:
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise csv.Error("two columns have one name")
+        for row in rows:
+            if len(row) != len(header):
+                raise csv.Error(f"the row has {len(row)} cells, and the header {len(header)}")
+            yield table.line_num, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise UserError(f"task file {path}, line {table.line_num}: {error}") from error
+
+
+def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, str]) -> dict[str, Any]:
     """The columns of a line, with those of question and answer renamed. The ValueError says what is wrong."""
-    row = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
+    row = msgspec.json.decode(line) if isinstance(line, bytes) else line  # msgspec.DecodeError is a ValueError
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     missing = [column for column in columns[: 1 + answer_needed] if column not in row]

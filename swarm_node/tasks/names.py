@@ -11,10 +11,9 @@ from pathlib import Path
 from swarm_node.errors import UserError
 from swarm_node.tasks.reasoning_gym import nearest
 
-TABLES = {".csv", ".tsv"}
 OTHER_FILES = {".json", ".parquet", ".txt", ".arrow", ".xlsx"}
 ROW = '{"question": "1+1?", "answer": "2"}'
-FROM_CSV = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin{})]"
+FROM_TSV = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter='\\t')]"
 DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -26,16 +25,15 @@ def numbered(name: str, taken: Container[str]) -> str:
 def unknown_task(name: str, known: Collection[str]) -> UserError:
     """The error about a name that is neither a task nor a question file; `known` are the names of tasks and sets."""
     ending = Path(name).suffix.lower()
-    if ending in TABLES:
-        code = FROM_CSV.format(", delimiter='\\t'" if ending == ".tsv" else "")
+    if ending == ".tsv":
         quoted, out = shlex.quote(name), shlex.quote(str(Path(name).with_suffix(".jsonl")))
         return UserError(
-            f"task {name!r}: a question file is JSON lines with a question and an answer each. If {name} has columns "
-            f'`question` and `answer`, this converts it:\npython3 -c "{code}" < {quoted} > {out}'
+            f"task {name!r}: a question file is CSV, or JSON lines with a question and an answer each. If {name} has "
+            f'columns `question` and `answer`, this converts it:\npython3 -c "{FROM_TSV}" < {quoted} > {out}'
         )
     if ending in OTHER_FILES or Path(name).is_file():
         return UserError(
-            f"task {name!r}: a question file ends in .jsonl and has lines such as {ROW}; see docs/tasks.md"
+            f"task {name!r}: a question file ends in .csv, or in .jsonl and has lines such as {ROW}; see docs/tasks.md"
         )
     match = nearest(name, set(known))
     if not match and DATA_SET.fullmatch(name):
@@ -43,4 +41,6 @@ def unknown_task(name: str, known: Collection[str]) -> UserError:
             f"unknown task {name!r}: data sets of the Hugging Face hub are not read directly. Write the questions to a "
             f"file of lines such as {ROW}, and name that file; docs/tasks.md shows how"
         )
-    return UserError(f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in .jsonl)")
+    return UserError(
+        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in .jsonl or .csv)"
+    )

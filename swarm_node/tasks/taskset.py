@@ -24,6 +24,7 @@ from protocol.messages import TaskName
 from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import blamed, load_function, plugin_error
+from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
@@ -202,7 +203,7 @@ def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> Tas
 
 
 def _table(spec: str) -> TaskConfig:
-    return TaskConfig(file=spec) if spec.endswith(".jsonl") else TaskConfig(env=spec)
+    return TaskConfig(file=spec) if is_question_file(spec) else TaskConfig(env=spec)
 
 
 def _chooses(table: TaskConfig, source: TaskSource) -> bool:

@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("bad.toml").write_text("rounds = \n")
     Path("grpo.toml").write_text("[grpo]\nlos = 'gspo'\n")
     Path("broken.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\nnot json\n')
-    Path("q.csv").write_text("question,answer\n1+1?,2\n")
+    Path("q.tsv").write_text("question\tanswer\n1+1?\t2\n")
     Path("a_file").write_text("")
     write_manifest(make_manifest("demo", ["gcd"]), Path("demo.toml"))
     yield tmp_path
@@ -72,7 +72,7 @@ MOVES: list[tuple[list[str], str]] = [
     (["local", "--tasks", "gdc"], "unknown task 'gdc'; did you mean 'gcd'?"),
     (["local", "--tasks", "countdown"], "'countdown' is refused: its scorer executes"),
     (["local", "--tasks", "broken.jsonl"], "task file broken.jsonl, line 2"),
-    (["local", "--tasks", "q.csv"], 'csv.DictReader(sys.stdin)]" < q.csv > q.jsonl'),
+    (["local", "--tasks", "q.tsv"], "delimiter='\\t')]\" < q.tsv > q.jsonl"),
     (["local", "--tasks", "openai/gsm8k"], "data sets of the Hugging Face hub are not read directly"),
     (["eval", "nothing"], "there is no directory nothing"),
     (["eval", "runs/nothing"], "no run in runs/nothing"),

@@ -31,12 +31,12 @@ def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, c
     """The newest records of a run's samples.jsonl, or those with the least reward, of this task and this peer. Raises
     UserError if there is none."""
     run.check_exists()
-    if not run.samples.is_file():
+    every = list(read_samples(run.samples)) if run.samples.is_file() else []
+    if not every:
         raise UserError(
             f"{run.path} has no samples yet: the first come after some rounds (metrics.samples_every; 0 = none)"
         )
     names = _names(run)
-    every = list(read_samples(run.samples))
     found = [r for r in every if (task is None or r.get("task") == task) and (peer is None or _is_of(r, peer, names))]
     if not found:
         raise UserError(_none(every, names, task, peer))

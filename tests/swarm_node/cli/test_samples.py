@@ -83,6 +83,8 @@ def test_nothing_to_show_says_what_there_is(samples: Path) -> None:
     result = run("samples", "run", "--task", "bf")
     assert result.exit_code == 2 and "no sample of task bf; there are samples of the tasks gcd, lcm" in result.stderr
     assert "of the peers 01234xyz, alice, own" in result.stderr
+    (samples / "samples.jsonl").write_text("")
+    assert "no samples yet" in run("samples", "run").stderr
     (samples / "samples.jsonl").unlink()
     assert "no samples yet" in run("samples", "run").stderr
     assert run("samples", "elsewhere").exit_code == 2

@@ -170,3 +170,12 @@ def test_named_columns_become_the_usual_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is another file"):
         with_usual_columns([table], tmp_path)
     assert with_usual_columns(["small", "sums.jsonl"], tmp_path) == ["small", "sums.jsonl"]
+
+
+def test_a_csv_file_becomes_json_lines(tmp_path: Path) -> None:
+    Path("sums.csv").write_text("question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(40)))
+    with pytest.raises(UserError, match="members read JSON lines .* sums.csv is otherwise"):
+        make_manifest("sums", ["sums.csv"])
+    (found,) = with_usual_columns(["sums.csv"], tmp_path)
+    assert isinstance(found, TaskConfig) and found.file == str(tmp_path / "sums-questions.jsonl")
+    assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
