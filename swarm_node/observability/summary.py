@@ -53,6 +53,8 @@ class Answered(msgspec.Struct, frozen=True):
     before_correct: bool
     after: str
     after_correct: bool
+    right_before: float | None = None  # share of right ones among all answers to it; None = not known
+    right_after: float | None = None
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -205,8 +207,14 @@ def answered(held: HeldOut | None) -> list[str]:
     for one in [] if held is None else held.answers:
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
         lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
-        for when, text, correct in ("before", one.before, one.before_correct), ("after", one.after, one.after_correct):
-            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {'right' if correct else 'wrong'}")
+        before = "before", one.before, one.before_correct, one.right_before
+        after = "after", one.after, one.after_correct, one.right_after
+        for when, text, correct, share in (before, after):
+            of_all = (
+                "" if share is None or held is None else f" ({round(share * held.samples)} of {held.samples} right)"
+            )
+            verdict = "right" if correct else "wrong"
+            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}{of_all}")
     return _labelled({"answers": lines})
 
 

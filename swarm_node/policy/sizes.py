@@ -52,6 +52,11 @@ class KnownModel:
         adapter = self.layers * rank * ends
         return Shape(self.parameters + adapter, adapter, width, self.layers, self.hidden, self.inner, kv)
 
+    def whole(self) -> Shape:
+        """Its shape if all weights are trained, which are then float32."""
+        kv = self.kv_heads * self.head
+        return Shape(self.parameters, self.parameters, 4, self.layers, self.hidden, self.inner, kv)
+
 
 KNOWN = (
     KnownModel("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 30, 576, 1536, 9, 3, 64),
@@ -78,12 +83,14 @@ def round_bytes(shape: Shape, grpo: GrpoConfig, cached: int, trained: int, refer
 
 
 def bytes_with(model: KnownModel, config: NodeConfig, gpu: bool) -> int:
-    """Bytes that a round of `config` takes with an adapter on that model, in microbatches of MICROBATCH."""
+    """Bytes that a round of `config` takes on that model, in microbatches of MICROBATCH: with an adapter, unless
+    `policy.lora` is false."""
     rollouts, grpo = config.rollouts, config.grpo
     groups, kept = rollouts.groups or GROUPS, min(grpo.answers or rollouts.group_size, rollouts.group_size)
     sampled = groups * (rollouts.group_size * rollouts.max_new_tokens + PROMPT_TOKENS)
     trained = groups * kept * (rollouts.max_new_tokens + PROMPT_TOKENS)
-    shape = model.shape(config.policy.lora_rank, width=2 if gpu else 4)
+    all_weights = config.policy.lora is False
+    shape = model.whole() if all_weights else model.shape(config.policy.lora_rank, width=2 if gpu else 4)
     small = grpo.model_copy(update={"microbatch_tokens": MICROBATCH})
     return round_bytes(shape, small, sampled, trained, reference=False)
 

@@ -188,12 +188,18 @@ def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | N
         pass_k=(old.pass_k, new.pass_k),
         interval=interval(before.by_question, after.by_question),
         remarks=list(worse(before, after, samples).values()),
-        answers=[
-            Answered(then.task, then.question, then.right, then.answer, then.correct, now.answer, now.correct)
-            for then, now in zip(before.shown, after.shown, strict=False)
-            if then.question == now.question
-        ],
+        answers=_shown_answers(before, after),
     )
+
+
+def _shown_answers(before: Evaluation, after: Evaluation) -> list[Answered]:
+    """The questions of which both evaluations kept an answer; these are the first ones asked."""
+    shares = zip(before.by_question, after.by_question, strict=False)
+    return [
+        Answered(then.task, then.question, then.right, then.answer, then.correct, now.answer, now.correct, *share)
+        for then, now, share in zip(before.shown, after.shown, shares, strict=False)
+        if then.question == now.question
+    ]
 
 
 def worse(before: Evaluation, now: Evaluation, samples: int) -> dict[str, str]:

@@ -43,6 +43,14 @@ def test_the_proposal_fits_and_no_larger_one_does(gpu: bool) -> None:
         assert all(bytes_with(m, config, gpu) > PART * free or (not gpu and m.parameters > MOST_ON_CPU) for m in larger)
 
 
+def test_all_weights_take_more_than_an_adapter() -> None:
+    adapter = NodeConfig()
+    whole = NodeConfig.model_validate({"policy": {"lora": False}})
+    for model in KNOWN:
+        assert bytes_with(model, whole, True) - bytes_with(model, adapter, True) > 12 * model.parameters
+        assert bytes_with(model, whole, True) == bytes_with(model, whole, False), "float32 on both"
+
+
 def test_a_gpu_carries_more_than_main_memory() -> None:
     config = NodeConfig()
     with_gpu, without = largest_fitting(config, 80 * GIB, True), largest_fitting(config, 80 * GIB, False)

@@ -12,7 +12,7 @@ from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.tally import Tally
-from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared
 from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.start import run_local
@@ -90,6 +90,14 @@ def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
     )
     told.draw()
     assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
+
+
+def test_a_shown_question_has_its_own_share() -> None:
+    table, told = {"all": Held(2, 0.5, 0.75)}, [Shown("gcd", question, "6", "6", True) for question in "ab"]
+    before, after = Evaluation(table, [0.25, 0.5], shown=told), Evaluation(table, [1.0, 0.75], shown=told)
+    held = compared(before, after, 8)
+    assert held is not None
+    assert [(one.right_before, one.right_after) for one in held.answers] == [(0.25, 1.0), (0.5, 0.75)]
 
 
 def test_held_out_figures_need_both_evaluations() -> None:
