@@ -34,9 +34,9 @@ from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
 from swarm_node.averaging.roster import CohortRoster
+from swarm_node.averaging.skipping import WORDS, happened, skipped
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
-from swarm_node.install import upgrade_command
 from swarm_node.say import Once, Say, Warned
 
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
@@ -46,10 +46,7 @@ LONELY_ROUNDS = 2  # a node says that it is alone after so many outer rounds wit
 CONTENTS = frozenset({"values", "gates", "probe", "hash"})  # reasons that lie in the weights that a peer sent
 PROVEN = frozenset({"values", "hash"})
 """Reasons that no honest peer causes. Gates and probe judge by what is usual, so they are wrong now and then."""
-REASONS = CONTENTS | frozenset(
-    "absent alone busy cancellederror claim codec cohort crossed diverged early fault fragment group late odd partner "
-    "refused replaced round schema size slow torn unreachable version".split()
-)
+REASONS = frozenset(WORDS)
 """Reasons that are counted by their own name."""
 
 
@@ -331,14 +328,10 @@ class Averager(ABC):
                 self._muted[peer] = self.now() + MUTED_S
                 del self._strikes[peer]
                 self._say(
-                    Warned(f"not averaging with {self.roster.called(peer)} for an hour: {reason} {detail}".rstrip())
+                    Warned(f"not averaging with {self.roster.called(peer)} for an hour: {happened(reason)} ({detail})")
                 )
         if reason not in ("alone", "odd"):
-            partner = f" with {self.roster.called(peer)}" if peer else ""
-            why = f"{reason}: {detail}" if detail else reason
-            if reason == "version":
-                then = f"to upgrade this node, if it is the older one: {upgrade_command()}"
-            self._say_once(reason, f"an exchange of weights{partner} was skipped ({why}); {then}")
+            self._say_once(reason, skipped(reason, detail, self.roster.called(peer) if peer else "", then))
 
     def _went_well(self, *peers: str) -> None:
         self.counts["exchanges"] += 1

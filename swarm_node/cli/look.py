@@ -132,12 +132,16 @@ def compare(
         Path | None, option("--png", "Draw the curves into this file: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
     csv: Annotated[Path | None, option("--csv", "Write the curves as a table to this file.", metavar="FILE")] = None,
+    apart: Annotated[
+        bool, option("--apart/--together", "Show runs that differ only by seed side by side.", "APART")
+    ] = False,
     json_output: Json = False,
 ) -> None:
-    """Compare runs: settings that differ, final figures, curves. Runs that differ only by seed are averaged."""
+    """Compare runs: settings that differ, final figures, curves. Runs that differ only by seed are averaged, unless
+    told otherwise."""
     from swarm_node.cli.commands.compare import compare_runs
 
-    compare_runs(runs, png, csv, json_output)
+    compare_runs(runs, png, csv, json_output, apart)
 
 
 def show_config(settings: CommandSettings, json_output: Json = False) -> None:

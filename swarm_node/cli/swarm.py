@@ -75,7 +75,11 @@ def new(
         return
     typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
     if not manifest.bootstrap:
-        typer.echo(f"no node runs yet: `swarm-node bootstrap {path}` (or `join`) prints the link for others", err=True)
+        typer.echo(
+            f"this link names no peer, so nobody can join by it: run `swarm-node bootstrap {path}`, which prints the "
+            "link for others",
+            err=True,
+        )
 
 
 def bootstrap(

@@ -14,6 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+MOST_NAMED = 8  # runs that `resume` names, the newest
 MOST_COMPARED = 6  # settings whose tables of figures fit side by side
 
 
@@ -32,12 +33,14 @@ def join(settings: CommandSettings, dry_run: DryRun = False, json_output: Json =
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of `local` or `join`.")],
     settings: CommandSettings,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run directory of `local` or `join`.")] = None,
     dry_run: DryRun = False,
     json_output: Json = False,
 ) -> None:
     """Go on with a run that has stopped, alone or in its swarm, with its own settings and those that you add."""
+    if run is None:
+        raise UserError(f"which run? {_runs_here()}")
     _check_stopped(RunDir(run))
     config = settings.load_again(run)
     _train(config, config.swarm is not None, dry_run, json_output)
@@ -61,9 +64,22 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
     config = gentle_by_default(config, note) if member else config
     be_nice(config.resources)
-    from swarm_node.runtime.start import run_join, run_local
+    with RunDir.open(config.directory) as run:  # held from here on: `pause` and a second start see it while torch loads
+        from swarm_node.runtime.start import run_join, run_local
 
-    raise typer.Exit(run_local(config, json_output) if found is None else run_join(config, found, json_output))
+        if found is None:
+            raise typer.Exit(run_local(config, run, json_output))
+        raise typer.Exit(run_join(config, run, found, json_output))
+
+
+def _runs_here() -> str:
+    """The commands that go on with the runs below runs/, the newest first."""
+    runs = [RunDir(path.parent) for path in Path("runs").glob("*/config.toml")]
+    stopped = [run for run in runs if not run.in_use and run.read_role() != BOOTSTRAP]
+    if not stopped:
+        return "none that has stopped is below runs/: `swarm-node resume RUN` takes the directory of one"
+    newest = sorted(stopped, key=lambda run: run.config.stat().st_mtime, reverse=True)[:MOST_NAMED]
+    return "below runs/ there are: " + ", ".join(f"`swarm-node resume {run.quoted}`" for run in newest)
 
 
 def _check_stopped(run: RunDir) -> None:

@@ -81,17 +81,18 @@ class Band:
 class Comparison:
     """Several runs, in groups, in the order in which they were named."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises UserError for a directory that is not a run."""
+    def __init__(self, paths: Sequence[Path], apart: bool = False) -> None:
+        """`apart`: each run is a group of its own. Raises UserError for a directory that is not a run."""
         groups: dict[str, RunGroup] = {}
         for path in dict.fromkeys(path.resolve() for path in paths):
             run = read_run(path)
-            groups.setdefault(json.dumps(run.settings, sort_keys=True), RunGroup([])).runs.append(run)
+            alike = str(path) if apart else json.dumps(run.settings, sort_keys=True)
+            groups.setdefault(alike, RunGroup([])).runs.append(run)
         self.groups = list(groups.values())
         self.differences = self._differences()
         for group in self.groups:
             group.final = _final(group.runs)
-        self._name()
+        self._name(apart)
 
     def _differences(self) -> dict[str, list[Any]]:
         """Key -> its value in each group, for keys whose values differ."""
@@ -100,12 +101,12 @@ class Comparison:
         values = {key: [each.get(key) for each in settings] for key in keys}
         return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
-    def _name(self) -> None:
-        """Name groups by their settings; by their first run if those are too many or too long."""
+    def _name(self, by_run: bool) -> None:
+        """Name groups by their settings; by their first run if told so, or if those are too many or too long."""
         for number, group in enumerate(self.groups):
             words = [f"{key.rpartition('.')[2]}={shown(key, each[number])}" for key, each in self.differences.items()]
             text = " ".join(words)
-            group.name = text if text and len(text) <= MAX_VALUE_CHARS else group.runs[0].path.name
+            group.name = text if text and not by_run and len(text) <= MAX_VALUE_CHARS else group.runs[0].path.name
         names = [group.name for group in self.groups]
         for number, group in enumerate(self.groups):
             if names.count(group.name) > 1:

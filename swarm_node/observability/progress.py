@@ -3,7 +3,7 @@
 On a terminal, below the sentences that have scrolled by:
 
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
-    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  2,310 tok/s
+    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tok/s
     3 others, 1 of the crew, 4.0 of their groups a round
     12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
@@ -11,9 +11,9 @@ On a terminal, below the sentences that have scrolled by:
 While the run waits, the reason replaces the speed. A narrow terminal gets shorter words, never a second line. A run
 that is alone has no lines about others.
 
-Plain, at each tenth of the run, but at least five seconds and at most a minute apart:
+Plain, at each tenth of the run, but at least five seconds apart, and at most a minute (after ten minutes, ten):
 
-    round 120/200  reward 0.412  2,310 tok/s  3 others, 4.0 of their groups a round  12 kB/s in, 9.0 kB/s out  1:02 left
+    round 120/200  reward 0.412  samples 2,310 tok/s  3 others, 4.0 of their groups a round  1:02 left
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 10.0  # traffic is the mean over so many seconds
 MAX_PLAIN = 120  # most characters of a plain line; a longer one leaves out the traffic
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
-LINE_LEAST_S, LINE_MOST_S = 5.0, 60.0  # between plain lines
+LINE_LEAST_S, LINE_MOST_S, LINE_LATER_S = 5.0, 60.0, 600.0
+"""Time between plain lines: at least, at most in the first `EARLY_S` of a start, and at most later."""
+EARLY_S = 600.0
+LONG_S = 4 * 86400.0  # from so long on, a time is given in days
 
 
 class Lasting:
@@ -243,7 +246,8 @@ class ProgressDisplay:
         if self.quiet:
             return False
         since = self._ended[-1] - self._printed_at
-        if self._printed_round is None or self._round >= self._total or since >= LINE_MOST_S:
+        most = LINE_MOST_S if self._clock() - self._started_at < EARLY_S else LINE_LATER_S
+        if self._printed_round is None or self._round >= self._total or since >= most:
             return True
         return since >= LINE_LEAST_S and self._tenth() > self._printed_tenth
 
@@ -309,7 +313,7 @@ class ProgressDisplay:
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")
-        return [] if speed is None else [f"{speed:,.0f} tok/s"]
+        return [] if speed is None else [f"samples {speed:,.0f} tok/s"]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
@@ -394,7 +398,9 @@ def _age(seconds: float) -> str:
 
 
 def clock_face(seconds: float) -> str:
-    """Seconds as a clock shows them: 3725.0 -> 1:02:05"""
+    """Seconds as a clock shows them: 3725.0 -> 1:02:05; from four days on, in days."""
+    if seconds >= LONG_S:
+        return f"{seconds / 86400:,.0f} days"
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

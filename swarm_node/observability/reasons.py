@@ -64,6 +64,9 @@ HOSTILE = frozenset(
 """Reasons that an honest node of this version hardly ever causes. `slot` is not among them: a node that restarts within
 a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
 
+UNUSED = frozenset("age busy duplicate error pool seen surplus text zero".split())
+"""Reasons that say nothing against the sender of a group: this node had no use for it. All others are refusals."""
+
 SAID = HOSTILE | {"connections", "crowded", "handshake", "memory", "newcomers", "stuck"}
 """Reasons of the network whose first refusal is said: the other reasons come with honest traffic."""
 

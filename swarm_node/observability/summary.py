@@ -227,13 +227,17 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
     return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
 
 
-def next_steps(run_dir: str, whole: bool = True, evaluates: bool = True, rounds: int | None = None) -> list[str]:
+def next_steps(
+    run_dir: str, whole: bool = True, evaluates: bool = True, rounds: int | None = None, best: bool = False
+) -> list[str]:
     """Commands for the next step, as they can be typed here. `whole`: all weights are in the directory; `evaluates`:
-    they fit this machine, and there are held-out questions; `rounds`: to go on with a run whose rounds are all done."""
+    they fit this machine, and there are held-out questions; `rounds`: to go on with a run whose rounds are all done;
+    `best`: the best checkpoint is better than the last one."""
     run = shlex.quote(run_dir)
     commands = [f"resume {run}" if rounds is None else f"resume {run} --rounds {rounds}"]
-    commands += [f"eval {run}"] if evaluates else []
-    commands += [f"export {run} {shlex.quote(_new_model(run_dir))}"] if whole else []
+    which = " --checkpoint best" if best else ""
+    commands += [f"eval {run}{which}"] if evaluates else []
+    commands += [f"export {run} {shlex.quote(_new_model(run_dir))}{which}"] if whole else []
     commands += [f"dashboard {run}"]
     return _labelled({"next": [f"{own_command()} {each}" for each in commands]})
 
@@ -318,9 +322,9 @@ def _rounds(run: Figures) -> list[str]:
     n = run.rounds_recorded
     lines = []
     if n and run.seconds and math.isfinite(run.seconds):
-        speed = f"; {run.num_tokens:,} tokens trained on, {run.num_tokens / run.seconds:,.0f} a second"
+        trained = f"; {run.num_tokens:,} tokens trained on, prompts included" if run.num_tokens else ""
         each = f", {run.seconds / n:.2f} s each" if n > 1 else ""
-        lines.append(f"{n:,} in {clock_face(run.seconds)}{each}{speed if run.num_tokens else ''}")
+        lines.append(f"{n:,} in {clock_face(run.seconds)}{each}{trained}")
     if run.resumed_at:
         lines.append(f"in several starts; this one went on from round {run.resumed_at:,}")
     return lines

@@ -34,16 +34,20 @@ class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
     all wrong."""
     pass_1: float | None = None  # own held-out pass@1
     theirs: list[float] = []  # those that members declare, ascending
-    used_by_others: int = 0  # groups of this node that members declare to have trained on
+    used_by_others: int = 0
+    """Groups of this node that members declare to have trained on, those that have left or restarted included."""
     share_of_used: float | None = None
     """Share of this node's groups in what a member trained on of others', by its own word: mean over members."""
     declaring: int = 0  # members behind the two figures above
 
 
 def worth_lines(worth: Worth) -> Iterator[str]:
-    """The figures as sentences, without those that are not known."""
-    changes = [(worth.by_others, "taught mostly by others"), (worth.by_itself, "taught mostly by its own answers")]
-    yield from (_change(change, how) for change, how in changes if change is not None)
+    """The figures as sentences, without those that are not known. Where this node taught itself all kinds, their
+    success says nothing of the swarm, and is left out."""
+    if worth.by_others is not None:
+        yield _change(worth.by_others, "taught mostly by others")
+        if worth.by_itself is not None:
+            yield _change(worth.by_itself, "taught mostly by its own answers")
     if worth.unsolved:
         yield f"{only_others_solved(worth.unsolved)}: its own latest answers to their kind were all wrong"
     if worth.theirs:
@@ -52,9 +56,8 @@ def worth_lines(worth: Worth) -> Iterator[str]:
         values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
         yield f"held-out pass@1 {own}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
     if worth.declaring and worth.share_of_used is not None:
-        says = "says that it" if worth.declaring == 1 else "say that they"
-        groups = f"{worth.used_by_others:,} of its groups, {worth.share_of_used:.0%} of what they took from others"
-        yield f"{_members(worth.declaring)} {says} trained on {groups} (self-declared)"
+        took = f"{worth.share_of_used:.0%} of what {_members(worth.declaring)} took from others lately"
+        yield f"others trained on {worth.used_by_others:,} of its groups so far; they are {took} (self-declared)"
 
 
 def worth_metrics(worth: Worth) -> dict[str, float]:

@@ -28,11 +28,11 @@ from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
-from swarm_node.policy.model_path import LORA_ABOVE, checked, starter_path
+from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, starter_path
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
-from swarm_node.say import Detail
+from swarm_node.say import Detail, Warned
 
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
@@ -127,8 +127,8 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     """
     transformers_logging.disable_progress_bar()
     path = _path(config)
-    if report is not None and not is_offline_mode() and not Path(checked(path)).is_dir():
-        report(f"asking {constants.ENDPOINT} for {path}; without a connection this takes a minute or more")
+    if not Path(checked(path)).is_dir():
+        _ask_hub(path, config.revision, report)
     adapter = adapter_base(path)
     base, revision = (path, config.revision) if adapter is None else (adapter, None)
     if adapter is not None:
@@ -267,6 +267,18 @@ def _is_out_of_reach(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _ask_hub(path: str, revision: str | None, report: Callable[[str], None] | None) -> None:
+    """Say that the hub is asked. If it does not answer, its library stays offline from then on: it would try again for
+    minutes before it takes what is in its cache. Raises UserError if nothing is there."""
+    say = report or (lambda sentence: None)
+    if not is_offline_mode():
+        say(f"asking {constants.ENDPOINT} for {path}")
+    check_hub(path, revision)
+    if not is_offline_mode() and not hub_answers():
+        constants.HF_HUB_OFFLINE = True
+        say(Warned(f"{constants.ENDPOINT} does not answer: {path} is taken from what was downloaded before"))
 
 
 def _at(revision: str | None) -> dict[str, str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from swarm_node.errors import UserError
 
+HUB_ANSWER_S = 6.0  # how long the hub may take to answer at all, before it counts as out of reach
+CONFIGS = ("config.json", "adapter_config.json")
 LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
 
@@ -39,6 +41,52 @@ def _is_cached(name: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"models--{name}").is_dir()
+
+
+def check_hub(path: str, revision: str | None = None) -> None:
+    """Raise UserError for a model that must come from the hub while the hub does not answer. One question, since the
+    hub's library tries again for more than a minute."""
+    from huggingface_hub import is_offline_mode
+
+    if Path(path).expanduser().is_dir() or _is_downloaded(path, revision):
+        return
+    if is_offline_mode():
+        raise hub_out_of_reach(path, "HF_HUB_OFFLINE is set")
+    if not hub_answers():
+        raise hub_out_of_reach(path)
+
+
+def _is_downloaded(path: str, revision: str | None) -> bool:
+    """Whether the hub's cache has anything of the model, or would refuse the name anyway."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(path, name, revision=revision) for name in CONFIGS]
+    except HFValidationError:
+        return True
+    return any(isinstance(each, str) for each in found)
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached now, whatever it answers."""
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(ENDPOINT, timeout=HUB_ANSWER_S)
+    except Exception:  # of the library's HTTP client, which is not always the same one
+        return False
+    return True
+
+
+def hub_out_of_reach(path: str, why: str = "") -> UserError:
+    """The error about a model that this machine lacks, while it cannot ask the hub."""
+    return UserError(
+        f"cannot load the model {path}: it is not on this machine, and the hub cannot be reached"
+        f"{f' ({why})' if why else ''}; give a directory with the model (--model ./DIR); other members of a swarm give "
+        "a model only if the swarm's manifest names it"
+    )
 
 
 def parameters(path: str) -> int | None:

@@ -136,7 +136,7 @@ class Estimate:
     seconds: float
 
     def __str__(self) -> str:
-        return f"needs about {self.bytes / 2**30:.1f} GiB of memory"
+        return f"a round needs at most about {self.bytes / 2**30:.1f} GiB of memory, the program itself included"
 
     @property
     def longest(self) -> str:

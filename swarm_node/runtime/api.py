@@ -9,6 +9,7 @@ from typing import Any
 from swarm_node.config import NodeConfig
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
+from swarm_node.storage.rundir import RunDir
 
 Config = NodeConfig | Mapping[str, Any] | str | Path
 """A configuration, a table of its keys nested as in TOML, or the path of a TOML file."""
@@ -32,9 +33,10 @@ def train(config: Config, callbacks: Sequence[Callback] = (), *, quiet: bool = F
         from swarm_node.swarm.links import swarm_to_join
 
         swarm = swarm_to_join(settings)
-    from swarm_node.runtime.start import start  # loads torch
+    with RunDir.open(settings.directory) as run:
+        from swarm_node.runtime.start import start  # loads torch
 
-    return start(settings, swarm, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
+        return start(settings, run, swarm, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
 
 
 def resolve(config: Config, quiet: bool = False) -> NodeConfig:

@@ -49,7 +49,7 @@ from swarm_node.swarm.question_files import gather_files
 
 MEMBERS_CHECK_S = 0.5
 NO_ADDRESS_S = 30.0  # a bootstrap that had no address for so long is unhealthy: nobody can join through it
-TRAFFIC_LINE_S = 60.0  # time between two lines about its state; one comes at once when a member comes or goes
+TRAFFIC_LINE_S = 600.0  # time between two lines about its state; one comes at once when a member comes or goes
 
 
 Beside = Callable[[Path], AbstractContextManager[None]]

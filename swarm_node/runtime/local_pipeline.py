@@ -43,10 +43,9 @@ ENDED_RESTART_S = 10.0
 USER_ERROR = 2  # exit code of a process whose output ends with what the user has to do
 
 
-def run_local_crew(config: NodeConfig, manner: Manner) -> TrainResult:
+def run_local_crew(config: NodeConfig, run: RunDir, manner: Manner) -> TrainResult:
     """Train a policy in `pipeline.stages` stages on this machine. Raises UserError."""
     config = private(config.model_copy(update={"swarm": None}))
-    run = RunDir(config.directory)
     swarm = _swarm(config, run)
     own = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stage": 0}), "name": "stage-0"})
 
@@ -55,7 +54,7 @@ def run_local_crew(config: NodeConfig, manner: Manner) -> TrainResult:
         with StageProcesses(config, run.path / "peers", link, say).running():
             yield
 
-    return run_crew(own, manner, swarm, beside)
+    return run_crew(own, run, manner, swarm, beside)
 
 
 def private(config: NodeConfig) -> NodeConfig:

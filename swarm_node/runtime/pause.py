@@ -92,9 +92,9 @@ def unpause_run(run: RunDir) -> str:
 
 
 def _check_run(run: RunDir, verb: str) -> None:
-    if not run.exists:
+    if not (run.exists or run.in_use):  # a run in its first seconds has no config.toml yet
         raise UserError(f"no run in {run.path}: `swarm-node {verb} RUN` wants a run directory, such as runs/node")
-    if verb == "pause" and read_own(run.config).pipeline.stages:
+    if verb == "pause" and run.exists and read_own(run.config).pipeline.stages:
         raise UserError(
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
             "it hands its stage over to another"

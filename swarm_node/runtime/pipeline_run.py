@@ -41,7 +41,9 @@ Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextMan
 """(the join link, empty while there is none; how to say a sentence) -> the context of what runs beside the node."""
 
 
-def run_crew(config: NodeConfig, manner: Manner, swarm: Swarm, beside: Beside | None = None) -> TrainResult:
+def run_crew(
+    config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm, beside: Beside | None = None
+) -> TrainResult:
     """Hold stages, and lead the crew while that is this node's task, until the run is over or a signal comes. The
     result has figures if this node led. Callbacks hear of the rounds that it leads. Raises UserError."""
     crew: CrewNode | None = None
@@ -56,9 +58,8 @@ def run_crew(config: NodeConfig, manner: Manner, swarm: Swarm, beside: Beside | 
             if crew is not None:
                 crew.held_stages.save_all()
 
-    refuse_in_a_crew(config, RunDir(config.directory))
+    refuse_in_a_crew(config, run)
     with ExitStack() as stack:
-        run = stack.enter_context(RunDir.open(config.directory))
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say, ADVICE))
         with ExitStack() as inner:

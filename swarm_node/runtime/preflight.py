@@ -14,7 +14,7 @@ from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.model_path import LORA_ABOVE, checked, parameters, starter_path
+from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
 from swarm_node.storage.room import VALUE_BYTES, check_room
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.network import identity_file
@@ -46,6 +46,7 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
             raise UserError(f"reward function {function.path!r}: there is no file {file}")
     if own_model:
         path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
+        check_hub(path, config.policy.revision)
         _check_disk(config, path)
 
 

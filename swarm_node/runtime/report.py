@@ -49,7 +49,9 @@ class RunReport:
         words = [*summary(self.figures), *whereabouts(path, files)]
         console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
-        for line in next_steps(path, whole, evaluates, rounds):
+        held = self.figures.held_out
+        best = held is not None and held.best is not None and held.best[1] > held.pass_1[1]
+        for line in next_steps(path, whole, evaluates, rounds, best):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
             console.progress.say(NO_PICTURE, lasting=False)

@@ -74,6 +74,7 @@ class RunState:
                 "replay": self._replay(),
                 "tally": msgspec.to_builtins(self.tally),
                 "teaching": None if self.node.member is None else self.node.member.teaching.state(),
+                "uses": None if self.node.member is None else self.node.member.uses.state(),
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
@@ -132,6 +133,7 @@ class RunState:
         if self.node.member is not None:
             with suppress(KeyError, msgspec.ValidationError):  # of another version: counted from here on
                 self.node.member.teaching.load(state["teaching"])
+                self.node.member.uses.load(state["uses"])
         if self.crew is None:
             self.node.policy.load_trainable_state(checkpoint.tensors["policy"])
             self.node.trainer.load_state_dict(checkpoint.tensors["optimizer"], state["trainer"])

@@ -24,20 +24,21 @@ from swarm_node.swarm.links import Swarm
 NOT_BEGUN = "stopping before training began; the same command begins here again"
 
 
-def run_local(config: NodeConfig, json_output: bool = False) -> int:
+def run_local(config: NodeConfig, run: RunDir, json_output: bool = False) -> int:
     """Do `swarm-node local` in a process of its own. Returns the exit code. Raises UserError."""
-    start(config, None, Manner(json_output))
+    start(config, run, None, Manner(json_output))
     return 0
 
 
-def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
+def run_join(config: NodeConfig, run: RunDir, swarm: Swarm, json_output: bool = False) -> int:
     """Do `swarm-node join` in a process of its own. Returns the exit code. Raises UserError."""
-    start(config, swarm, Manner(json_output))
+    start(config, run, swarm, Manner(json_output))
     return 0
 
 
-def start(config: NodeConfig, swarm: Swarm | None, manner: Manner) -> TrainResult:
-    """Train until `rounds` or `minutes` are over or a signal comes; resume the run that is in the directory.
+def start(config: NodeConfig, run: RunDir, swarm: Swarm | None, manner: Manner) -> TrainResult:
+    """Train until `rounds` or `minutes` are over or a signal comes; resume the run that is in the directory, which the
+    caller has opened.
 
     A member of `swarm` waits for others only once, for the swarm's manifest. With `pipeline.stages`, as many processes
     hold the policy, or this node is one of a crew. Raises UserError.
@@ -47,18 +48,18 @@ def start(config: NodeConfig, swarm: Swarm | None, manner: Manner) -> TrainResul
         if config.pipeline.stages and swarm is not None:
             from swarm_node.runtime.pipeline_run import run_crew
 
-            return run_crew(config, manner, swarm)
+            return run_crew(config, run, manner, swarm)
         if config.pipeline.stages:
             from swarm_node.runtime.local_pipeline import run_local_crew
 
-            refuse_in_a_crew(config, RunDir(config.directory))
-            return run_local_crew(config, manner)
-        return _run(config if swarm is not None else config.model_copy(update={"swarm": None}), manner, swarm)
+            refuse_in_a_crew(config, run)
+            return run_local_crew(config, run, manner)
+        return _run(config if swarm is not None else config.model_copy(update={"swarm": None}), run, manner, swarm)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(config: NodeConfig, manner: Manner, swarm: Swarm | None) -> TrainResult:
+def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -> TrainResult:
     whole: Run | None = None
     callbacks = Callbacks(manner.callbacks)
 
@@ -69,7 +70,6 @@ def _run(config: NodeConfig, manner: Manner, swarm: Swarm | None) -> TrainResult
             whole.last_resort()
 
     with ExitStack() as stack:
-        run = stack.enter_context(RunDir.open(config.directory))
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say))
         with ExitStack() as inner:

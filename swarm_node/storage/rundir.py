@@ -270,9 +270,15 @@ class RunDir(AbstractContextManager["RunDir"]):
         """The run has begun: an error no longer removes what it made."""
         self._made = []
 
+    def _written(self) -> Iterator[Path]:
+        """What the run holds beside that which `open` makes."""
+        made = {self.path / "lock", self.checkpoints, self.export, self.plots}
+        return (path for path in self.path.rglob("*") if path not in made)
+
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Release the lock. A start that was refused leaves no directory behind."""
-        if self._made and isinstance(error, SwarmNodeError):
+        """Release the lock. A start that was refused, or interrupted before it wrote anything, leaves no directory."""
+        interrupted = isinstance(error, KeyboardInterrupt) and not any(self._written())
+        if self._made and (isinstance(error, SwarmNodeError) or interrupted):
             shutil.rmtree(self._made[0], ignore_errors=True)
             for parent in self._made[1:]:  # `runs`, if nothing else is in it by now
                 with suppress(OSError):

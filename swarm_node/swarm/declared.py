@@ -119,17 +119,15 @@ def _known_kinds(record: Declared, known: Collection[str] | None) -> dict[str, D
     return {} if known is None else {k.kind: k for k in record.kinds if is_known(k.kind, known)}
 
 
-def uses_of(peer: str, cards: Mapping[str, PeerCard]) -> tuple[int, float | None, int]:
-    """(groups of `peer` that others say they trained on, its share in what a member trained on of others' groups, mean
-    over members; members that say so). A member names only the peers that it used most, so both are lower bounds."""
-    name, groups, shares = short_hash(peer), 0, []
+def share_of(peer: str, cards: Mapping[str, PeerCard]) -> tuple[float | None, int]:
+    """(the share of `peer` in what a member says that it trained on of others' groups, mean over members; members that
+    say so). A member names only the peers that it used most, so it is a lower bound."""
+    name, shares = short_hash(peer), []
     for other, card in cards.items():
         if other != peer and card.declared is not None and card.declared.used:
             mine = sum(use.groups for use in card.declared.used_of if use.peer == name)
-            mine = min(mine, card.declared.used)
-            groups += mine
-            shares.append(mine / card.declared.used)
-    return groups, (sum(shares) / len(shares) if shares else None), len(shares)
+            shares.append(min(mine, card.declared.used) / card.declared.used)
+    return (sum(shares) / len(shares) if shares else None), len(shares)
 
 
 def pass_1_of(cards: Mapping[str, PeerCard]) -> list[float]:

@@ -45,11 +45,11 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
         points.append(f"the files of the swarm's model{if_any} (sharing.give_model)")
-    relay = "others may connect through you (--relay)" if config.network.serve_relay else "nothing is relayed (--relay)"
-    points.append(f"{relay}; no other file is sent")
+    points.append("no other file of this machine")
+    relays = "Others may connect through this node" if config.network.serve_relay else "This node relays nothing"
     stored = f"\nAnswers of others are kept in {run.path}, and never executed." if trains else ""
     seen = "".join(f"\n  - {point}" for point in points)
-    say(f"first time in this swarm. Its members, anybody with its link, will see:{seen}{stored}")
+    say(f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).{stored}")
     return True
 
 

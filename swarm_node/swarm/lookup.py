@@ -26,7 +26,8 @@ from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_b
 
 MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
 """How long a member may take to give the manifest, also when the user's time (`--minutes`) is nearly over."""
-FIRST_REPORT_S, REPORT_EVERY_S = 5.0, 20.0  # when a node says that it is still waiting for an answer, and how often
+FIRST_REPORT_S, REPORT_EVERY_S, REPORT_MOST_S = 5.0, 20.0, 600.0
+"""When a node first says that it is still waiting for an answer, and when again: each time after twice as long."""
 ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.2, 3.0
 ASKED_IN_A_ROW = 8  # members asked for one thing, in random order, before the list of members is read again
 LOOK_AROUND_S = 20.0  # how long to look for members of a swarm before calling it empty
@@ -74,7 +75,7 @@ def ask_around(
     Raises PeerUnreachable after `wait_s`, and UserError if all peers that answer are in another swarm. It waits
     `REPORT_EVERY_S` for that, unless all gave the other manifest: a peer that is just starting refuses, too."""
     began = time.monotonic()
-    said = began + FIRST_REPORT_S - REPORT_EVERY_S
+    report_at, report_s = began + FIRST_REPORT_S, REPORT_EVERY_S
     refused: set[str] = set()
     answers: dict[str, RemoteProtocolError] = {}
     while True:
@@ -99,8 +100,8 @@ def ask_around(
         _check_swarm(swarm, answers, len(peers), over or now - began > REPORT_EVERY_S)
         if over:
             raise PeerUnreachable(failure)
-        if now - said > REPORT_EVERY_S:
-            said = now
+        if now > report_at:
+            report_at, report_s = now + report_s, min(2 * report_s, REPORT_MOST_S)
             why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])
             link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
             say(Warned(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why"))

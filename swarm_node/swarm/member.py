@@ -34,7 +34,8 @@ from swarm_node.say import Once, Say, Warned
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.sharing.teaching import Teaching
-from swarm_node.swarm.declared import declare, declared_table, kinds_of, pass_1_of, uses_of
+from swarm_node.swarm.declared import declare, declared_table, kinds_of, pass_1_of, share_of
+from swarm_node.swarm.uses import Uses
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
@@ -109,6 +110,7 @@ class Member:
             spent=spent,
         )
         self.teaching = Teaching()
+        self.uses = Uses(self.peer_id)
         self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
         self._worth: Worth | None = None  # as of the latest round
         self._began = now()
@@ -226,14 +228,14 @@ class Member:
         """What the swarm gave this node, as far as it is known. For any thread."""
         members = self.transport.members()
         by_others, by_itself = self.teaching.changes()
-        groups, share, declaring = uses_of(self.peer_id, members)
+        share, declaring = share_of(self.peer_id, members)
         return Worth(
             by_others=by_others,
             by_itself=by_itself,
             unsolved=self.teaching.unsolved,
             pass_1=None if self.held_out is None else self.held_out[0],
             theirs=pass_1_of(members),
-            used_by_others=groups,
+            used_by_others=self.uses.look(members),
             share_of_used=share,
             declaring=declaring,
         )

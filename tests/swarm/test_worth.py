@@ -38,7 +38,7 @@ def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest
     assert first.metrics[-1]["swarm/declared_pass_1"] == 0.5
     text = "\n".join(worth_lines(worth))
     assert "held-out pass@1 0.250; 1 member says 0.500 (self-declared)" in text
-    assert f"1 member says that it trained on {worth.used_by_others:,} of its groups" in text
+    assert f"others trained on {worth.used_by_others:,} of its groups" in text
     status = member(first).status()
     declared = [row["declared"] for row in status["peers"].values()]
     assert [row for row in declared if row][0]["kinds"].keys() == {"count_bits"}

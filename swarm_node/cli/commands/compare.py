@@ -15,13 +15,15 @@ from swarm_node.config.own import shown
 from swarm_node.observability.comparing import Comparison, figure_rows
 
 
-def compare_runs(paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool) -> None:
-    """Compare the runs in `paths`. Raises UserError."""
+def compare_runs(
+    paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool, apart: bool = False
+) -> None:
+    """Compare the runs in `paths`; `apart`: each by itself, also those that differ only by seed. Raises UserError."""
     from swarm_node.observability.comparison_plot import check_ending, plot_comparison
 
     if picture is not None:
         check_ending(picture)
-    comparison = Comparison(paths)
+    comparison = Comparison(paths, apart)
     if table is not None:
         comparison.write_csv(table)
     if picture is not None:
@@ -41,8 +43,10 @@ def show(comparison: Comparison) -> None:
     if comparison.differences:
         settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
         print_table("settings that differ", ["", *names], settings)
-    else:
+    elif len(comparison.groups) > 1:
         print("the settings differ in nothing but the seed")
+    else:
+        print("the settings differ in nothing but the seed, so the runs are averaged; --apart shows them side by side")
     print_table("figures, with half of the 95 % interval over seeds", ["", *names], list(figure_rows(comparison)))
 
 

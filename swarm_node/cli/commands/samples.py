@@ -18,7 +18,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples
 from swarm_node.observability.shown_samples import number_in, shown_sample
-from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
+from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
+from swarm_node.tasks.catalogue import SETS
 
 MOST_WIDTH = 80
 MOST_LINES = 12  # lines shown of one text
@@ -31,6 +32,8 @@ def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, c
     """The newest records of a run's samples.jsonl, or those with the least reward, of this task and this peer. Raises
     UserError if there is none."""
     run.check_exists()
+    if run.read_role() == BOOTSTRAP:
+        raise UserError(f"{run.path} is of a bootstrap, which answers no questions: name a run that trains")
     every = list(read_samples(run.samples)) if run.samples.is_file() else []
     if not every:
         raise UserError(
@@ -71,10 +74,13 @@ def show_questions(name: str, config: NodeConfig, json_output: bool) -> Iterator
 
     config = in_form(config, config.rewards.answer)
     tasks = load_tasks([name], config.rewards).sample(random.Random(0), QUESTIONS)
+    also = [f"{group}/{name}" for group, members in SETS.items() if name in members]
     if json_output:
         yield json.dumps([{"task": t.label, "question": t.question, "answer": t.answer} for t in tasks], indent=2)
         return
     width = _width()
+    if also:
+        yield from _text("", f"{name} with its own options; {' and '.join(also)} has others", width)
     yield from _text("models are told  ", config.policy.system_prompt, width)
     several = len({task.label for task in tasks}) > 1
     for number, task in enumerate(tasks, 1):

@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 
-from swarm_node.observability.reasons import words
+from swarm_node.averaging.skipping import happened
+from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, worth_lines
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 KINDS_LISTED = 8  # most kinds of task that a line names
+REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out
 WORST = 5  # most sources of refusals that are named
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Cells = Callable[[Mapping[str, Any]], list[str]]
@@ -22,6 +24,7 @@ Cells = Callable[[Mapping[str, Any]], list[str]]
 def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     """The document `found` as text, at Unix time `now`."""
     status, metrics = found["swarm"], found["metrics"]
+    ended = bool(found["run"]) and not found["in_use"]
     reward = (metrics or {}).get("reward")
     if found["run"]:
         yield f"run        {found['run']}{_when(status, found['in_use'], now)}"
@@ -52,7 +55,11 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         used = (metrics or {}).get("swarm/groups_used")
         last = "" if used is None else f", used {used:.0f} in the last round"
         yield f"received   {came} groups, admitted {admitted}{last}"
-    if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
+    left_out = {name: n for name, n in status.get("received", {}).items() if name.startswith(REJECTED)}
+    unused = {name: n for name, n in left_out.items() if name.removeprefix(REJECTED) in UNUSED}
+    if reasons := _reasons(unused, REJECTED):
+        yield f"not used   {reasons}"
+    if refused := _reasons({name: n for name, n in left_out.items() if name not in unused}, REJECTED):
         yield f"refused    {refused}"
     yield from _sources(status, "" if refused else "refused")
     for number, line in enumerate(_worth(status)):
@@ -62,7 +69,7 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     absent = (status.get("crew") or {}).get("absent", [])
     peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
     if status.get("averaging"):
-        yield from _averaging(status["averaging"], status["time"])
+        yield from _averaging(status["averaging"], status["time"], ended)
     if not status.get("connected", True):
         where = ", ".join(status["asked"][:3])
         tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
@@ -72,9 +79,9 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     training = sum(peer.get("trains", True) for peer in here)
     others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
     of_them = "" if training == len(here) else f", {training or 'none'} of them training"
-    yield f"members    {len(here)}{others}{of_them}"
+    yield f"members    {len(here)}{others}{of_them}{' when this run ended' if ended else ''}"
     if peers and found["run"]:
-        titles = ["here", "updates", "received", "admitted", "used", "refused, by reason"]
+        titles = ["was here" if ended else "here", "updates", "received", "admitted", "used", "not used or refused"]
         yield from _table(peers, titles, _exchanged)
     elif peers:
         averaged = any(peer["cohort"] for peer in peers.values())
@@ -143,17 +150,18 @@ def _named(peer: Mapping[str, str]) -> str:
     return f"{peer['name'] or 'a peer'} (…{peer['peer'][-SHORT_ID:]})"
 
 
-def _averaging(figures: Mapping[str, Any], now: float) -> Iterator[str]:
+def _averaging(figures: Mapping[str, Any], now: float, ended: bool) -> Iterator[str]:
     partners, last = sorted(figures["partners"].values()), figures["last"]
     listed = ", ".join(partners[:PARTNERS_LISTED]) + (", …" if len(partners) > PARTNERS_LISTED else "")
     done = f"averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
     if last:
         done += f", last with {last['with']} {max(0.0, now - last['time']):.0f} s ago"
     yield f"averaging  {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
-    yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
+    when = "when this run ended" if ended else "here"
+    yield f"           partners {when}: {f'{len(partners)}, {listed}' if partners else 'none'}"
     yield f"           {done}"
     for kind, text in (("skipped", "skipped"), ("refused", "refused to others")):
-        if reasons := _reasons(figures[kind], ""):
+        if reasons := _reasons(figures[kind], "", happened):
             yield f"           {text}: {reasons}"
 
 
@@ -181,7 +189,7 @@ def _count(figures: Mapping[str, float], name: str) -> str:
     return f"{figures.get(name, 0):.0f}"
 
 
-def _reasons(figures: Mapping[str, float], prefix: str) -> str:
+def _reasons(figures: Mapping[str, float], prefix: str, words: Callable[[str], str] = words) -> str:
     """`3 × too old, 1 × over the sender's quota`, the most frequent first."""
     counts = {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix) and n}
     frequent = sorted(counts.items(), key=lambda item: -item[1])

@@ -441,3 +441,24 @@ def test_ending_runs_no_garbage_collection() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0 and ended.stdout == f"swarm-node {swarm_node.__version__}\n", ended.stderr
+
+
+def test_a_resumption_without_a_run_names_those_here() -> None:
+    assert "none that has stopped is below runs/" in run("resume").stderr
+    for name in ("a", "b c"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.toml").touch()
+    with RunDir.open("runs/a"):
+        result = run("resume")
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith("below runs/ there are: `swarm-node resume 'runs/b c'`")
+
+
+def test_a_task_names_its_set_too() -> None:
+    result = run("tasks", "gcd")
+    assert "small/gcd has others" in result.stdout
+    assert "has others" not in run("tasks", "small/gcd").stdout
+
+
+def test_a_link_without_a_peer_says_so() -> None:
+    assert "this link names no peer" in run("new", "--name", "sums").stderr

@@ -51,6 +51,7 @@ from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.pipeline import footprint
 from swarm_node.policy.loading import prepare
+from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
 from swarm_node.swarm.manifests import render
@@ -149,7 +150,7 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(footprint, "free_memory", lambda: free)
         return [check.verdict for check in room(NodeConfig(), Path("runs/new"), running)]
 
-    needed = 16 * prepare(PolicyConfig()).size  # weights, gradients, two moments
+    needed = RUNTIME_BYTES + 16 * prepare(PolicyConfig()).size  # weights, gradients, two moments
     assert verdicts(2**30) == ["ok", "ok"]
     assert verdicts(0) == ["ok", "ok"]  # not known
     assert verdicts(needed // 2) == ["fail", "ok"]

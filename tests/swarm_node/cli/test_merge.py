@@ -24,11 +24,11 @@ from swarm_node.cli.model import runs_of
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_toml, load_config
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from swarm_node.tasks import load_tasks
+from tests.support.starting import train_locally
 from tests.support.tiny_models import save
 
 CASES = ["one", "two", "three"]
@@ -51,7 +51,7 @@ def train(run_dir, seed, rounds=2, tasks=("small/gcd",), **policy):
         "eval": {"questions": 0, "samples": 2},
         "grpo": {"learning_rate": 1e-3},
     }
-    run_local(NodeConfig.model_validate(config), json_output=True)
+    train_locally(NodeConfig.model_validate(config), json_output=True)
     return run_dir
 
 

@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from swarm_node.cli.app import app
+from swarm_node.cli.commands.samples import find_samples
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from tests.support.run_files import write
 
 ALICE, BOB = "QmAlice1234abcd", "QmBob00001234xyz"
@@ -114,3 +117,12 @@ def test_questions_of_a_file_are_escaped() -> None:
 def test_unknown_tasks_are_refused() -> None:
     result = run("tasks", "gdc")
     assert result.exit_code == 2 and "did you mean" in result.stderr
+
+
+def test_a_bootstrap_has_no_samples(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "boot")
+    run.path.mkdir()
+    run.config.touch()
+    run.write_status({"role": BOOTSTRAP})
+    with pytest.raises(UserError, match="is of a bootstrap, which answers no questions"):
+        find_samples(run, False, None, None, 5)

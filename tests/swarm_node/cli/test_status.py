@@ -99,7 +99,8 @@ def test_a_run_shows_members_admissions_and_refusals(
         "1 restarts of gossip",
         "40 groups; not sent: 5 × all rewarded alike",
         "12 groups, admitted 8, used 4 in the last round",
-        "refused    3 × not the sender's task, 2 × seal, 1 × too old",
+        "not used   1 × too old",
+        "refused    3 × not the sender's task, 2 × seal",
         "members    1 other\n",
     ):
         assert part in text
@@ -110,7 +111,9 @@ def test_a_run_shows_members_admissions_and_refusals(
     assert text.count("seal") == 1, "what the transport refused is among what was refused"
     assert "averaging" not in text
     assert "ago" not in text
-    assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
+    ended = shown(capsys, "runs/alice")
+    assert "runs/alice, ended; as of 0 s ago" in ended
+    assert "members    1 other when this run ended" in ended and "was here" in ended
 
 
 def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,23 +264,23 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         "averaging  noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
     )
     assert [line.strip() for line in lines[at + 1 : at + 5]] == [
-        "partners here: 2, bob, carol",
+        "partners when this run ended: 2, bob, carol",
         "averaged 12 times, 1.25 MB sent, last with bob 20 s ago",
-        "skipped: 3 × late, 1 × odd",
-        "refused to others: 2 × crossed",
+        "skipped: 3 × the round was over, 1 × the number of members was odd, and this one was left over",
+        "refused to others: 2 × both called each other at once",
     ]
     assert json.loads(shown(capsys, "runs/alice", json_output=True))["swarm"]["averaging"] == averaging
     make_run("runs/bob", averaging=averaging | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
     text = shown(capsys, "runs/bob")
-    assert "partners here: none" in text and "averaged 0 times" in text and "skipped" not in text
+    assert "partners when this run ended: none" in text and "averaged 0 times" in text and "skipped" not in text
 
 
 def test_members_that_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     boots = {"name": "boot", "present": True, "trains": False, "policy_version": 0}
     make_run("runs/alice", peers=STATUS["peers"] | {peer_id(3): boots})
-    assert "members    2 others, 1 of them training\n" in shown(capsys, "runs/alice")
+    assert "members    2 others, 1 of them training when this run ended\n" in shown(capsys, "runs/alice")
     make_run("runs/bob", peers={peer_id(3): boots})
-    assert "members    1 other, none of them training\n" in shown(capsys, "runs/bob")
+    assert "members    1 other, none of them training when this run ended\n" in shown(capsys, "runs/bob")
 
 
 # --------------------------------------------------------------------- a swarm

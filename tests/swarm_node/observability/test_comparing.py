@@ -52,6 +52,13 @@ def test_runs_that_differ_by_seed_are_one_group(runs: list[Path]) -> None:
     assert [group.name for group in comparison.groups] == ["loss=dapo", "loss=gspo"]
 
 
+def test_runs_that_differ_by_seed_are_shown_apart(runs: list[Path]) -> None:
+    assert [group.name for group in Comparison(runs, apart=True).groups] == ["a", "b", "c"]
+    shown = [CliRunner().invoke(app, ["compare", *map(str, runs[:2]), *more]).stdout for more in ([], ["--apart"])]
+    assert "averaged; --apart shows them side by side" in " ".join(shown[0].split())
+    assert "0.500" in shown[1] and "0.700" in shown[1] and "averaged" not in shown[1]
+
+
 def test_final_figures_have_students_interval(runs: list[Path]) -> None:
     group, alone = Comparison(runs).groups
     mean, half = group.final["held-out pass@1, at the end"]

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import termios
 import threading
+from itertools import pairwise
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from swarm_node.observability.progress import ProgressDisplay, sparkline, volume
+from swarm_node.observability.progress import ProgressDisplay, clock_face, sparkline, volume
 from tests.support.virtual_time import VirtualTime
 
 
@@ -45,7 +46,9 @@ def rounds_of(lines):
 
 
 def test_a_plain_line():
-    assert plain_lines(200, 0.5, rounds=1) == ["round 1/200  reward 0.005  1,234 tok/s  0.50 s/round  1:40 left"]
+    assert plain_lines(200, 0.5, rounds=1) == [
+        "round 1/200  reward 0.005  samples 1,234 tok/s  0.50 s/round  1:40 left"
+    ]
 
 
 def test_plain_lines_come_at_each_tenth():
@@ -57,6 +60,17 @@ def test_plain_lines_come_at_each_tenth():
 def test_slow_runs_print_each_minute_quick_ones_seldom():
     assert rounds_of(plain_lines(200, 0.01)) == [1, 200]
     assert rounds_of(plain_lines(10_000, 30.0, rounds=9)) == [1, 3, 5, 7, 9]
+
+
+def test_a_long_run_prints_a_line_in_ten_minutes():
+    lines = rounds_of(plain_lines(100_000, 60.0, rounds=360))
+    assert lines[:9] == list(range(1, 10))
+    assert {later - before for before, later in pairwise(lines[12:-1])} == {10} and len(lines) < 50
+
+
+def test_a_time_of_many_days_is_in_days():
+    assert clock_face(3 * 86400) == "72:00:00"
+    assert clock_face(284 * 86400) == "284 days"
 
 
 def test_the_last_round_is_always_shown():
@@ -240,7 +254,9 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     assert shown[0] == f"round 10: swarm://{'a' * 150}"
     assert shown[1] == f"round 20: swarm://{'a' * 150}"
     assert re.fullmatch(rf"round 20/20 ━+ +100%{' took 0:20' * (not waiting)}", shown[2])
-    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or '2,310 tok/s'}", "no speed while it waits"
+    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or 'samples 2,310 tok/s'}", (
+        "no speed while it waits"
+    )
     assert shown[4] == "THE END"
 
 
@@ -327,7 +343,7 @@ def test_averaging_is_shown_in_pipe_and_terminal() -> None:
     progress = ProgressDisplay(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "perf/generated_tok_s": 10.0}, "averaged 3 times, last with bob")
-    assert "reward 0.500  10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
+    assert "reward 0.500  samples 10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
     assert lines_in_view(progress)[-1] == "averaged 3 times, last with bob"
 
 
@@ -365,7 +381,7 @@ def test_the_whole_view_at_80_columns():
     head, *rest = in_view(80, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        f"reward 0.775 {sparkline(range(20))}  2,310 tok/s",
+        f"reward 0.775 {sparkline(range(20))}  samples 2,310 tok/s",
         "3 others, 4.0 of their groups a round",
         f"12 kB/s in, 9.0 kB/s out, 420 kB in all  {AVERAGED}",
         "1 min ago: an exchange of weights with bob was skipped (late: round 9 is over);…",
@@ -376,7 +392,7 @@ def test_the_view_fits_40_columns():
     head, *rest = in_view(40, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        f"reward 0.775 {sparkline(range(20), 14)}  2,310 tok/s",
+        f"reward 0.775 {sparkline(range(20), 6)}  samples 2,310 tok/s",
         "3 others, 4.0 of their groups a round",
         "12 kB/s in, 9.0 kB/s out, 420 kB in all",
         AVERAGED,
@@ -401,7 +417,7 @@ def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
 
 def test_an_ascii_terminal_gets_ascii_only():
     lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
-    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  2,310 tok/s"
+    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  samples 2,310 tok/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
 
 

@@ -52,7 +52,7 @@ def test_a_silo() -> None:
         "          held-out pass@1 0.199 -> 0.355, +0.156: more than noise (95 % interval +0.112 to +0.201, "
         "128 questions)",
         "          held-out pass@8 0.578 -> 0.395",
-        "rounds    20 in 0:10, 0.50 s each; 20,000 tokens trained on, 2,000 a second",
+        "rounds    20 in 0:10, 0.50 s each; 20,000 tokens trained on, prompts included",
     ]
     assert run.swarm is None and run.averaging is None and run.stages is None, "nothing that did not happen"
 
@@ -88,7 +88,7 @@ def test_a_member_that_averages_and_pays() -> None:
         "          its weights in 1 exchange, 1.8 MB",
         "refused   200 all rewarded alike, 20 too old, 15 known already, 4 of another swarm, 4 for other reasons",
         "traffic   2.5 MB in, 200 kB out, all told",
-        "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, 2,000 a second",
+        "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, prompts included",
         "cost      0.0234 spent by the end of the last round, 0.00195 a group trained on",
     ]
 
@@ -115,7 +115,7 @@ def test_a_crew_s_lead() -> None:
 def test_few_rounds_leave_little_to_say() -> None:
     assert summary(figures(rounds([0.5]))) == [
         "outcome   reward 0.500 in its only round",
-        "rounds    1 in 0:00; 1,000 tokens trained on, 2,000 a second",
+        "rounds    1 in 0:00; 1,000 tokens trained on, prompts included",
     ]
     assert summary(figures([])) == [] and figures([]) == Figures()
 
@@ -238,6 +238,10 @@ def test_where_things_are_and_what_to_type() -> None:
         "          swarm-node dashboard 'runs/my run'",
     ]
     assert not any(" eval " in line for line in next_steps("r", evaluates=False)), "there is no question for it"
+    assert next_steps("r", best=True)[1:3] == [
+        "          swarm-node eval r --checkpoint best",
+        "          swarm-node export r r-model --checkpoint best",
+    ]
     assert next_steps("r", whole=False, evaluates=False) == [
         "next      swarm-node resume r",
         "          swarm-node dashboard r",

@@ -159,13 +159,26 @@ def test_an_unreachable_hub_is_one_sentence(caplog):
 def test_the_hub_is_named_before_it_is_asked(monkeypatch):
     said, asked = [], []
     monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(loading, "adapter_base", lambda path: asked.append(list(said)) or 1 / 0)
+    monkeypatch.setattr(loading, "check_hub", lambda *arguments: asked.append(list(said)))
+    monkeypatch.setattr(loading, "hub_answers", lambda: True)
+    monkeypatch.setattr(loading, "adapter_base", lambda path: 1 / 0)
     for model in ("some/model", "starter"):
         with pytest.raises(ZeroDivisionError):
             prepare(PolicyConfig(model=model), report=said.append)
     [line] = said
-    assert line.startswith("asking http") and " for some/model; " in line
-    assert asked == [said, said]
+    assert line.startswith("asking http") and line.endswith(" for some/model")
+    assert asked == [said]
+
+
+def test_a_silent_hub_is_not_asked_again(monkeypatch):
+    said = []
+    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "check_hub", lambda *arguments: None)  # as if it had been downloaded before
+    monkeypatch.setattr(loading, "hub_answers", lambda: False)
+    with pytest.raises(UserError):
+        prepare(PolicyConfig(model="some/model"), report=said.append)
+    assert loading.is_offline_mode()
+    assert said[1].endswith("some/model is taken from what was downloaded before")
 
 
 def test_a_model_with_a_tensor_missing_is_refused(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from swarm_node.errors import UserError
-from swarm_node.policy.model_path import checked, parameters, starter_path
+from swarm_node.policy.model_path import check_hub, checked, parameters, starter_path
 from tests.support.repository import ROOT
 
 STARTER_PARAMETERS = 438_912
@@ -56,3 +59,16 @@ def test_headers_tell_the_size(tmp_path: Path) -> None:
 def test_a_damaged_header_tells_nothing(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert parameters(str(tmp_path)) is None
+
+
+def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    with pytest.raises(UserError, match="the hub cannot be reached; give a directory"):
+        check_hub("some/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"cannot be reached \(HF_HUB_OFFLINE is set\)"):
+        check_hub("some/model")
+    check_hub(starter_path())

@@ -20,10 +20,10 @@ from swarm_node.observability.comparing import newest_checkpoint, read_run
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.best import BEST
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 
 ALWAYS = {"questions": 14, "samples": 3, "every": 1, "share": 1.0}
 STOPPING = """
@@ -53,9 +53,9 @@ def settings(rounds: int, run_dir: str = "run", **sections: Any) -> NodeConfig:
 @pytest.fixture
 def evaluated(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The document of a run of four rounds in `run` that was evaluated after each; it began in two starts."""
-    assert run_local(settings(2), json_output=True) == 0
+    assert train_locally(settings(2), json_output=True) == 0
     capsys.readouterr()
-    assert run_local(settings(4), json_output=True) == 0
+    assert train_locally(settings(4), json_output=True) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
 
@@ -97,14 +97,14 @@ def test_the_best_checkpoint_is_kept_and_used(evaluated: dict[str, Any], capsys:
 def test_evaluations_do_not_change_training(evaluated: dict[str, Any]) -> None:
     for share in ({"questions": 0}, ALWAYS | {"every": 0}):
         name = f"other-{share['questions']}"
-        assert run_local(settings(4, name, eval=share), json_output=True) == 0
+        assert train_locally(settings(4, name, eval=share), json_output=True) == 0
         ours, theirs = (weights(Path(run, "checkpoints/round-00000004")) for run in ("run", name))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert not Path(name, BEST).exists()
 
 
 def test_without_a_best_checkpoint_the_newest_is_offered() -> None:
-    assert run_local(settings(1, eval=ALWAYS | {"every": 0}), json_output=True) == 0
+    assert train_locally(settings(1, eval=ALWAYS | {"every": 0}), json_output=True) == 0
     with pytest.raises(UserError, match=r"no best checkpoint.*eval\.every.*leave out --checkpoint"):
         export_run(Path("run"), Path("out"), print, "best")
     with pytest.raises(UserError, match="no run directory"):
@@ -122,7 +122,7 @@ def test_a_signal_ends_an_evaluation_and_keeps_the_round(capsys: pytest.CaptureF
     Path("stopping.py").write_text(STOPPING)
     rewards = {"functions": [{"path": "stopping.py:stop"}]}
     config = settings(3, eval=ALWAYS | {"questions": 7}, rewards=rewards)
-    assert run_local(config) == 0
+    assert train_locally(config) == 0
     assert capsys.readouterr().out.count("stopping in the middle") == 1, "no question was asked after the signal"
     [line] = read_jsonl(Path("run/metrics.jsonl"))
     assert line["round"] == 1 and "eval/pass_1" not in line
@@ -132,7 +132,7 @@ def test_a_signal_ends_an_evaluation_and_keeps_the_round(capsys: pytest.CaptureF
 def test_a_stopped_run_tells_before_and_now(capsys: pytest.CaptureFixture[str]) -> None:
     Path("stopping.py").write_text(STOPPING.replace("7 + 2", "7 + 7 + 2"))
     rewards = {"functions": [{"path": "stopping.py:stop"}]}
-    assert run_local(settings(5, eval=ALWAYS | {"questions": 7}, rewards=rewards), json_output=True) == 0
+    assert train_locally(settings(5, eval=ALWAYS | {"questions": 7}, rewards=rewards), json_output=True) == 0
     out, words = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
     assert (document["rounds"], document["held_out"]["round"]) == (2, 1)
@@ -203,7 +203,7 @@ def test_figures_of_a_repeated_last_evaluation_are_saved() -> None:
     rewards = {"functions": [{"path": "stopping.py:stop"}]}
     config = settings(1, eval=ALWAYS | {"questions": 7, "every": 0}, rewards=rewards)
     for measured in (0, 1):  # a signal ends the evaluation after training, and the next start repeats it
-        assert run_local(config) == 0
+        assert train_locally(config) == 0
         round, state = newest_checkpoint(RunDir(Path("run")))
         assert (round, state["held_out_figures"]["round"]) == (1, measured)
     assert "held-out pass@1, at the end" in read_run(Path("run")).final

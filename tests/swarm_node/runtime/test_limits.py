@@ -46,9 +46,9 @@ from swarm_node.runtime.pause import (
     seconds_of,
     unpause_run,
 )
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 from tests.support.virtual_time import VirtualTime
 from tests.support.waiting import until
 
@@ -261,6 +261,14 @@ def test_a_pause_ends_by_itself_or_by_unpause(tmp_path: Path) -> None:
         assert unpause_run(run) == f"{run.path} goes on"
 
 
+def test_a_run_that_has_just_started_can_be_paused(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "new") as run:
+        assert "it loses nothing" in pause_run(run, None, now=1000.0)
+        assert pause_asked(run.paused, 1001.0) == "by `swarm-node pause`"
+    with pytest.raises(UserError, match="no run in"):
+        pause_run(RunDir(tmp_path / "new"), None, now=1000.0)
+
+
 @pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"nan", b"1e999", b"9" * 10_000])
 def test_an_unreadable_pause_has_no_end(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "paused").write_bytes(content)
@@ -288,7 +296,7 @@ def test_stages_are_not_paused_nor_limited(tmp_path: Path) -> None:
     assert code == 2 and "hands its stage over" in said and not run.paused.exists()
     limited = settings(tmp_path / "other", max_cpu=50).model_copy(update={"pipeline": load_config(run.config).pipeline})
     with pytest.raises(UserError, match="resources.max_cpu is not for --stages"):
-        run_local(limited)
+        train_locally(limited)
 
 
 class Stop:
@@ -348,8 +356,8 @@ def test_a_pause_s_length_is_known_meanwhile(tmp_path: Path, monkeypatch: pytest
 def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
     """Paused at its start and resumed: as many rounds, with the same figures, as one that never was."""
     paused, plain = tmp_path / "paused", tmp_path / "plain"
-    run_local(settings(plain, rounds=3), json_output=True)
-    run_local(settings(paused, rounds=1), json_output=True)
+    train_locally(settings(plain, rounds=3), json_output=True)
+    train_locally(settings(paused, rounds=1), json_output=True)
     pause_run(RunDir(paused), None, time.time())
     events = RunDir(paused).events
 
@@ -362,7 +370,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as owner:
         trained = owner.submit(let_go)
-        run_local(settings(paused, rounds=3), json_output=True)
+        train_locally(settings(paused, rounds=3), json_output=True)
     assert trained.result() == 1, "nothing was trained while it was paused"
     ours, theirs = (read_jsonl(RunDir(path).metrics) for path in (paused, plain))
     assert [(m["round"], m["reward"]) for m in ours] == [(m["round"], m["reward"]) for m in theirs]
@@ -497,13 +505,13 @@ PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 def test_a_round_beyond_the_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a round takes about .* more than --max-memory 0.1: lower grpo"):
-        run_local(settings(tmp_path / "run", max_memory_gb=0.1), json_output=True)
+        train_locally(settings(tmp_path / "run", max_memory_gb=0.1), json_output=True)
 
 
 def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResourceLimits, "check_estimate", lambda *arguments: None)
     with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
-        run_local(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
+        train_locally(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
     assert newest.name == f"round-{rounds:08}"

@@ -15,9 +15,9 @@ from swarm_node.cli.commands.status import show_status
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.observability.dashboard.gallery import Gallery, Told, news
 from swarm_node.observability.metrics import MetricsWriter
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
+from tests.support.starting import train_locally
 
 FEW, MANY = 3000, 300_000
 READINGS = 8
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 def start(path: Path, rounds: int, **settings: Any) -> None:
     config = NodeConfig.model_validate(SETTINGS | {"run_dir": str(path), "rounds": rounds} | settings)
-    assert run_local(config, json_output=True) == 0
+    assert train_locally(config, json_output=True) == 0
 
 
 def lines(rounds: int) -> Iterator[str]:

@@ -18,11 +18,11 @@ from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.runtime import loop as run
 from swarm_node.runtime import weight_changes
 from swarm_node.runtime.shutdown import Stopper
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks.one_turn import FORM_PROMPTS, extract
 from swarm_node.types import Rollout
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 
 PROGRAM = """
 import os, sys, time
@@ -30,6 +30,7 @@ from pathlib import Path
 from swarm_node.runtime import loop as run
 from swarm_node.runtime.start import run_local
 from swarm_node.config import NodeConfig
+from swarm_node.storage.rundir import RunDir
 from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.checkpoints import CheckpointStore
 
@@ -55,7 +56,9 @@ config = {
     "checkpoints": {"to": f"file://{sys.argv[1]}-away"},
 }
 os.mkdir(f"{sys.argv[1]}-away")
-sys.exit(run_local(NodeConfig.model_validate(config)))
+config = NodeConfig.model_validate(config)
+with RunDir.open(config.directory) as directory:
+    sys.exit(run_local(config, directory))
 """
 
 
@@ -97,7 +100,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
 
 def start(settings: dict[str, Any]) -> RunDir:
     config = NodeConfig.model_validate(settings)
-    assert run_local(config) == 0
+    assert train_locally(config) == 0
     return RunDir(config.directory)
 
 

@@ -15,8 +15,8 @@ from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared
 from swarm_node.runtime.report import RunReport
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
+from tests.support.starting import train_locally
 
 
 def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
@@ -27,7 +27,7 @@ def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, An
         "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
         "eval": {"questions": 56, "samples": 2},
     }
-    assert run_local(NodeConfig.model_validate(config), json_output=True) == 0
+    assert train_locally(NodeConfig.model_validate(config), json_output=True) == 0
     out, err = capsys.readouterr()
     return json.loads(out), err
 
@@ -74,7 +74,7 @@ def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> 
     Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
     rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
     config = {"run_dir": "run", "rounds": 1, "tasks": ["q.jsonl"], "rollouts": rollouts}
-    assert run_local(NodeConfig.model_validate(config)) == 0
+    assert train_locally(NodeConfig.model_validate(config)) == 0
     words = "".join(capsys.readouterr()).replace("\n", " ")
     assert words.count("no question is held out of training") == 1 and "20 different questions" in words
     assert "held-out questions," not in words and " eval run" not in words and " export run run-model" in words

@@ -16,12 +16,12 @@ from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.best import Best
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 
 
 def start(rounds: int, **sections: Any) -> list[str]:
@@ -34,7 +34,7 @@ def start(rounds: int, **sections: Any) -> list[str]:
     }
     events = Path("run/events.jsonl")
     before = len(events.read_text().splitlines()) if events.exists() else 0
-    assert run_local(NodeConfig.model_validate(usual | sections), json_output=True) == 0
+    assert train_locally(NodeConfig.model_validate(usual | sections), json_output=True) == 0
     return [json.loads(line)["text"] for line in events.read_text().splitlines()[before:]]
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from protocol.messages import TaskName
-from swarm_node.observability.worth import WINDOW
+from swarm_node.observability.worth import WINDOW, Worth, worth_lines
 from swarm_node.sharing.teaching import LATEST, Teaching
 from swarm_node.types import Group, Rollout, Task
 
@@ -36,6 +36,13 @@ def test_success_is_told_by_who_taught_the_kind() -> None:
 def test_a_kind_taught_more_by_its_own_answers_is_its_own() -> None:
     by_others, by_itself = trained(right=(1, 2)).changes()
     assert by_others is None and by_itself is not None and by_itself.kinds == ["gcd", "lcm"]
+
+
+@pytest.mark.parametrize("right", [(0, 4), (1, 2)])
+def test_success_is_silent_where_nobody_else_taught(right: tuple[int, int]) -> None:
+    by_others, by_itself = trained(right).changes()
+    lines = list(worth_lines(Worth(by_others, by_itself)))
+    assert len(lines) == (0 if by_others is None else 2)
 
 
 def test_few_groups_say_nothing_of_success() -> None:

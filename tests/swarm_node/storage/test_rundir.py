@@ -145,10 +145,13 @@ def test_a_run_that_was_there_survives_any_error(tmp_path, begins):
     assert path.is_dir() and not RunDir(path).in_use
 
 
-def test_an_interrupted_start_keeps_its_directory(tmp_path):
-    with pytest.raises(KeyboardInterrupt), RunDir.open(tmp_path / "alice"):
+@pytest.mark.parametrize("wrote", [False, True])
+def test_an_interrupted_start_keeps_what_it_wrote(tmp_path, wrote):
+    with pytest.raises(KeyboardInterrupt), RunDir.open(tmp_path / "alice") as run:
+        if wrote:
+            run.identity.write_text("a key")
         raise KeyboardInterrupt
-    assert (tmp_path / "alice").is_dir()
+    assert (tmp_path / "alice").is_dir() == wrote
 
 
 def test_a_look_blocks_no_start(tmp_path, monkeypatch):

@@ -17,9 +17,10 @@ from swarm_node.swarm.declared import (
     is_known,
     kinds_of,
     pass_1_of,
+    share_of,
     success_by_kind,
-    uses_of,
 )
+from swarm_node.swarm.uses import Uses
 from tests.support.wire import CARD, DECLARED
 
 
@@ -97,8 +98,22 @@ def test_the_share_of_what_others_used() -> None:
         "me": says(used=8, used_of=[[me, 8]]),
         "silent": CARD,
     }
-    assert uses_of("me", cards) == (40, pytest.approx((0.3 + 1.0 + 0.0) / 3), 3)
-    assert uses_of("me", {}) == (0, None, 0)
+    assert share_of("me", cards) == (pytest.approx((0.3 + 1.0 + 0.0) / 3), 3)
+    assert share_of("me", {}) == (None, 0)
+
+
+def test_what_others_used_never_falls_as_they_restart() -> None:
+    def used(groups: int, since: float) -> PeerCard:
+        return says(used=100, used_of=[[short_hash("me"), groups]] if groups else [], since=since)
+
+    uses = Uses("me")
+    assert uses.look({"a": used(30, 1.0), "b": used(5, 1.0), "me": used(9, 1.0), "silent": CARD}) == 35
+    assert uses.look({"a": used(0, 2.0), "b": used(7, 1.0)}) == 37, "a has restarted"
+    assert uses.look({"a": used(4, 2.0)}) == 41, "b has left"
+    assert uses.look({"a": used(0, 2.0)}) == 41, "a names others for now"
+    resumed = Uses("me")
+    resumed.load(uses.state())
+    assert resumed.look({"a": used(6, 2.0), "b": used(7, 1.0)}) == 43
 
 
 def test_figures_of_members_that_declare_none_are_left_out() -> None:

@@ -53,13 +53,13 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
         assert "IP address" in told and "every answer that your model writes" in told
-        assert f"kept in {run.path}" in told and "nothing is relayed (--relay)" in told
+        assert f"kept in {run.path}" in told and "This node relays nothing (--relay)" in told
         assert 3 <= told.count("\n  - ") <= 5 and max(map(len, told.splitlines())) < 80
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
     assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
     (told,) = enter(Swarm("ab" * 32, None, [address(1)]), relays)
-    assert "others may connect through you (--relay)" in told
+    assert "Others may connect through this node (--relay)" in told
 
 
 def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:

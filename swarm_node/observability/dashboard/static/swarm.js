@@ -119,7 +119,7 @@ export function worth(run, known, { section, terms }) {
   const others = theirs.length ? `${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""} of ${number(theirs.length)} (${CLAIMED})` : "";
   const rows = [
     changed(found.by_others, "others taught"),
-    changed(found.by_itself, "it taught itself"),
+    found.by_others ? changed(found.by_itself, "it taught itself") : null,
     found.unsolved ? ["Taught by others alone", number(found.unsolved) + " questions", "while its own answers to their kind were all wrong"] : null,
     held !== null || others ? ["Held-out pass@1", share(held), others] : null,
     found.share_of_used !== undefined && found.share_of_used !== null ? ["Its share of what others used", percent(found.share_of_used), `${number(found.used_by_others ?? 0)} groups or more, ${CLAIMED} by ${number(found.declaring)}`] : null,

@@ -1,0 +1,71 @@
+"""How many groups of this node others say they trained on, over the whole run: members count from 0 at each start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from protocol.messages import PeerCard
+from protocol.topics import short_hash
+
+MAX_KEPT = 1024  # members whose counts are kept apart
+
+
+class Count(msgspec.Struct, array_like=True):
+    """What one member says."""
+
+    since: float  # Unix time at which it started, by its word
+    groups: int
+
+
+class UsesState(msgspec.Struct):
+    """All counts."""
+
+    over: int = 0  # of starts that are over
+    latest: dict[str, Count] = {}  # peer -> its count since its last start that was seen
+
+
+class Uses:
+    """The sum over members and their starts; it never falls. For any thread."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._name = short_hash(me)
+        self._state = UsesState()
+        self._guard = threading.Lock()
+
+    def look(self, cards: Mapping[str, PeerCard]) -> int:
+        """The sum, with what the members' present cards say."""
+        with self._guard:
+            for peer, card in cards.items():
+                told = card.declared
+                if peer == self._me or told is None:
+                    continue
+                groups = min(sum(use.groups for use in told.used_of if use.peer == self._name), told.used)
+                self._count(peer, Count(told.since, groups))
+            return self._state.over + sum(count.groups for count in self._state.latest.values())
+
+    def _count(self, peer: str, now: Count) -> None:
+        state = self._state
+        before = state.latest.pop(peer, None)
+        if before is not None and before.since != now.since:
+            state.over += before.groups
+        elif before is not None:  # a member that uses many peers may leave this one out for a while
+            now.groups = max(now.groups, before.groups)
+        if now.groups or before is not None:
+            state.latest[peer] = now
+        if len(state.latest) > MAX_KEPT:
+            state.over += state.latest.pop(next(iter(state.latest))).groups
+
+    def state(self) -> Any:
+        """What a checkpoint keeps, as JSON carries it."""
+        with self._guard:
+            return msgspec.to_builtins(self._state)
+
+    def load(self, state: Any) -> None:
+        """Go on from the state in a checkpoint. Raises msgspec.ValidationError if it is of another version."""
+        with self._guard:
+            self._state = msgspec.convert(state, UsesState)

@@ -1,0 +1,13 @@
+"""Start a run as `swarm-node local` does, in this process."""
+
+from __future__ import annotations
+
+from swarm_node.config import NodeConfig
+from swarm_node.runtime.start import run_local
+from swarm_node.storage.rundir import RunDir
+
+
+def train_locally(config: NodeConfig, json_output: bool = False) -> int:
+    """Train alone until the run is over; the exit code. Raises UserError."""
+    with RunDir.open(config.directory) as run:
+        return run_local(config, run, json_output)
