@@ -20,9 +20,9 @@ from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 from tests.support.tiny_models import save
 
 
@@ -50,7 +50,7 @@ def same_tensors(a, b):
 def finished(tmp_path_factory):
     """A run of six rounds with held-out tables."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    assert run_local(settings(run_dir, eval={"questions": 14, "samples": 4}), json_output=True) == 0
+    assert train_locally(settings(run_dir, eval={"questions": 14, "samples": 4}), json_output=True) == 0
     return run_dir
 
 
@@ -77,7 +77,7 @@ def test_weights_change_every_round_that_has_a_signal(finished):
 
 def test_resuming_a_finished_run_adds_nothing(finished, capsys):
     content = (finished / "metrics.jsonl").read_text()
-    run_local(settings(finished, eval={"questions": 14, "samples": 4}), json_output=True)
+    train_locally(settings(finished, eval={"questions": 14, "samples": 4}), json_output=True)
     assert (finished / "metrics.jsonl").read_text() == content
     summary = json.loads(capsys.readouterr().out)
     assert summary["rounds"] == 6 and summary["held_out_before"]["all"]["questions"] == 14
@@ -178,7 +178,7 @@ def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
     config = NodeConfig.model_validate(
         config.model_dump() | {"rewards": {"functions": [{"path": f"{__file__}:parity"}], "checker_weight": 0}}
     )
-    run_local(config, json_output=True)
+    train_locally(config, json_output=True)
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 3
     export_run(tmp_path / "run", tmp_path / "out", lambda text: None)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
@@ -215,8 +215,8 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
         assert code == 0 and f"stopping after round {done}" in node.output
         assert newest(parts).name == f"round-{done:08}"
     rounds = done + 3
-    run_local(settings(parts, rounds, grpo={"replay": 3}), json_output=True)
-    run_local(settings(whole, rounds, grpo={"replay": 3}), json_output=True)
+    train_locally(settings(parts, rounds, grpo={"replay": 3}), json_output=True)
+    train_locally(settings(whole, rounds, grpo={"replay": 3}), json_output=True)
     replays = [json.loads((newest(run) / "state.json").read_text())["state"]["replay"] for run in (parts, whole)]
     assert replays[0] == replays[1] and replays[0]["answers"]
     assert same_tensors(newest(parts) / "policy.safetensors", newest(whole) / "policy.safetensors")
@@ -230,10 +230,10 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    run_local(settings(run_dir, rounds=4), json_output=True)
+    train_locally(settings(run_dir, rounds=4), json_output=True)
     torn = newest(run_dir) / "policy.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
-    run_local(settings(run_dir, rounds=6), json_output=True)
+    train_locally(settings(run_dir, rounds=6), json_output=True)
     assert "round-00000004 refused" in capsys.readouterr().err
     assert [line["round"] for line in read_jsonl(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
@@ -242,14 +242,14 @@ def test_a_run_of_another_model_is_left_alone(tmp_path, finished):
     content = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name not in ("lock", "events.jsonl")}
     other = save("llama", tmp_path / "other")
     with pytest.raises(UserError, match="belongs to another run.*--run-dir"):
-        run_local(settings(finished, policy={"model": str(other)}), json_output=True)
+        train_locally(settings(finished, policy={"model": str(other)}), json_output=True)
     assert all(p.read_bytes() == data for p, data in content.items())
 
 
 def test_rounds_without_reward_show_what_was_answered(tmp_path, capsys):
     model = save("llama", tmp_path / "model")
     config = settings(tmp_path / "run", rounds=10, policy={"model": str(model)}, tasks=["small/products"])
-    run_local(config, json_output=True)
+    train_locally(config, json_output=True)
     shown = [line for line in capsys.readouterr().err.splitlines() if "extracted" in line]
     assert len(shown) == 3 and all("expected" in line and "completion" in line for line in shown)
 
@@ -261,12 +261,12 @@ def test_a_resumed_run_keeps_its_first_reference_policy(tmp_path):
         grpo={"beta": 0.05, "loss": "grpo", "iterations": 2},
         rollouts={"groups": 6, "group_size": 4, "max_new_tokens": 8},
     )
-    run_local(config, json_output=True)
+    train_locally(config, json_output=True)
     lines = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert all(0 < line["kl"] < 1 for line in lines) and lines[-1]["step"] == 8
     whole = settings(tmp_path / "whole", rounds=8).model_copy(update={"grpo": config.grpo, "rollouts": config.rollouts})
-    run_local(whole, json_output=True)
-    run_local(config.model_copy(update={"rounds": 8}), json_output=True)
+    train_locally(whole, json_output=True)
+    train_locally(config.model_copy(update={"rounds": 8}), json_output=True)
     assert same_tensors(  # the reference of a resumed run is the policy it began with, not the one it resumed with
         newest(tmp_path / "run") / "policy.safetensors", newest(tmp_path / "whole") / "policy.safetensors"
     )
@@ -278,8 +278,8 @@ def test_resuming_with_other_tasks_trains_on_them(tmp_path, capsys):
         "".join(json.dumps({"question": f"Calculate {i} * 1.", "answer": str(i)}) + "\n" for i in range(40))
     )
     held = {"questions": 7, "samples": 2}
-    run_local(settings(tmp_path / "run", rounds=2, eval=held), json_output=True)
-    run_local(settings(tmp_path / "run", rounds=4, eval=held, tasks=[str(questions)]), json_output=True)
+    train_locally(settings(tmp_path / "run", rounds=2, eval=held), json_output=True)
+    train_locally(settings(tmp_path / "run", rounds=4, eval=held, tasks=[str(questions)]), json_output=True)
     out = capsys.readouterr()
     assert "no figures from before training" in out.err
     assert json.loads(out.out.splitlines()[-1])["held_out_after"]["all"]["questions"] > 0
@@ -288,10 +288,10 @@ def test_resuming_with_other_tasks_trains_on_them(tmp_path, capsys):
 
 def test_starting_anew_keeps_the_metrics_that_were_there(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    run_local(settings(run_dir, rounds=2), json_output=True)
+    train_locally(settings(run_dir, rounds=2), json_output=True)
     content = (run_dir / "metrics.jsonl").read_text()
     (newest(run_dir) / "policy.safetensors").write_bytes(b"torn")
-    run_local(settings(run_dir, rounds=2), json_output=True)
+    train_locally(settings(run_dir, rounds=2), json_output=True)
     assert (run_dir / "metrics.jsonl.1").read_text() == content
     assert "starting anew" in capsys.readouterr().err
 
@@ -316,7 +316,7 @@ calls: list[int] = []
 def test_a_failing_reward_function_saves_finished_rounds(tmp_path):
     rewards = {"functions": [{"path": f"{__file__}:broken_after_three_calls"}]}
     with pytest.raises(UserError, match="out of order"):
-        run_local(settings(tmp_path / "run", rewards=rewards), json_output=True)
+        train_locally(settings(tmp_path / "run", rewards=rewards), json_output=True)
     assert newest(tmp_path / "run").name == "round-00000003"
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 3
 

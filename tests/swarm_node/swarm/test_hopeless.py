@@ -17,12 +17,12 @@ from swarm_node.errors import UserError
 from swarm_node.pipeline.assemble import check_disk_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
-from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import join
 from tests.support.disks import STARTER_BYTES, leave
 from tests.support.fake_transport import FakeTransport, address
+from tests.support.starting import train_locally
 
 
 def config(folder: Path, **more: Any) -> NodeConfig:
@@ -35,16 +35,16 @@ def config(folder: Path, **more: Any) -> NodeConfig:
 def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 2 * STARTER_BYTES - 2**16)
     with pytest.raises(UserError, match=r"run/checkpoints for two checkpoints of 5\.0 MiB: 10\.0 MiB are free"):
-        run_local(config(tmp_path))
+        train_locally(config(tmp_path))
     assert not list(tmp_path.glob("run/checkpoints/round-*"))
     assert not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text()
     leave(monkeypatch, 2 * STARTER_BYTES + 2**16)
-    assert run_local(config(tmp_path)) == 0
+    assert train_locally(config(tmp_path)) == 0
     (made,) = tmp_path.glob("run/checkpoints/round-*")
     size = sum(file.stat().st_size for file in made.iterdir())
     assert STARTER_BYTES <= size <= STARTER_BYTES + 2**16, "what was said is what it takes"
     leave(monkeypatch, STARTER_BYTES + 2**16)
-    assert run_local(config(tmp_path, rounds=2)) == 0, "beside one that is there, there is room for the next"
+    assert train_locally(config(tmp_path, rounds=2)) == 0, "beside one that is there, there is room for the next"
 
 
 def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
