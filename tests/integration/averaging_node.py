@@ -24,6 +24,7 @@ from protocol.transports.settings import NetworkSettings
 from swarm_node.averaging.averager import CohortPlace
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
+from tests.support.commands import obey
 
 SWARM, COHORT = "ab" * 32, "c" * 16
 
@@ -91,11 +92,7 @@ class Node:
 
 def main() -> None:
     torch.set_num_threads(1)
-    node = Node(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(node, f"do_{name}")(*arguments)), flush=True)
+    obey(Node(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import shutil
 import signal
 
@@ -21,6 +20,7 @@ from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
+from tests.support.disks import file_size_limit
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
@@ -322,17 +322,9 @@ def test_a_failing_reward_function_saves_finished_rounds(tmp_path):
 
 
 def test_a_full_disk_leaves_the_configuration_whole(tmp_path):
-    run = RunDir.open(tmp_path / "run")
-    run.write("config.toml", "seed = 1\n")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(UserError, match="disk full"):
+    with RunDir.open(tmp_path / "run") as run:
+        run.write("config.toml", "seed = 1\n")
+        with file_size_limit(10), pytest.raises(UserError, match="disk full"):
             run.write("config.toml", "seed = 2\n" * 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, old)
-        run.close()
     assert run.config.read_text() == "seed = 1\n"
     assert [p.name for p in run.path.glob("config*")] == ["config.toml"]

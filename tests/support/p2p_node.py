@@ -25,6 +25,7 @@ from protocol.topics import rollout_topic, shard_of
 from protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
+from tests.support.commands import obey
 
 SWARM = "cd" * 32
 HANG_S = 300.0
@@ -205,11 +206,7 @@ def main() -> None:
     settings = json.loads(sys.argv[3])
     clock.ahead = settings.pop("clock", 0.0)
     time.time = clock  # before anything takes hold of it: hivemind is not imported yet
-    node = Node(Path(sys.argv[1]), sys.argv[2], settings)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(node, f"do_{name}")(*arguments)), flush=True)
+    obey(Node(Path(sys.argv[1]), sys.argv[2], settings))
 
 
 if __name__ == "__main__":

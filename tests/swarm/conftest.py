@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import sharing
+from benchmarks.sharing_settings import Setting
 from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
@@ -14,6 +19,8 @@ from swarm_node.runtime.simulation import Peer, Speed, manifest_for
 from tests.support.simulated_peers import SPEED, MakePeer
 from tests.support.tiny_models import make
 from tests.support.tiny_models import save as save_model
+
+TASKS = ["small/gcd", "small/lcm"]
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +56,17 @@ def peer(models: dict[str, Path]) -> MakePeer:
 @pytest.fixture
 def manifest(peer: MakePeer) -> Manifest:
     return manifest_for(peer().config)
+
+
+@pytest.fixture
+def small(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[Setting], Setting]:
+    """Gives a setting of the sharing benchmark random models, and a reward that they earn."""
+    monkeypatch.setattr(sharing, "SPEED", Speed(150.0, 5000.0))
+    return partial(
+        replace,
+        tasks=lambda peer: TASKS,
+        held_out=TASKS,
+        start=lambda seed, peer: models["llama"],
+        rewards={"checker_weight": 0.0, "functions": [{"path": "tests.swarm.parity:even"}]},
+        max_new_tokens=4,
+    )

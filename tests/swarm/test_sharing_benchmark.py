@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,17 @@ from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.node import fitted
 from swarm_node.policy.loading import load_policy
-from swarm_node.runtime.simulation import Speed
 from swarm_node.tasks import load_tasks
 
 ROUNDS, PEERS = 6, 2
 QUICK = "silo", "new", "imitate"
 """Arms of every kind: alone, shared, and of another class of node."""
-TASKS = ["small/gcd", "small/lcm"]
 
 
 @pytest.fixture
-def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """Random models, and a reward that they earn."""
+def setting(small: Callable[[Setting], Setting], monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(sharing, "QUESTIONS", 6)
-    monkeypatch.setattr(sharing, "SPEED", Speed(150.0, 5000.0))
-    rewards = {"checker_weight": 0.0, "functions": [{"path": "tests.swarm.parity:even"}]}
-    return replace(
-        SETTINGS["format"],
-        tasks=lambda peer: TASKS,
-        held_out=TASKS,
-        start=lambda seed, peer: models["llama"],
-        rewards=rewards,
-        max_new_tokens=4,
-    )
+    return small(SETTINGS["format"])
 
 
 @pytest.mark.parametrize(

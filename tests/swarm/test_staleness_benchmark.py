@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,26 +12,14 @@ import pytest
 from benchmarks import sharing, staleness
 from benchmarks.sharing_settings import SETTINGS, Setting
 from benchmarks.staleness import ARMS, ON_POLICY
-from swarm_node.runtime.simulation import Speed
 
-TASKS = ["small/gcd", "small/lcm"]
 UPDATES = 8
 
 
 @pytest.fixture
-def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """Random models, and a reward that they earn."""
+def setting(small: Callable[[Setting], Setting], monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(sharing, "QUESTIONS", 4)
-    monkeypatch.setattr(sharing, "SPEED", Speed(150.0, 5000.0))
-    rewards = {"checker_weight": 0.0, "functions": [{"path": "tests.swarm.parity:even"}]}
-    return replace(
-        SETTINGS["plain"],
-        tasks=lambda peer: TASKS,
-        held_out=TASKS,
-        start=lambda seed, peer: models["llama"],
-        rewards=rewards,
-        max_new_tokens=4,
-    )
+    return small(SETTINGS["plain"])
 
 
 @pytest.mark.parametrize("name", [ON_POLICY, "delay 4 none", "delay 4 truncated_sequence"])

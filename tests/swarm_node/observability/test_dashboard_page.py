@@ -17,23 +17,14 @@ from typing import Any
 import pytest
 
 from swarm_node.storage.rundir import RunDir
-from tests.support.chromium import Chromium, find_chromium
+from tests.support.chromium import Chromium
 from tests.support.dashboards import served
 from tests.support.run_files import answered, metrics, write
 
-CHROMIUM = find_chromium()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 ROUNDS = 40
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    assert CHROMIUM is not None
-    browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

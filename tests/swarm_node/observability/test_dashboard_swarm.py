@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from swarm_node.observability.dashboard.app import make_app, qr_code
 from swarm_node.observability.dashboard.gallery import Gallery
 from swarm_node.observability.dashboard.serve import serve
 from swarm_node.storage.rundir import RunDir
-from tests.support.chromium import Chromium, find_chromium
+from tests.support.chromium import Chromium
 from tests.support.dashboards import served
 from tests.support.ports import free_port
 from tests.support.run_files import metrics, write
 from tests.support.waiting import until
 
-CHROMIUM = find_chromium()
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 LINK = f"swarm://{'ab' * 32}?peer=/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWboot&peer=/ip4/203.0.113.6/tcp/1/p2p/12D3KooWb"
 ROW = {"roles": ["trainer"], "updates": 7, "tokens_per_s": 300.0, "family": "llama"}
@@ -211,16 +209,7 @@ def listens(port: int) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    assert CHROMIUM is not None
-    browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
     page_run()
     alice()
@@ -250,7 +239,6 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_runs_in_a_browser_fold_what_repeats(browser: Chromium) -> None:
     """Events of several starts, settings of two runs, and starts that failed."""
     run, other, failed = alice(), RunDir("runs/bob"), RunDir("runs/failed")

@@ -2,14 +2,12 @@ import itertools
 import json
 import math
 import os
-import resource
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,18 +17,8 @@ from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.sinks import open_sinks
+from tests.support.disks import file_size_limit
 from tests.support.run_files import read_jsonl
-
-
-@contextmanager
-def file_size_limit(size):
-    """A disk that is full beyond `size` bytes a file, as far as this process can tell: writes really fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def record(round, **more):

@@ -1,6 +1,5 @@
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from torch import nn
 
 from swarm_node.errors import UserError
 from swarm_node.storage.checkpoints import CheckpointStore
+from tests.support.disks import file_size_limit
 from tests.support.waiting import until
 
 STATE = {
@@ -45,17 +45,6 @@ def load(directory, accept=accept_all):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-@contextmanager
-def file_size_limit(size):
-    """A disk that is full beyond `size` bytes a file, as far as this process can tell: writes really fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- what goes in comes out

@@ -1,0 +1,19 @@
+"""A browser for the pages of runs and swarms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.chromium import Chromium, find_chromium
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """A Chromium. Where there is none, tests that ask for it are skipped."""
+    if (program := find_chromium()) is None:
+        pytest.skip("needs Chromium")
+    browser = Chromium(program, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
