@@ -53,8 +53,8 @@ class Answered(msgspec.Struct, frozen=True):
     before_correct: bool
     after: str
     after_correct: bool
-    right_before: float | None = None  # share of right ones among all answers to it; None = not known
-    right_after: float | None = None
+    right_before: float  # share of right ones among all answers to it
+    right_after: float
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -68,7 +68,8 @@ class HeldOut(msgspec.Struct, frozen=True):
     round: int = 0  # the round after which the second figures were measured; 0 = the last one
     remarks: list[str] = []  # sentences about what got worse
     best: tuple[int, float] | None = None  # the round of the best checkpoint, and its pass@1
-    answers: list[Answered] = []  # a few questions, chosen before training
+    answers: list[Answered] = []  # the most, the middle and the least improved of the questions that were kept
+    answers_of: int = 0  # questions that were kept
 
 
 class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -203,18 +204,17 @@ def summary(run: Figures) -> list[str]:
 
 def answered(held: HeldOut | None) -> list[str]:
     """Lines with a few held-out questions and their answers before and after. Texts of models, on one line each."""
-    lines = []
-    for one in [] if held is None else held.answers:
+    if held is None or not held.answers:
+        return []
+    lines = [f"the most, the middle and the least improved of {_counted(held.answers_of, 'held-out question')}"]
+    for one in held.answers:
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
         lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
         before = "before", one.before, one.before_correct, one.right_before
         after = "after", one.after, one.after_correct, one.right_after
         for when, text, correct, share in (before, after):
-            of_all = (
-                "" if share is None or held is None else f" ({round(share * held.samples)} of {held.samples} right)"
-            )
-            verdict = "right" if correct else "wrong"
-            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}{of_all}")
+            verdict = f"{'right' if correct else 'wrong'} ({round(share * held.samples)} of {held.samples} right)"
+            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}")
     return _labelled({"answers": lines})
 
 

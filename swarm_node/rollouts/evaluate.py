@@ -19,7 +19,7 @@ from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
-SHOWN = 3  # first questions of which an evaluation keeps the first answer, to show: they are of different tasks
+SHOWN = 24  # first questions of which an evaluation keeps the first answer; tasks take turns, so these are of many
 SHOWN_CHARS = 300  # most characters kept of each of their texts
 NONE_HELD_OUT = (
     "no question is held out of training, so there are no held-out figures: one in five is, chosen by a hash of its "

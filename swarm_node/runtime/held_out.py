@@ -181,6 +181,7 @@ def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | N
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]
+    answers = _answers(before, after)
     return HeldOut(
         questions=new.questions,
         samples=samples,
@@ -188,18 +189,21 @@ def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | N
         pass_k=(old.pass_k, new.pass_k),
         interval=interval(before.by_question, after.by_question),
         remarks=list(worse(before, after, samples).values()),
-        answers=_shown_answers(before, after),
+        answers=[answers[i] for i in sorted({0, len(answers) // 2, len(answers) - 1})] if answers else [],
+        answers_of=len(answers),
     )
 
 
-def _shown_answers(before: Evaluation, after: Evaluation) -> list[Answered]:
-    """The questions of which both evaluations kept an answer; these are the first ones asked."""
+def _answers(before: Evaluation, after: Evaluation) -> list[Answered]:
+    """The questions of which both evaluations kept an answer: the first ones asked, from the most to the least
+    improved."""
     shares = zip(before.by_question, after.by_question, strict=False)
-    return [
+    kept = [
         Answered(then.task, then.question, then.right, then.answer, then.correct, now.answer, now.correct, *share)
         for then, now, share in zip(before.shown, after.shown, shares, strict=False)
         if then.question == now.question
     ]
+    return sorted(kept, key=lambda one: one.right_before - one.right_after)
 
 
 def worse(before: Evaluation, now: Evaluation, samples: int) -> dict[str, str]:

@@ -261,14 +261,15 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
     one = Answered("gcd", "GCD of\n12 and 18?", "6", "\x1b[2J3", False, "x" * 500 + " so 6", True, 0.25, 1.0)
-    empty = Answered("own", "Anything?", "", "", False, "no", False)
-    assert summaries.answered(msgspec.structs.replace(HELD, answers=[one, empty])) == [
-        "answers   gcd: GCD of 12 and 18? (right: 6)",
+    empty = Answered("own", "Anything?", "", "", False, "no", False, 0.0, 0.0)
+    assert summaries.answered(msgspec.structs.replace(HELD, answers=[one, empty], answers_of=24)) == [
+        "answers   the most, the middle and the least improved of 24 held-out questions",
+        "          gcd: GCD of 12 and 18? (right: 6)",
         "            before ?[2J3 -> wrong (2 of 8 right)",
         "            after  " + "x" * 38 + " […] " + "x" * 72 + " so 6 -> right (8 of 8 right)",
         "          own: Anything?",
-        "            before (empty) -> wrong",
-        "            after  no -> wrong",
+        "            before (empty) -> wrong (0 of 8 right)",
+        "            after  no -> wrong (0 of 8 right)",
     ]
     assert summaries.answered(HELD) == summaries.answered(None) == []
 

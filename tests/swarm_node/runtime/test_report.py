@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from swarm_node.cli.commands.evaluate import main as evaluation
@@ -92,12 +93,16 @@ def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
     assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 
 
-def test_a_shown_question_has_its_own_share() -> None:
-    table, told = {"all": Held(2, 0.5, 0.75)}, [Shown("gcd", question, "6", "6", True) for question in "ab"]
-    before, after = Evaluation(table, [0.25, 0.5], shown=told), Evaluation(table, [1.0, 0.75], shown=told)
+def test_shown_questions_span_all_changes() -> None:
+    table, kept = {"all": Held(5, 0.5, 0.75)}, [Shown("gcd", question, "6", "6", True) for question in "abcde"]
+    before = Evaluation(table, [0.5, 0.5, 0.25, 1.0, 0.5], shown=kept)
+    after = Evaluation(table, [0.5, 0.25, 1.0, 1.0, 0.75], shown=kept)
     held = compared(before, after, 8)
-    assert held is not None
-    assert [(one.right_before, one.right_after) for one in held.answers] == [(0.25, 1.0), (0.5, 0.75)]
+    assert held is not None and held.answers_of == 5
+    changes = [(one.question, one.right_before, one.right_after) for one in held.answers]
+    assert changes == [("c", 0.25, 1.0), ("a", 0.5, 0.5), ("b", 0.5, 0.25)]
+    one = compared(msgspec.structs.replace(before, shown=kept[:1]), after, 8)
+    assert one is not None and [answer.question for answer in one.answers] == ["a"]
 
 
 def test_held_out_figures_need_both_evaluations() -> None:
