@@ -9,6 +9,7 @@ The document is printed as text (`status_text`) or, with --json, as it is (docs/
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
+from swarm_node.observability.wrapping import wrapped
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -32,6 +34,7 @@ from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
 
 SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
+LABEL = 11  # columns before the text of a line
 MANIFEST_S = 5.0  # how long to ask members for the manifest, by which their kinds of task are known
 PATIENT_S = 40.0
 """Seconds to look for members if an address answers. On a busy machine the network needs long to start."""
@@ -47,8 +50,9 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in status_lines(found, time.time()):
-            typer.echo(line)
+            typer.echo(wrapped(line, width, LABEL))
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)
 

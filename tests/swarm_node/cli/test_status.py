@@ -129,6 +129,19 @@ def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[s
     assert f"refused    {says}, from bob" in shown(capsys, "runs/hub")
 
 
+def test_a_terminal_breaks_no_word_and_no_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run("runs/alice")
+    whole = shown(capsys, "runs/alice")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = shown(capsys, "runs/alice").splitlines()
+    assert " ".join(" ".join(lines).split()) == " ".join(whole.split())
+    assert all(len(line) <= 50 or " " not in line[11:] for line in lines), "only what is one word goes beyond the edge"
+    assert f"join link  {STATUS['link']}" in lines
+
+
 def test_a_nameless_swarm_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/alice", swarm_name="")
     assert f"swarm      {SWARM[:16]}\n" in shown(capsys, "runs/alice")
