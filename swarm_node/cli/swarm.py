@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,7 @@ def new(
     """Create a swarm: write its manifest and print its join link. Then run `swarm-node bootstrap` on the manifest."""
     config = settings.load()
     from protocol.manifest import ManifestLimits
+    from swarm_node.observability.wrapping import for_stream
     from swarm_node.swarm.links import join_link
     from swarm_node.swarm.manifests import make_manifest, with_usual_columns, write_manifest
 
@@ -75,11 +77,10 @@ def new(
         return
     typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
     if not manifest.bootstrap:
-        typer.echo(
+        told = (
             f"this link names no peer, so nobody can join by it: run `swarm-node bootstrap {path}`, which prints the "
-            "link for others",
-            err=True,
         )
+        typer.echo(for_stream(f"{told}link for others", sys.stderr), err=True)
 
 
 def bootstrap(

@@ -13,7 +13,9 @@ terminal is wide, the terminal itself breaks it, and what is copied from there i
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
+from typing import TextIO
 
 from rich.cells import cell_len
 
@@ -32,6 +34,11 @@ def wrapped(line: str, width: int, indent: int = 0) -> str:
     rest = " " * indent
     parts = textwrap.wrap(kept, width, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
     return "\n".join(_bare(part) for part in parts).replace(_SPACE, " ")
+
+
+def for_stream(line: str, stream: TextIO, indent: int = 0) -> str:
+    """`line` as it is written to `stream`: broken at the width of the terminal; as it is if that is none."""
+    return wrapped(line, shutil.get_terminal_size().columns, indent) if stream.isatty() else line
 
 
 def _bare(part: str) -> str:

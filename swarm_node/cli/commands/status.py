@@ -9,7 +9,6 @@ The document is printed as text (`status_text`) or, with --json, as it is (docs/
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
-from swarm_node.observability.wrapping import wrapped
+from swarm_node.observability.wrapping import for_stream
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -50,9 +49,8 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in status_lines(found, time.time()):
-            typer.echo(wrapped(line, width, LABEL))
+            typer.echo(for_stream(line, sys.stdout, LABEL))
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)
 

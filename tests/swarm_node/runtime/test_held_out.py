@@ -17,7 +17,7 @@ from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.comparing import newest_checkpoint, read_run
-from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.rollouts.evaluate import SHOWN, Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.storage.best import BEST
@@ -72,8 +72,9 @@ def test_each_round_has_held_out_figures(evaluated: dict[str, Any]) -> None:
 
 
 def test_a_resumed_run_shows_answers_before_and_after(evaluated: dict[str, Any]) -> None:
-    answers = evaluated["held_out"]["answers"]
-    assert len(answers) == 3 and len({one["task"] for one in answers}) == 3
+    answers, asked = evaluated["held_out"]["answers"], evaluated["held_out"]["questions"]
+    assert len({one["question"] for one in answers}) == len(answers) == 3
+    assert evaluated["held_out"]["answers_of"] == min(SHOWN, asked)
     assert all(one["question"] and one["right"] and isinstance(one["before_correct"], bool) for one in answers)
 
 
