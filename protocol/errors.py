@@ -41,3 +41,8 @@ class PeerUnreachable(ProtocolError):
 
 class NotOfSwarm(PeerUnreachable):
     """A peer that is there and speaks no protocol of this swarm: it is in another one, or has only begun to start."""
+
+
+def in_seconds(value: float) -> str:
+    """A length of time for people: whole seconds from ten on, else one decimal. 0.25 -> 0.2 s; 12.3 -> 12 s"""
+    return f"{value:.0f} s" if value >= 9.95 or value == round(value) else f"{value:.1f} s"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
 from protocol.peers import is_relayed
 from protocol.tensors import AVERAGE_METHOD, AverageHead
 from protocol.transports.base import Accepted, Outgoing, Sink
@@ -89,7 +89,7 @@ class PairAverager(Averager):
                 self.slot.interrupt()
             exchange = self.slot.exchange
             if exchange is not None and exchange.state is ExchangeState.WAITING and now > exchange.answer_by:
-                self.slot.give_up(f"no answer within {self._drain.answer_s:.1f} s")
+                self.slot.give_up(f"no answer within {in_seconds(self._drain.answer_s)}")
         for reason, peer in failed:
             self.skip(reason, peer=peer)
         if due and self.slot.exchange is None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.errors import LocalProtocolError, RemoteProtocolError, in_seconds
 from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
@@ -240,7 +240,7 @@ class ExchangeSlot:
             if mine is None:
                 return None
             if mine.live and self._clock() > mine.ends:
-                self.give_up(f"more than {self._timeout_s:g} s")
+                self.give_up(f"more than {in_seconds(self._timeout_s)}")
                 return None
             if not mine.ours or mine.partner != peer or not mine.live:
                 raise RemoteProtocolError("busy", "another exchange is under way")
@@ -271,7 +271,7 @@ class ExchangeSlot:
             exchange = self.exchange
             if exchange is not None and exchange.live:
                 if self._clock() > exchange.ends + EXCHANGE_GRACE_S:  # the partner that called takes its time
-                    self.give_up(f"more than {self._timeout_s:g} s")
+                    self.give_up(f"more than {in_seconds(self._timeout_s)}")
                 exchange = None
             failures, self.failures = self.failures, []
             return exchange, failures

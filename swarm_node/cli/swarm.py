@@ -89,8 +89,9 @@ def bootstrap(
         str | None,
         option(
             "--dashboard",
-            "Show a page of the swarm at this port of this machine; at IP:PORT, to everybody who reaches that.",
-            metavar="PORT",
+            "Show a page of the swarm at this port of this machine, with `auto` at the first free one from 31380; at "
+            "IP:PORT, to everybody who reaches that.",
+            metavar="PORT|auto",
         ),
     ] = None,
 ) -> None:

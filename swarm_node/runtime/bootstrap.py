@@ -44,7 +44,7 @@ from swarm_node.swarm.introduction import say_what_leaves
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
-from swarm_node.swarm.page import page_directory, page_of, page_status
+from swarm_node.swarm.page import History, page_directory, page_of, page_status
 from swarm_node.swarm.question_files import gather_files
 
 MEMBERS_CHECK_S = 0.5
@@ -165,7 +165,7 @@ def _watch(
     """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
     link, there, line_at, status_at, looks = "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
-    once, kinds = Once(say), kinds_of(manifest)
+    once, kinds, history = Once(say), kinds_of(manifest), History()
     memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -193,7 +193,8 @@ def _watch(
             status_at = now
             run.write_status(status | {"link": link})
             if page is not None and addresses:
-                seen = page_of(transport.members(), link, kinds)
+                members = transport.members()
+                seen = page_of(members, link, kinds) | {"history": history.add(time.time(), members, kinds)}
                 page.write_status(page_status(manifest.swarm_id, manifest.name, seen))
         time.sleep(MEMBERS_CHECK_S)
 

@@ -6,6 +6,7 @@ link | manifest -> visitor -> cards of members, every LOOK_S -> swarm.json of th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.links import MAX_NAMED, Swarm, find_swarm, join_link
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import visitor
-from swarm_node.swarm.page import page_directory, page_of, page_status
+from swarm_node.swarm.page import History, page_directory, page_of, page_status
 
 LOOK_S = 3.0  # time between two looks at the members
 MANIFEST_WAIT_S = 5.0  # how long one try to get the manifest may take: only names and kinds of task wait for it
@@ -54,6 +55,7 @@ class Looker:
 
     def __init__(self, swarm: Swarm, network: NetworkConfig, run: RunDir, say: Say) -> None:
         self.ended = threading.Event()
+        self._history = History()
         self._swarm, self._network, self._run, self._say = swarm, network, run, say
 
     def run(self) -> None:
@@ -80,7 +82,8 @@ class Looker:
                     self._swarm = msgspec.structs.replace(self._swarm, manifest=manifest)
                 kinds = None if self._swarm.manifest is None else kinds_of(self._swarm.manifest)
                 nobody = "" if members else f"nobody was found yet at {', '.join(self._swarm.peers[:MAX_NAMED])}"
-                self._write(page_of(members, self._link(), kinds), nobody)
+                history = self._history.add(time.time(), members, kinds)
+                self._write(page_of(members, self._link(), kinds) | {"history": history}, nobody)
 
     def _write(self, page: dict[str, object] | None, problem: str) -> None:
         manifest = self._swarm.manifest

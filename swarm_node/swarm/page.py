@@ -6,15 +6,43 @@ cards of members -> figures over all, kinds of task, a row for each member
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from protocol.messages import PeerCard
 from swarm_node.storage.rundir import PAGE
-from swarm_node.swarm.declared import declared_table, success_by_kind
+from swarm_node.swarm.declared import declared_table, pass_1_of, success_by_kind
 
+HISTORY_S = 10.0  # first time between two points of a history; doubled whenever it is full
+MAX_POINTS = 240
 MAX_LISTED = 500  # members that a page lists: those that train first, the fastest first
+
+
+class History:
+    """Means over members, each by its own word, since the page is written. Bounded: old points grow rarer."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float | None, float | None]] = []
+        self._every_s = HISTORY_S
+
+    def add(self, now: float, members: Mapping[str, PeerCard], kinds: Collection[str] | None) -> list[Any]:
+        """All points (Unix time, success over kinds of task, held-out pass@1), oldest first, with one of `now` if that
+        is due and members say anything."""
+        success, held = (row["success"] for row in success_by_kind(members, kinds)), pass_1_of(members)
+        point = now, _mean(list(success)), _mean(held)
+        due = not self._points or now - self._points[-1][0] >= self._every_s
+        if due and point[1:] != (None, None):
+            self._points.append(point)
+            if len(self._points) > MAX_POINTS:
+                self._points = self._points[::2]
+                self._every_s *= 2
+        return list(self._points)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def page_of(members: Mapping[str, PeerCard], link: str, kinds: Collection[str] | None) -> dict[str, Any]:

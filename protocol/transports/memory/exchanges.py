@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.errors import PeerUnreachable, RemoteProtocolError, in_seconds
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, body_pieces, check_call
@@ -37,7 +37,7 @@ class MemoryExchange:
     def begin(self, timeout: float) -> Future[None]:
         """The future is done when the exchange is over."""
         self.future.set_running_or_notify_cancel()
-        self._after(timeout, self._fail, PeerUnreachable(f"no answer within {timeout:g} s"))
+        self._after(timeout, self._fail, PeerUnreachable(f"no answer within {in_seconds(timeout)}"))
         self._after(self.network.delay(self.caller, self.acceptor), self._ask)
         return self.future
 

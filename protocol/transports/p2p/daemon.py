@@ -27,7 +27,7 @@ from filelock import lock_descriptor
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 
-from protocol.errors import LocalProtocolError, PeerUnreachable
+from protocol.errors import LocalProtocolError, PeerUnreachable, in_seconds
 from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, announced, listen_address
 from protocol.transports.streams.stream import Traffic
@@ -224,7 +224,7 @@ class Daemon:
             task.add_done_callback(_forget)
         if ended.done():
             raise PeerUnreachable("p2pd ended meanwhile")
-        raise PeerUnreachable("closed meanwhile" if self.closing else f"no answer within {timeout:g} s")
+        raise PeerUnreachable("closed meanwhile" if self.closing else f"no answer within {in_seconds(timeout)}")
 
 
 def _p2pd_class(daemon: Daemon) -> type[P2P]:

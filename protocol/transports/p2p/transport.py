@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from protocol.errors import PeerUnreachable, ProtocolError
+from protocol.errors import PeerUnreachable, ProtocolError, in_seconds
 from protocol.identity import Identity
 from protocol.manifest import ManifestLimits
 from protocol.messages import PeerCard
@@ -206,7 +206,7 @@ class P2PTransport:
             return call.result(timeout + 1.0)
         except (TimeoutError, CancelledError) as error:
             call.cancel()
-            raise PeerUnreachable(f"no answer within {timeout:g} s") from error
+            raise PeerUnreachable(f"no answer within {in_seconds(timeout)}") from error
 
     def _soon(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: too late

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from traceback import clear_frames
 from typing import Any, TypeVar
 
-from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError, in_seconds
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
 from protocol.transports.streams.places import Room, Running, Shares
@@ -341,4 +341,4 @@ async def _within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
         async with asyncio.timeout(seconds) as deadline:
             yield deadline
     except TimeoutError as error:
-        raise PeerUnreachable(f"took longer than {seconds:g} s") from error
+        raise PeerUnreachable(f"took longer than {in_seconds(seconds)}") from error

@@ -20,6 +20,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
 from swarm_node.runtime.children import end_children, start_child
 
+ANY_USUAL = "auto"  # in place of a port: the first free one from 31380
 END_S = 5.0  # how long the page's process may take to end
 
 
@@ -51,12 +52,13 @@ def _say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def listens_at(listen: str) -> tuple[str, int]:
-    """(IP address or empty, port) of `PORT` or `IP:PORT`. Raises UserError."""
+def listens_at(listen: str) -> tuple[str, int | None]:
+    """(IP address or empty, port; None = the first free one of the usual ones) of `PORT` or `IP:PORT`, where PORT may
+    be `auto`. Raises UserError."""
     host, _, port = listen.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise UserError(f"--dashboard {listen} is neither a port (31380) nor IP:PORT (0.0.0.0:31380)")
-    return host.strip("[]"), int(port)
+    if port != ANY_USUAL and (not port.isdigit() or int(port) > 65535):
+        raise UserError(f"--dashboard {listen} is neither a port (31380, or auto) nor IP:PORT (0.0.0.0:31380)")
+    return host.strip("[]"), None if port == ANY_USUAL else int(port)
 
 
 @contextmanager
@@ -64,8 +66,9 @@ def page_process(folder: Path, listen: str) -> Iterator[None]:
     """Within the context, a process shows the pages in `folder`: strangers who read them share nothing with this one.
     Its lines go to standard error. Raises UserError."""
     host, port = listens_at(listen)
-    public = ["--host", host, "--public"] if host else []
-    process = start_child(["dashboard", str(folder), "--port", str(port), *public], log=None)
+    where = ["--host", host, "--public"] if host else []
+    where += [] if port is None else ["--port", str(port)]
+    process = start_child(["dashboard", str(folder), *where], log=None)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ PAGE: dict[str, Any] = {
     "training": 2,
     "tokens_per_s": 400.0,
     "declaring": 1,
+    "history": [[1000.0, 0.25, None], [1600.0, 0.375, 0.125], [2200.0, 0.5, 0.375]],
     "kinds": [
         {"kind": "gcd", "members": 1, "success": 0.5, "share": 0.75},
         {"kind": "lcm", "members": 1, "success": 0.0, "share": 0.25},
@@ -158,9 +159,15 @@ def test_the_link_is_a_code_to_scan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "found"), [("31380", ("", 31380)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::]:80", ("::", 80))]
+    ("listen", "found"),
+    [
+        ("31380", ("", 31380)),
+        ("auto", ("", None)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("[::]:auto", ("::", None)),
+    ],
 )
-def test_a_page_listens_at_a_port_or_an_address(listen: str, found: tuple[str, int]) -> None:
+def test_a_page_listens_at_a_port_or_an_address(listen: str, found: tuple[str, int | None]) -> None:
     assert listens_at(listen) == found
 
 
@@ -219,6 +226,7 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
         text = browser.value("document.getElementById('main').innerText")
         for part in (
             *("Swarm sums", "nobody solves it", "0.50", "75 %", HOSTILE, "yours", "0.1.0"),
+            *("success 0.25 → 0.50", "held-out pass@1 0.13 → 0.38", "in 20 min"),
             *("swarm-node join 'swarm://", "The link with its first address"),
             *("0.10 → 0.60", "124 questions", "31 % of what others used (self-declared)"),
         ):
@@ -235,6 +243,31 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
         browser.wait("document.querySelector('[data-figure=members]') !== null")
         assert browser.value("document.getElementById('settings').hidden"), "there is no curve to draw"
         assert "Your share" not in browser.value("document.getElementById('main').innerText")
+        assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_long_lists_begin_with_ten(browser: Chromium) -> None:
+    rows = [{"peer": f"12D3KooW{i:08}", "name": f"member-{i}", "declared": None, **ROW} for i in range(40)]
+    page_run(page=PAGE | {"rows": rows, "members": 40})
+    for i in range(30):
+        path = Path(f"runs/run-{i}")
+        path.mkdir(parents=True)
+        (path / "config.toml").write_text("rounds = 1\n")
+        write(path / "metrics.jsonl", metrics(1, reward=0.5))
+    with served([Path("pages"), Path("runs")]) as url:
+        browser.open(url + "#sums", width=390)
+        browser.wait("document.querySelector('[data-whole]') !== null")
+        browser.wait("document.querySelectorAll('#runs li').length > 1")
+        assert browser.value("document.querySelectorAll('#runs li').length") == 10
+        assert browser.value("document.getElementById('more-runs').textContent") == "Show 21 more runs"
+        listed = "document.querySelectorAll('tr[data-key*=KooW]').length"
+        assert browser.value(listed) == 10
+        assert browser.value("document.documentElement.scrollHeight") < 4000
+        browser.value("document.querySelector('[data-whole]').click()")
+        browser.wait(f"{listed} === 40")
+        browser.value("document.getElementById('more-runs').click()")
+        assert browser.value("document.querySelectorAll('#runs li').length") == 31
         assert browser.errors == []
 
 

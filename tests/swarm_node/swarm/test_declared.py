@@ -20,6 +20,7 @@ from swarm_node.swarm.declared import (
     share_of,
     success_by_kind,
 )
+from swarm_node.swarm.page import HISTORY_S, MAX_POINTS, History
 from swarm_node.swarm.uses import Uses
 from tests.support.wire import CARD, DECLARED
 
@@ -86,6 +87,15 @@ def test_no_kind_is_shown_before_the_manifest_is_known() -> None:
     assert success_by_kind({"a": says(kinds=[["gcd", 1, 1]])}, None) == []
     table = declared_table(DECLARED, None)
     assert table is not None and table["kinds"] == {} and table["version"] == "0.1.0"
+
+
+def test_a_history_is_bounded_and_keeps_its_start() -> None:
+    history, cards = History(), {"a": says(kinds=[["gcd", 4, 1]]), "b": says(kinds=[["gcd", 4, 3]], pass_1=0.25)}
+    assert history.add(0.0, {"silent": CARD}, {"gcd"}) == []
+    for tick in range(10 * MAX_POINTS):
+        points = history.add(tick * HISTORY_S, cards, {"gcd"})
+    assert MAX_POINTS / 2 <= len(points) <= MAX_POINTS
+    assert points[0] == (0.0, 0.5, 0.25) and points[-1][0] > 9 * MAX_POINTS * HISTORY_S
 
 
 def test_the_share_of_what_others_used() -> None:

@@ -8,6 +8,7 @@ import { samples } from "./samples.js";
 import { swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
+const FIRST = 10; // runs and rows that are listed at once
 const SILENT_MS = 25000; // the server says something every ten seconds: a connection that says nothing is dead
 const ANSWER_MS = 5000;
 const AGAIN_MS = [2000, 4000, 8000, 15000];
@@ -173,9 +174,11 @@ function drawRuns() {
     label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
     label.title = run.path;
   }
-  const shown = listed.filter((run) => allRuns || !isEmpty(run)), more = find("more-runs");
+  const begun = listed.filter((run) => !isEmpty(run)), kept = new Set(begun.slice(0, FIRST));
+  const shown = listed.filter((run) => allRuns || kept.has(run) || selected.includes(run.id)), more = find("more-runs");
   more.hidden = shown.length === listed.length;
-  more.textContent = `Show ${counted(listed.length - shown.length, "run")} without a round`;
+  const rest = listed.length - shown.length, empty = listed.length - begun.length;
+  more.textContent = `Show ${counted(rest, "more run")}${empty ? `, ${rest === empty ? "all" : empty} without a round` : ""}`;
   const nodes = shown.map((run) => item(run.id).node), list = find("runs");
   if (nodes.length !== list.children.length || nodes.some((node, i) => node !== list.children[i])) {
     const focused = document.activeElement;
@@ -328,13 +331,23 @@ function comparison(known) {
 
 // The first cell of each row is its header; on a narrow screen rows become cards.
 // `keys` say which row is which when their order changes.
-function table(label, titles, rows, keys = []) {
+function table(label, titles, all, keys = []) {
+  const rows = whole.has(label) ? all : all.slice(0, FIRST), rest = all.length - rows.length;
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = rows.map((cells, row) => element("tr", { "data-key": keys[row] }, ...cells.map((cell, i) =>
     i ? element("td", { "data-label": titles[i] }, cell) : element("th", { scope: "row" }, cell))));
   return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0", "data-key": label },
-    element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)));
+    element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)),
+    rest ? element("button", { type: "button", "data-whole": label }, `Show ${number(rest)} more`) : null);
 }
+
+const whole = new Set(); // labels of the tables that are shown whole
+addEventListener("click", (event) => {
+  const button = event.target.closest?.("[data-whole]");
+  if (!button) return;
+  whole.add(button.dataset.whole);
+  redraw();
+});
 
 // ------------------------------------------------------------------ curves
 

@@ -1,7 +1,7 @@
 // A swarm as a whole: its members and what they say of themselves, and how to join it; what it gave one of its members.
 
 import { duration, number } from "./chart.js";
-import { element } from "./nodes.js";
+import { element, shape } from "./nodes.js";
 
 const CLAIMED = "self-declared";
 const NOTE = "What members say of themselves; nobody checks it.";
@@ -77,6 +77,26 @@ function mine(page, own, known, { figure }) {
   return [figure("Your share", "own_share", percent(speed / page.tokens_per_s), "of the tokens", used === undefined ? null : `${percent(used)} of what others used (${CLAIMED})`)];
 }
 
+// Means over members, each of which says them of itself, since this page is written: [time, success, held-out pass@1].
+function history(page) {
+  const points = page.history ?? [];
+  if (points.length < 2) return null;
+  const width = 640, height = 120, first = points[0][0], span = Math.max(1, points.at(-1)[0] - first);
+  const top = Math.max(0.01, ...points.flatMap(([, ...values]) => values.filter((value) => value !== null)));
+  const at = (time, value) => `${((width * (time - first)) / span).toFixed(1)},${(height * (1 - value / top)).toFixed(1)}`;
+  const series = [["success", "c0"], ["held-out pass@1", "c1"]].map(([name, color], i) => {
+    const known = points.filter((point) => (point[i + 1] ?? null) !== null);
+    return { name, color, known, from: known[0]?.[i + 1], to: known.at(-1)?.[i + 1], line: known.map((point) => at(point[0], point[i + 1])).join(" ") };
+  }).filter((each) => each.known.length > 1);
+  if (!series.length) return null;
+  const words = series.map((each) => `${each.name} ${share(each.from)} → ${share(each.to)}`).join("; ");
+  const lines = series.map((each) => shape("polyline", { class: `line ${each.color}`, points: each.line, fill: "none", stroke: "var(--c)", "stroke-width": 2 }));
+  const legend = series.map((each) => element("span", { class: `key ${each.color}` }, `${each.name} ${share(each.from)} → ${share(each.to)} `));
+  return element("figure", { class: "chart history" },
+    element("figcaption", {}, element("span", { class: "legend" }, ...legend), element("small", {}, `in ${duration(span)}; from 0 to ${share(top)}`)),
+    shape("svg", { role: "img", "aria-label": words, viewBox: `0 -4 ${width} ${height + 8}`, width: "100%", height, preserveAspectRatio: "none" }, ...lines));
+}
+
 function listing(page) {
   const left = page.members - (page.rows ?? []).length;
   return `Names, speeds and what stands from “Here since” on are ${CLAIMED}.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
@@ -98,6 +118,7 @@ export function swarmPage(run, known, tools) {
     figure("Solved by nobody", "unsolved", number(unsolved), `of ${number((page.kinds ?? []).length)} kinds`),
     ...mine(page, own, same, tools));
   const parts = [
+    ["Over time", history(page), "Means over members of what they say of themselves, first seen here → now."],
     ["Kinds of task", kinds(run, page, tools), NOTE],
     ["Members", members(run, page, own, tools), listing(page)],
     ["Join", joining(run, page), null],
