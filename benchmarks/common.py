@@ -33,8 +33,8 @@ def machine() -> dict[str, Any]:
 
 def write(name: str, figures: dict[str, Any]) -> Path:
     """Write `results/<name>.json`: the machine and the figures."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
     print(f"\nwritten to {path}")
     return path

@@ -34,7 +34,7 @@ from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
-from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
+from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.say import Warned
@@ -298,7 +298,7 @@ class Trainer:
     def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
         limit = self.limit
         if not self.policy.split_head:
-            limit = min(limit, LOGITS_BYTES // (4 * self.policy.vocabulary))
+            limit = min(limit, logits_bytes(self.policy.device) // (4 * self.policy.vocabulary))
         if self.policy.microbatches > 1:
             limit = min(limit, max(1, sum(row.length for row in rows) // self.policy.microbatches))
         return batch.plan(rows, self.packing, limit, self.policy.width)

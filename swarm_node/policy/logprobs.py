@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_BYTES = 64 * 2**20  # most bytes of float32 logits in one chunk; a pass holds at most two such buffers
+LOGITS_BYTES_ON_GPU = 512 * 2**20  # likewise: fewer chunks read the head's weights less often
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def head_logprobs(
     head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [N] of `target` and entropies [N] as above, of what goes into the head [N, H]."""
-    chunk = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
+    chunk = max(1, logits_bytes(hidden.device) // (4 * head.weight.shape[0]))
     if len(hidden) <= chunk:
         return _of_logits(head(hidden), target, temperature, entropy)
     if type(head) is nn.Linear:
@@ -81,6 +82,13 @@ def head_logprobs(
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def logits_bytes(device: torch.device) -> int:
+    """Most bytes of float32 logits in one chunk on this device: on a GPU a sixteenth of its free memory, in bounds."""
+    if device.type != "cuda":
+        return LOGITS_BYTES
+    return min(max(torch.cuda.mem_get_info(device)[0] // 16, LOGITS_BYTES), LOGITS_BYTES_ON_GPU)
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -321,14 +321,19 @@ def digest(model: nn.Module, adapters: bool, exact: bool = False) -> str:
 def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = False) -> dict[str, str]:
     """The parts of `digest`: a hash of each tensor, by its name in the model without an adapter around it. The hashes
     of all parts of a model are together those of the whole."""
-    hashes = {}
+    shapes, parts = {}, []
     for name, tensor in named:
-        if ".lora_" in name and not adapters:
-            continue
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        values = some_of(tensor)
-        line = hashlib.sha256(f"{name} {tuple(tensor.shape)}".encode())
-        line.update((values if exact else values.bfloat16()).float().cpu().numpy().tobytes())
+        if adapters or ".lora_" not in name:
+            shapes[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tuple(tensor.shape)
+            values = some_of(tensor)
+            parts.append((values if exact else values.bfloat16()).float())
+    if not parts:
+        return {}
+    values = torch.cat(parts).cpu()  # one wait for a GPU, not one a tensor
+    hashes = {}
+    for (name, shape), part in zip(shapes.items(), values.split([len(part) for part in parts]), strict=True):
+        line = hashlib.sha256(f"{name} {shape}".encode())
+        line.update(part.numpy().tobytes())
         hashes[name] = line.hexdigest()
     return hashes
 

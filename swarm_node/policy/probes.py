@@ -17,8 +17,11 @@ from torch import Tensor
 
 from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.engines import ENGINES, find_engine
-from swarm_node.policy.engines.native import SUPPORTED, Decoder
+from swarm_node.policy.engines import find_engine
+from swarm_node.policy.engines.base import uniforms
+from swarm_node.policy.engines.graphs import GraphEngine
+from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
+from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import Shape, round_bytes
 from swarm_node.say import Detail
@@ -60,10 +63,14 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
             native = _native_agrees(policy, prompt, one, two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
-    if rollouts.engine == "auto":
-        policy.engine = policy.engine_of(ENGINES["native" if native else "transformers"])
-    else:
+    if rollouts.engine not in ("auto", "native"):
         policy.engine = policy.engine_of(find_engine(rollouts.engine))
+    elif not native:
+        policy.engine = policy.engine_of(TransformersEngine)
+    elif policy.device.type == "cuda" and graphs_agree(policy, prompt, two):
+        policy.engine = policy.engine_of(GraphEngine)
+    else:
+        policy.engine = policy.engine_of(NativeEngine)
 
 
 def is_windowed(text_config: Any, longest: int) -> bool:
@@ -121,9 +128,36 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
     )
 
 
+@torch.no_grad()
+def graphs_agree(policy: Policy, prompt: list[int], more: list[int]) -> bool:
+    """Whether recorded steps sample with the model's own log-probabilities."""
+    prompts, sampling = [prompt, prompt + more], Sampling(6)
+    engine = GraphEngine(policy.model, [], policy.pad_id)
+    try:
+        samples = engine.decode(prompts, 2, sampling, uniforms([0, 1], 2, sampling.max_new_tokens), tuple)
+    except Exception as exc:  # an operation that cannot be recorded, or not on this device
+        policy.report(Detail(f"steps of sampling cannot be recorded here ({type(exc).__name__}: {exc})"))
+        return False
+    for i, (ids, logprobs, _) in enumerate(samples):
+        own = _logits(policy, prompts[i // 2] + ids)[-len(ids) - 1 : -1]
+        found = torch.tensor(logprobs, device=own.device)
+        expected = own.float().log_softmax(-1).gather(1, torch.tensor(ids, device=own.device)[:, None])[:, 0]
+        if not bool((found - expected).abs().max() <= _tolerance(own.dtype)):
+            policy.report(Detail("recorded steps of sampling give other numbers than the model: they are not used"))
+            return False
+    return True
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Difference of log-probabilities that rounding explains."""
+    if dtype != torch.float32:
+        return 0.25
+    return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 2e-2
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
-    tolerance = 1e-3 if b.dtype == torch.float32 else 0.25
+    tolerance = _tolerance(b.dtype)
     difference = a.float().log_softmax(-1) - b.float().log_softmax(-1)
     return bool(difference.abs().max() <= tolerance)
 
@@ -190,16 +224,23 @@ def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tup
     sampling = Sampling(length, rollouts.temperature, rollouts.top_p)
     times = []
     for _ in range(2):  # the first pass warms caches up
-        start = time.perf_counter()
+        start = _now(policy)
         made = policy.generate([prompt], n, sampling, [0])[0]
-        times.append((time.perf_counter() - start) / sum(len(r.token_ids) for r in made))
+        times.append((_now(policy) - start) / sum(len(r.token_ids) for r in made))
     row = (prompt * (n * length // len(prompt) + 1))[: min(n * length, policy.max_positions)]
     ids = torch.tensor([row], device=policy.device)
     for _ in range(2):
-        start = time.perf_counter()
+        start = _now(policy)
         hidden = policy.base.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         policy.base.get_output_embeddings()(hidden).float().logsumexp(-1).mean().backward()
         for p in policy.trainable_parameters():
             p.grad = None
-        times.append((time.perf_counter() - start) / ids.numel())
+        times.append((_now(policy) - start) / ids.numel())
     return times[1], times[3]
+
+
+def _now(policy: Policy) -> float:
+    """Seconds of a clock, after all that the device was told to do is done."""
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize(policy.device)
+    return time.perf_counter()

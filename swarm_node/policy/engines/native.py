@@ -113,11 +113,17 @@ class NativeEngine(BatchEngine):
         self._model, self._eos = model, torch.tensor(eos)
         self._decoder: Decoder | None = None
 
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of this round."""
+        self._decoder = self._decoder or Decoder(self._model)
+        return self._decoder
+
     @torch.inference_mode()
     def decode(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
-        self._decoder = decoder = self._decoder or Decoder(self._model)
+        decoder = self.decoder
         device, limit = decoder.embed.weight.device, sampling.max_new_tokens
         uniform, eos = uniform.to(device), self._eos.to(device)
         rows = Rows(len(prompts), n, limit, device)
@@ -186,20 +192,16 @@ class Rows:
     def compact(self) -> tuple[Tensor, Tensor] | None:
         """Shrink the grid to the prompts with live rows and the widest of them: what `LayerCache.pick` takes, the
         prompts kept [P'] and the samples kept of each [P', G']; `None` = nothing changes. Some row must be live."""
-        p, g = self.live.shape
-        alive = self.live.any(1).nonzero()[:, 0]
-        width = int(self.live.sum(1).max())
-        if len(alive) * width > COMPACT_BELOW * p * g:
-            return None
-        live = self.live[alive]
-        column = live.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]  # live ones first
-        self.origin = self.origin[alive].gather(1, column)
-        self.live = live.gather(1, column)
-        self._full = bool(self.live.all())
-        return alive, column
+        kept = compaction(self.live, COMPACT_BELOW)
+        if kept is not None:
+            alive, column = kept
+            self.origin = self.origin[alive].gather(1, column)
+            self.live = self.live[alive].gather(1, column)
+            self._full = bool(self.live.all())
+        return kept
 
     def samples(self) -> list[Completion]:
-        """All completions in order: (token ids, log-probs, finished)."""
+        """All completions in order."""
         tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
         return [
             (tokens[i][:length], logprobs[i][:length], done)
@@ -207,11 +209,22 @@ class Rows:
         ]
 
 
+def compaction(live: Tensor, share: float) -> tuple[Tensor, Tensor] | None:
+    """How to shrink a grid with these `live` cells [P, G]: the prompts kept [P'] and the samples kept of each [P', G'];
+    `None` if more than `share` of the cells would remain. Some cell must be live."""
+    alive = live.any(1).nonzero()[:, 0]
+    width = int(live.sum(1).max())
+    if len(alive) * width > share * live.numel():
+        return None
+    return alive, live[alive].to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]  # live ones first
+
+
 class Cache:
     """The `LayerCache` of a `Slice`: the samples of a prompt share its keys and values."""
 
-    def __init__(self, layers: Slice, lengths: list[int], n: int, limit: int) -> None:
-        self.slice, self.n, self.limit = layers, n, limit
+    def __init__(self, layers: Slice, lengths: list[int], n: int, limit: int, room: int | None = None) -> None:
+        """`room` is the number of tokens of a completion that there is memory for at first, `limit` unless given."""
+        self.slice, self.n, self.limit, self.room = layers, n, limit, room or limit
         self.lengths = torch.tensor(lengths)
         self.keys: list[Tensor] = []  # [P, K, G, T, D] of the completions, a tensor a layer
         self.values: list[Tensor] = []
@@ -221,7 +234,7 @@ class Cache:
     def prefill(self, x: Tensor) -> Tensor:
         s, (p, t), device = self.slice, x.shape[:2], x.device
         self.lengths = self.lengths.to(device)
-        shape = (p, s.kv_heads, self.n, self.limit, s.head_dim)
+        shape = (p, s.kv_heads, self.n, self.room, s.head_dim)
         self.keys = [torch.empty(shape, device=device, dtype=x.dtype) for _ in s.layers]
         self.values = [torch.empty(shape, device=device, dtype=x.dtype) for _ in s.layers]
         hidden = torch.arange(t, device=device) >= self.lengths[:, None]
@@ -241,27 +254,32 @@ class Cache:
         return x
 
     def forward(self, x: Tensor, step: int) -> Tensor:
-        s, t = self.slice, self.prompt_mask.shape[-1]
+        s = self.slice
         p, g = len(self.lengths), len(x) // len(self.lengths)
-        rep, scale = s.heads // s.kv_heads, s.head_dim**-0.5
+        rep = s.heads // s.kv_heads
         position = (self.lengths + step).repeat_interleave(g)
         cos, sin = self.cos[position][:, None], self.sin[position][:, None]
         for i, layer in enumerate(s.layers):
             q, k, v = _heads(s, layer, layer.norm1(x), cos, sin)
-            keys, values = self.keys[i], self.values[i]
-            keys[:, :, :, step] = k.view(p, g, s.kv_heads, -1).transpose(1, 2)
-            values[:, :, :, step] = v.view(p, g, s.kv_heads, -1).transpose(1, 2)
-            q = (q * scale).view(p, g, s.kv_heads, rep, -1).permute(0, 2, 1, 3, 4)  # [P, K, G, rep, D]
-            shared = q.reshape(p, s.kv_heads, g * rep, -1) @ self.prompt_keys[i] + self.prompt_mask
-            own = q @ keys[:, :, :, : step + 1].transpose(-1, -2)
-            score = torch.cat([shared, own.reshape(p, s.kv_heads, g * rep, step + 1)], -1)
-            score = score.softmax(-1, dtype=torch.float32).to(x.dtype)
-            a = score[..., :t] @ self.prompt_values[i]
-            own = score[..., t:].view(p, s.kv_heads, g, rep, step + 1) @ values[:, :, :, : step + 1]
-            a = a.view(p, s.kv_heads, g, rep, -1) + own
+            q = q.view(p, g, s.kv_heads, rep, -1).permute(0, 2, 1, 3, 4)  # [P, K, G, rep, D]
+            k, v = (a.view(p, g, s.kv_heads, -1).transpose(1, 2) for a in (k, v))  # [P, K, G, D]
+            a = self.attend(i, q, k, v, step)
             x = x + layer.out(a.permute(0, 2, 1, 3, 4).reshape(p * g, -1))
             x = x + _mlp(s, layer, layer.norm2(x))
         return x
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: int) -> Tensor:
+        """Attention [P, K, G, rep, D] of layer `i` to prompt and completion, which `k` and `v` are appended to."""
+        (p, heads, g, rep, _), t = q.shape, self.prompt_mask.shape[-1]
+        keys, values = self.keys[i], self.values[i]
+        keys[:, :, :, step], values[:, :, :, step] = k, v
+        q = q * self.slice.head_dim**-0.5
+        shared = q.reshape(p, heads, g * rep, -1) @ self.prompt_keys[i] + self.prompt_mask
+        own = q @ keys[:, :, :, : step + 1].transpose(-1, -2)
+        score = torch.cat([shared, own.reshape(p, heads, g * rep, step + 1)], -1)
+        score = score.softmax(-1, dtype=torch.float32).to(q.dtype)
+        own = score[..., t:].view(p, heads, g, rep, step + 1) @ values[:, :, :, : step + 1]
+        return (score[..., :t] @ self.prompt_values[i]).view(p, heads, g, rep, -1) + own
 
     def pick(self, alive: Tensor, column: Tensor) -> None:
         self.keys = [_pick(x, alive, column) for x in self.keys]
@@ -281,20 +299,28 @@ def last_of(x: Tensor, lengths: list[int]) -> Tensor:
     return x[torch.arange(len(x), device=x.device), torch.tensor(lengths, device=x.device) - 1]
 
 
-def picked(token: Tensor, width: int, alive: Tensor, column: Tensor) -> Tensor:
-    """The part of `token` [P*G], G = `width`, that a compaction to (alive, column) keeps [P'*G']."""
-    return token.view(-1, width)[alive].gather(1, column).flatten()
+def picked(rows: Tensor, width: int, alive: Tensor, column: Tensor) -> Tensor:
+    """The part of `rows` [P*G, ...], G = `width`, that a compaction to (alive, column) keeps [P'*G', ...]."""
+    return rows.view(-1, width, *rows.shape[1:])[alive[:, None], column].flatten(0, 1)
 
 
 def fusable(model: nn.Module) -> bool:
-    """Whether the weights are few enough to be copied for each round."""
-    return sum(p.numel() * p.element_size() for p in model.parameters()) <= FUSED_COPY_BYTES
+    """Whether the weights are few enough to be copied for each round: on a GPU, if the copy fits into half of what is
+    free, since a merged adapter saves two thirds of the operations."""
+    weights = next(model.parameters())
+    limit = torch.cuda.mem_get_info(weights.device)[0] // 2 if weights.is_cuda else FUSED_COPY_BYTES
+    return sum(p.numel() * p.element_size() for p in model.parameters()) <= limit
 
 
 def head_of(norm: nn.Module, head: nn.Module, fuse: bool) -> Linear:
     """Final norm and head of a `SUPPORTED` model as one function, hidden states [R, hidden] to logits [R, V]."""
     normed, logits = _rms(norm), _joined([head], fuse)
     return lambda x: logits(normed(x))
+
+
+def with_room(cache: Tensor, room: int) -> Tensor:
+    """A cache [P, K, G, T, D] with the same tokens and zeros behind them, T = `room`."""
+    return F.pad(cache, (0, 0, 0, room - cache.shape[3]))
 
 
 def _pick(cache: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -350,12 +376,16 @@ def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
         return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
     with torch.no_grad():
         weights = [_merged(m) for m in modules]
-        weight = torch.cat([w.t() for w in weights], 1).contiguous()  # [in, out]: 15 % faster at 64 rows
+        bias = None
         biases = [getattr(m, "base_layer", m).bias for m in modules]
-        if all(b is None for b in biases):
-            return lambda x: x @ weight
-        bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for b, w in zip(biases, weights, strict=True)])
-    return lambda x: x @ weight + bias
+        if any(b is not None for b in biases):
+            pairs = zip(biases, weights, strict=True)
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for b, w in pairs])
+        if weights[0].is_cuda:  # cuBLAS takes either layout
+            joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+            return lambda x: F.linear(x, joined, bias)
+        weight = torch.cat([w.t() for w in weights], 1).contiguous()  # [in, out]: 15 % faster at 64 rows
+    return (lambda x: x @ weight) if bias is None else lambda x: x @ weight + bias
 
 
 def _merged(module: nn.Module) -> Tensor:

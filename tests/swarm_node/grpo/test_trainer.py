@@ -424,7 +424,7 @@ def test_mean_nll_does_not_depend_on_cuts(split_head, monkeypatch):
     values = [-value for g in groups for r in g.rollouts for value in r.logprobs]
     trainer = Trainer(policy, GrpoConfig(), SAMPLING)
     assert trainer.mean_nll(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
-    monkeypatch.setattr("swarm_node.grpo.trainer.LOGITS_BYTES", 42 * 4 * VOCABULARY)
+    monkeypatch.setattr("swarm_node.policy.logprobs.LOGITS_BYTES", 42 * 4 * VOCABULARY)
     passes = []
     policy.model.register_forward_pre_hook(
         lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True

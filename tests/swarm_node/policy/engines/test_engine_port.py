@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.engines import ENGINES, find_engine
-from swarm_node.policy.engines.base import Engine, Request, Sample
+from swarm_node.policy.engines import ENGINES, base, find_engine
+from swarm_node.policy.engines.base import Engine, Request, Sample, sample
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
@@ -115,3 +115,20 @@ def test_an_engine_of_ones_own_samples_for_the_policy():
     assert any("Echo, whose samples no seed repeats" in line for line in said)
     with pytest.raises(UserError, match="rollouts.engine"):
         find_engine("no.such:Engine")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1), Sampling(1, temperature=0.5, top_p=0.9)])
+def test_a_large_vocabulary_is_sampled_alike(sampling, monkeypatch):
+    """Two levels of sums find the tokens that one finds, but for rounding at the border between two tokens."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(400, 640, generator=rng)
+    logits[:, 128:512] = -torch.inf  # whole blocks without any probability
+    uniform = torch.rand(400, generator=rng)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
+    whole, expected = sample(logits, uniform, sampling)
+    monkeypatch.setattr(base, "BLOCKS_ABOVE", 0)
+    tokens, logprobs = sample(logits, uniform, sampling)
+    assert (tokens == whole).sum() >= 398
+    same = tokens == whole
+    assert torch.equal(logprobs[same], expected[same])
+    assert logprobs.isfinite().all()
