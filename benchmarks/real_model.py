@@ -5,7 +5,7 @@
 Weights are random, in the shape of Qwen2.5-0.5B and others, so nothing is downloaded and every answer runs to its full
 length. LoRA of rank 16 on all linear layers, bfloat16, 8 answers a prompt, rewards 0, 1, 0, 1 in each group, AdamW, no
 KL. `without graphs` is this package with the engine that CPUs use. Each contestant runs in a process of its own.
-Figures are medians of the steps after two. Memory is the most that torch reserved on the GPU, or the process's on a CPU.
+Figures are medians of the steps after two. Memory is the most that torch reserved on the GPU, or that of the process.
 """
 
 from __future__ import annotations

@@ -62,15 +62,15 @@ class StaticCache(Cache):
         self.places = torch.arange(self.room, device=x.device)
         return x
 
-    def forward(self, x: Tensor, step: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
         """Run completion token number `step` [1] of each row, [P*G, hidden], through the layers."""
         unwritten = torch.zeros(self.room, dtype=x.dtype, device=x.device)
         unwritten.masked_fill_(self.places > step, float("-inf"))
         prompt = self.prompt_mask
         self.mask = torch.cat([prompt, unwritten.expand(*prompt.shape[:-1], -1)], -1)  # [P, 1, 1, T + room]
-        return super().forward(x, step)  # type: ignore[arg-type]
+        return super().forward(x, step)
 
-    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Tensor) -> Tensor:  # type: ignore[override]
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Tensor) -> Tensor:
         """As the parent's, in ten operations: scores of prompt and completion are made side by side in one tensor."""
         (p, heads, g, rep, width), t, scale = q.shape, self.prompt_mask.shape[-1], self.slice.head_dim**-0.5
         keys, values = self.keys[i], self.values[i]
