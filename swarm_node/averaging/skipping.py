@@ -57,4 +57,4 @@ def skipped(reason: str, detail: str, partner: str, then: str) -> str:
     of = f" with {partner}" if partner else ""
     more = f" ({detail})" if detail else ""
     remedy = f"upgrade the older one: {upgrade_command()}" if reason == "version" else REMEDIES.get(reason, NOTHING)
-    return f"an exchange of weights{of} was skipped: {happened(reason)}{more}; {then}; {remedy}"
+    return f"an exchange of weights{of} was skipped: {happened(reason)}{more}; {remedy}; {then}"

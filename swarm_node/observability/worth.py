@@ -55,9 +55,10 @@ def worth_lines(worth: Worth) -> Iterator[str]:
         low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
         values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
         yield f"held-out pass@1 {own}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
-    if worth.declaring and worth.share_of_used is not None:
-        took = f"{worth.share_of_used:.0%} of what {_members(worth.declaring)} took from others lately"
-        yield f"others trained on {worth.used_by_others:,} of its groups so far; they are {took} (self-declared)"
+    if worth.used_by_others or worth.share_of_used is not None:
+        share = worth.share_of_used
+        took = "" if share is None else f", {share:.0%} of what {_members(worth.declaring)} took from others lately"
+        yield f"others trained on {worth.used_by_others:,} of its groups so far{took} (self-declared)"
 
 
 def worth_metrics(worth: Worth) -> dict[str, float]:
@@ -77,8 +78,9 @@ def worth_metrics(worth: Worth) -> dict[str, float]:
         figures["swarm/unsolved_taught"] = float(worth.unsolved)
     if worth.theirs:
         figures["swarm/declared_pass_1"] = fmean(worth.theirs)
-    if worth.share_of_used is not None:
+    if worth.used_by_others or worth.share_of_used is not None:
         figures["swarm/declared_used"] = float(worth.used_by_others)
+    if worth.share_of_used is not None:
         figures["swarm/declared_share"] = worth.share_of_used
     return figures
 

@@ -107,7 +107,7 @@ def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple
     """Columns and rows of the table before -> after."""
     columns = ["task", "questions", "pass@1 before", "pass@1 after", f"pass@{samples} before", f"pass@{samples} after"]
     table = []
-    for label, new in after.items():
+    for label, new in sorted(after.items(), key=lambda item: item[0] == "all"):  # the rest stays in its order
         old = before.get(label)
         figures = [old and old.pass_1, new.pass_1, old and old.pass_k, new.pass_k]
         table.append([label, str(new.questions), *("-" if x is None else f"{x:.3f}" for x in figures)])

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from protocol.messages import TaskName
-from swarm_node.observability.worth import WINDOW, Worth, worth_lines
+from swarm_node.observability.worth import WINDOW, Worth, worth_lines, worth_metrics
 from swarm_node.sharing.teaching import LATEST, Teaching
 from swarm_node.types import Group, Rollout, Task
 
@@ -43,6 +43,13 @@ def test_success_is_silent_where_nobody_else_taught(right: tuple[int, int]) -> N
     by_others, by_itself = trained(right).changes()
     lines = list(worth_lines(Worth(by_others, by_itself)))
     assert len(lines) == (0 if by_others is None else 2)
+
+
+def test_what_others_used_is_said_after_they_left() -> None:
+    assert list(worth_lines(Worth(used_by_others=674))) == [
+        "others trained on 674 of its groups so far (self-declared)"
+    ]
+    assert worth_metrics(Worth(used_by_others=674)) == {"swarm/declared_used": 674.0}
 
 
 def test_few_groups_say_nothing_of_success() -> None:

@@ -143,7 +143,8 @@ export function worth(run, known, { section, terms }) {
     found.by_others ? changed(found.by_itself, "it taught itself") : null,
     found.unsolved ? ["Taught by others alone", number(found.unsolved) + " questions", "while its own answers to their kind were all wrong"] : null,
     held !== null || others ? ["Held-out pass@1", share(held), others] : null,
-    found.share_of_used !== undefined && found.share_of_used !== null ? ["Its share of what others used", percent(found.share_of_used), `${number(found.used_by_others ?? 0)} groups or more, ${CLAIMED} by ${number(found.declaring)}`] : null,
+    found.used_by_others ? ["Others trained on", `${number(found.used_by_others)} of its groups`, CLAIMED] : null,
+    found.share_of_used !== undefined && found.share_of_used !== null ? ["Its share of what others use now", percent(found.share_of_used), `${CLAIMED} by ${number(found.declaring)}`] : null,
   ];
   const pairs = rows.filter(Boolean).map(([term, value, more]) => [term, element("span", {}, value, " ", element("small", {}, more))]);
   return pairs.length ? section(run, known, "What the swarm gave", terms(pairs)) : null;
