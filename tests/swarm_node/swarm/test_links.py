@@ -134,7 +134,9 @@ def test_a_swarm_is_found_before_directories_are_made(monkeypatch: pytest.Monkey
     web["/sums.toml"] = render(PLAIN)
     with pytest.raises(Entered):
         config = NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run")
-        run_join(config, swarm_to_join(config))
+        found = swarm_to_join(config)
+        with RunDir.open(config.directory) as run:
+            run_join(config, run, found)
     assert requests == [f"{web['url']}/sums.toml"]
     with pytest.raises(UserError, match="no manifest"):
         swarm_to_join(NodeConfig(swarm="mistyped.toml", run_dir="other"))
