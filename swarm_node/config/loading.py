@@ -138,6 +138,11 @@ def _check_together(config: NodeConfig) -> None:
             f"pipeline.stage = {config.pipeline.stage}: must be below --stages ({config.pipeline.stages}), and is 0 "
             "for the first stage"
         )
+    if (quantize := config.policy.quantize) is not None:
+        if config.policy.lora is False:
+            raise UserError(f"--quantize {quantize} freezes the model's weights: leave out --no-lora, or --quantize")
+        if config.pipeline.stages:
+            raise UserError(f"--quantize {quantize} is not for policies in stages (--stages), which load plain weights")
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
 

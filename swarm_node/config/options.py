@@ -83,6 +83,7 @@ OPTIONS = (
     KeyOption("run_dir", "--run-dir", "local join bootstrap identity", metavar="DIR"),
     KeyOption("seed", "--seed", "local join"),
     KeyOption("policy.lora", "--lora", "local join"),
+    KeyOption("policy.quantize", "--quantize", "local join", metavar="nf4|int8"),
     KeyOption(
         "pipeline.stages",
         "--stages",

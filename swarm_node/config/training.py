@@ -18,7 +18,10 @@ class PolicyConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     lora: bool | None = None
-    """Train a LoRA adapter instead of all weights; unset = only above 100 million parameters."""
+    """Train a LoRA adapter instead of all weights; unset = only above 100 million parameters, or with `quantize`."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Keep the model's linear layers in 4 bits (`nf4`) or 8 bits (`int8`) under the adapter; unset = in `dtype`. It
+    saves memory, not time, and needs the package bitsandbytes. Weights are averaged among members that do the same."""
     lora_rank: PositiveInt = 16
     """Rank of the adapter."""
     lora_alpha: PositiveInt = 32

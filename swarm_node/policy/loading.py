@@ -29,10 +29,20 @@ from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter,
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.extras import check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, starter_path
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
+from swarm_node.policy.quantised import (
+    check_quantisable,
+    import_quantiser,
+    linear_values,
+    loading_options,
+    original_lines,
+    settle,
+)
+from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.say import Detail, Warned
 
 ONE_THREAD_BELOW = 2_000_000
@@ -53,7 +63,8 @@ def load_policy(
     """
     plan = prepare(config, report=report)
     tokenizer = load_tokenizer(config)
-    vetting.check_declared(plan.base, plan.size, _vetted_weights(plan))
+    files = _vetted_weights(plan)
+    vetting.check_declared(plan.base, plan.size, files)
     model, found = _load(
         AutoModelForCausalLM,
         plan.base,
@@ -62,6 +73,7 @@ def load_policy(
         dtype=plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
+        **loading_options(plan.quantize, plan.dtype, plan.device),
         **PLAIN,
     )
     if found["missing_keys"] or found["mismatched_keys"]:
@@ -75,10 +87,13 @@ def load_policy(
         start_adapter(dict(model.named_parameters()), model.config)
     model.to(plan.device)
 
-    policy = Policy(model, tokenizer, config, report)
+    original = plan.quantize and original_lines(files, plan.tensors, plan.quantize)
+    policy = Policy(model, tokenizer, config, report, original or None)
     policy.model.eval()  # for good: dropout would make the trained distribution another one than the sampled one
+    settle(policy.model)
     choose_paths(policy, rollouts)
     trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
+    trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
     report(Detail(plan.where))
     if not samples:
@@ -117,6 +132,14 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     why: str  # why this dtype
+    quantize: str | None = None  # how linear layers are quantised
+    linear: int = 0  # values of those layers
+    tensors: frozenset[str] = frozenset()  # names of the parameters of the whole model
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the model's weights take less because some are quantised."""
+        return 0 if self.quantize is None else int(self.linear * (self.dtype.itemsize - QUANTISED_BYTES[self.quantize]))
 
     @property
     def where(self) -> str:
@@ -139,11 +162,18 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     if adapter is not None:
         vetting.check_adapter(Path(path).expanduser())
     model_config = _vetted_config(base, revision)
-    size = sum(p.numel() for p in skeleton(model_config).parameters())
-    lora = adapter is not None or (size > LORA_ABOVE if config.lora is None else config.lora)
+    empty = skeleton(model_config)
+    size = sum(p.numel() for p in empty.parameters())
+    by_itself = size > LORA_ABOVE or config.quantize is not None
+    lora = adapter is not None or (by_itself if config.lora is None else config.lora)
+    if lora:
+        import_quantiser()
     if config.lora is False and adapter is not None:
         raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
     device = _device(config.device)
+    if config.quantize is not None:
+        check_quantiser(config)
+        check_quantisable(config.quantize, base, model_config, device)
     if device.type == "cpu":
         keep_freed_memory()
     elif device.type == "cuda":
@@ -153,7 +183,11 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
         torch.set_num_threads(config.threads or 1)
     dtype, why = _dtype(config.dtype, device, lora, model_config, alone)
     folder = None if adapter is None else str(Path(path).expanduser())
-    return Plan(base, revision, folder, model_config, size, lora, device, dtype, why)
+    return Plan(
+        *(base, revision, folder, model_config, size, lora, device, dtype, why, config.quantize),
+        linear=linear_values(empty),
+        tensors=frozenset(name for name, _ in empty.named_parameters()),
+    )
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -26,6 +26,7 @@ from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.policy.packed import values_of
 from swarm_node.say import Warned
 from swarm_node.types import Rollout, Sampling
 
@@ -43,7 +44,9 @@ class Policy:
         tokenizer: PreTrainedTokenizerBase,
         config: PolicyConfig,
         report: Callable[[str], None] = print,
+        original: Mapping[str, str] | None = None,
     ) -> None:
+        """`original`: `lines` of the model's weights before they were quantised; None if they are as they were."""
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
@@ -52,8 +55,11 @@ class Policy:
         self.packing = False  # whether packed rows reproduce this model's own numbers (measured at load)
         self.split_head = False  # whether the head apart from the backbone does
         self.is_lora = hasattr(model, "peft_config")
-        self.base_digest = digest(self.base, adapters=False)
-        self.start_digest = digest(self.base, adapters=True)
+        if original is None:
+            original = lines(self.base.named_parameters(), adapters=False)
+        self.base_digest = model_digest(original)
+        adapters = [(name, p) for name, p in self.base.named_parameters() if is_of_adapter(name)]
+        self.start_digest = model_digest({**original, **lines(adapters, adapters=True)})
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
         self.microbatches = 1
@@ -94,7 +100,7 @@ class Policy:
         return self.model.get_input_embeddings().weight.shape[1]
 
     def num_parameters(self, trainable: bool = False) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not trainable)
+        return sum(values_of(p) for p in self.model.parameters() if p.requires_grad or not trainable)
 
     @property
     def family(self) -> str:
@@ -323,7 +329,7 @@ def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = Fal
     of all parts of a model are together those of the whole."""
     shapes, parts = {}, []
     for name, tensor in named:
-        if adapters or ".lora_" not in name:
+        if adapters or not is_of_adapter(name):
             shapes[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tuple(tensor.shape)
             values = some_of(tensor)
             parts.append((values if exact else values.bfloat16()).float())
@@ -336,6 +342,11 @@ def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = Fal
         line.update(part.numpy().tobytes())
         hashes[name] = line.hexdigest()
     return hashes
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to a LoRA adapter."""
+    return ".lora_" in name
 
 
 def model_digest(hashes: Mapping[str, str]) -> str:

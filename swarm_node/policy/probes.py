@@ -22,6 +22,7 @@ from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import Shape, round_bytes
 from swarm_node.say import Detail
@@ -206,6 +207,7 @@ def _shape(policy: Policy) -> Shape:
     config = policy.base.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    packed = [p for p in policy.model.parameters() if is_packed(p)]
     return Shape(
         parameters=policy.num_parameters(),
         trained=policy.num_parameters(trainable=True),
@@ -214,6 +216,7 @@ def _shape(policy: Policy) -> Shape:
         hidden=config.hidden_size,
         inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         kv_width=kv_heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        saved=sum(map(values_of, packed)) * policy.dtype.itemsize - held_bytes(packed),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from swarm_node.config import GrpoConfig, NodeConfig
 
+QUANTISED_BYTES = {"nf4": 1 / 2 + 1 / 64 + 1 / 4096, "int8": 1.0}  # of a weight of a linear layer, with its scales
 HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
 RUNTIME_BYTES = 450 * 2**20  # Python, torch and transformers themselves
 GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
@@ -30,6 +31,7 @@ class Shape:
     hidden: int
     inner: int  # width of the feed-forward layers
     kv_width: int  # width of all keys of a layer, as of all values
+    saved: int = 0  # bytes that the weights take less because some are quantised
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,15 @@ class KnownModel:
     kv_heads: int
     head: int  # width of a head
 
-    def shape(self, rank: int, width: int) -> Shape:
-        """Its shape with an adapter of that rank on all linear layers, and weights of `width` bytes."""
+    def shape(self, rank: int, width: int, quantize: str | None = None) -> Shape:
+        """Its shape with an adapter of that rank on all linear layers, and weights of `width` bytes, unless linear
+        layers are quantised."""
         q, kv = self.heads * self.head, self.kv_heads * self.head
+        linear = self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.inner)
+        saved = int(linear * (width - QUANTISED_BYTES[quantize])) if quantize else 0
         ends = 2 * (self.hidden + q) + 2 * (self.hidden + kv) + 3 * (self.hidden + self.inner)
         adapter = self.layers * rank * ends
-        return Shape(self.parameters + adapter, adapter, width, self.layers, self.hidden, self.inner, kv)
+        return Shape(self.parameters + adapter, adapter, width, self.layers, self.hidden, self.inner, kv, saved)
 
     def whole(self) -> Shape:
         """Its shape if all weights are trained, which are then float32."""
@@ -73,7 +78,7 @@ KNOWN = (
 def round_bytes(shape: Shape, grpo: GrpoConfig, cached: int, trained: int, reference: bool) -> int:
     """Bytes of a round in which `cached` tokens are sampled (with prompts) and `trained` tokens are trained on.
     `reference`: the weights of before training are kept."""
-    weights = shape.parameters * shape.width
+    weights = shape.parameters * shape.width - shape.saved
     learning = shape.trained * (12 if shape.width == 4 else 16)
     cache = 2 * shape.layers * shape.kv_width * shape.width * cached
     microbatch = min(trained, grpo.microbatch_tokens)
@@ -90,7 +95,8 @@ def bytes_with(model: KnownModel, config: NodeConfig, gpu: bool) -> int:
     sampled = groups * (rollouts.group_size * rollouts.max_new_tokens + PROMPT_TOKENS)
     trained = groups * kept * (rollouts.max_new_tokens + PROMPT_TOKENS)
     all_weights = config.policy.lora is False
-    shape = model.whole() if all_weights else model.shape(config.policy.lora_rank, width=2 if gpu else 4)
+    policy, width = config.policy, 2 if gpu else 4
+    shape = model.whole() if all_weights else model.shape(policy.lora_rank, width, policy.quantize)
     small = grpo.model_copy(update={"microbatch_tokens": MICROBATCH})
     return round_bytes(shape, small, sampled, trained, reference=False)
 

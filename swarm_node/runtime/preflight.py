@@ -14,6 +14,7 @@ from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.extras import check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
 from swarm_node.storage.room import VALUE_BYTES, check_room
 from swarm_node.storage.rundir import RunDir
@@ -36,14 +37,16 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
 
 
 def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None:
-    """Raise UserError for tasks or a model that are not there, and for a disk without room for its checkpoints, where
-    the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its swarm."""
+    """Raise UserError for tasks, a model or a package that are not there, and for a disk without room for its
+    checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its
+    swarm."""
     if own_tasks:
         check_specs(config.tasks, config.rewards.checker_weight > 0 or not config.rewards.functions)
     for function in config.rewards.functions:
         file = Path(function.path.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():
             raise UserError(f"reward function {function.path!r}: there is no file {file}")
+    check_quantiser(config.policy)
     if own_model:
         path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
         check_hub(path, config.policy.revision)
@@ -74,7 +77,7 @@ def _check_disk(config: NodeConfig, path: str) -> None:
     Adapters are small; a crew has a check."""
     size = parameters(path)
     lora = config.policy.lora if config.policy.lora is not None else size is not None and size > LORA_ABOVE
-    if size is None or lora or config.pipeline.stages:
+    if size is None or lora or config.policy.quantize or config.pipeline.stages:
         return
     checkpoints = RunDir(config.directory).checkpoints
     keeps_best = config.eval.every and config.eval.questions

@@ -223,7 +223,8 @@ class RunState:
         if not isinstance(theirs, dict):
             return "it names no model"
         if theirs.get("base") != mine["base"]:
-            return f"its base model is not {self.config.policy.model}"
+            quantize = self.config.policy.quantize
+            return f"its base model is not {self.config.policy.model}{f' in {quantize}' if quantize else ''}"
         if theirs != mine:
             return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None

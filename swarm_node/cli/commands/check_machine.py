@@ -109,10 +109,16 @@ def answers(form: AnswerForm, own_prompt: bool) -> Check:
 def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
     from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes
+    from swarm_node.policy.extras import check_quantiser, quantiser_command
     from swarm_node.policy.loading import prepare
     from swarm_node.policy.sizes import RUNTIME_BYTES
 
     model = config.policy.model
+    try:
+        check_quantiser(config.policy)
+    except UserError as error:
+        yield Check("packages", "fail", str(error), quantiser_command())
+        return
     try:
         plan = prepare(config.policy)
     except UserError as error:
@@ -125,7 +131,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         frozen = plan.size if plan.lora else 0
         needed = stage_bytes(frozen, plan.size - frozen, itemsize, bool(config.grpo.beta))
     free = free_memory()
-    needed += RUNTIME_BYTES
+    needed += RUNTIME_BYTES - plan.saved
     needs = f"{model} needs {_gib(needed)} with the program itself, and more for answers (a start says how much)"
     detail = (
         f"{needs}; the run has it" if running else f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
@@ -139,7 +145,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
     else:
         yield Check("memory", "ok", detail)
-    trained = needed - RUNTIME_BYTES - itemsize * plan.size * plan.lora
+    trained = needed + plan.saved - RUNTIME_BYTES - itemsize * plan.size * plan.lora
     kept = (config.checkpoints.keep + 1) * trained
     yield disk(place, kept, _to_fetch(plan.base, itemsize * plan.size), start)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
+from swarm_node.policy.packed import is_packed, plain_weight, values_of
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -309,7 +310,8 @@ def fusable(model: nn.Module) -> bool:
     free, since a merged adapter saves two thirds of the operations."""
     weights = next(model.parameters())
     limit = torch.cuda.mem_get_info(weights.device)[0] // 2 if weights.is_cuda else FUSED_COPY_BYTES
-    return sum(p.numel() * p.element_size() for p in model.parameters()) <= limit
+    itemsize = weights.element_size()  # of the embedding, which is never quantised
+    return sum(values_of(p) * (itemsize if is_packed(p) else p.element_size()) for p in model.parameters()) <= limit
 
 
 def head_of(norm: nn.Module, head: nn.Module, fuse: bool) -> Linear:
@@ -389,10 +391,10 @@ def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
 
 
 def _merged(module: nn.Module) -> Tensor:
-    """Weight of a linear module with its active LoRA adapter added."""
+    """Weight of a linear module, dequantised, with its active LoRA adapter added."""
     if not hasattr(module, "base_layer"):
-        return module.weight
-    weight = module.base_layer.weight
+        return plain_weight(module)
+    weight = plain_weight(module.base_layer)
     if module.disable_adapters:
         return weight
     for name in module.active_adapters:

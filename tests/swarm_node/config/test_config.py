@@ -232,6 +232,11 @@ def test_overridden_wrong_values_are_blamed_too() -> None:
         (["grpo.correction=a.py:F", "grpo.off_policy_mask=0.5"], "grpo.off_policy_mask needs grpo.correction"),
         (["grpo.correction=truncated", "rollouts.top_p=0.9"], "which rollouts.top_p = 0.9 alters"),
         (["grpo.advantage=pass_k", "rollouts.group_size=4"], "must be less than rollouts.group_size (4)"),
+        (
+            ["policy.quantize=nf4", "policy.lora=false"],
+            "--quantize nf4 freezes the model's weights: leave out --no-lora",
+        ),
+        (["policy.quantize=int8", "pipeline.stages=2"], "--quantize int8 is not for policies in stages"),
     ],
 )
 def test_settings_that_contradict_each_other(sets: list[str], message: str) -> None:
