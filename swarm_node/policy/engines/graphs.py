@@ -20,9 +20,10 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from swarm_node.policy.engines.base import Cancelled, Completion, sample
-from swarm_node.policy.engines.native import Cache, Decoder, NativeEngine, compaction, picked, with_room
+from swarm_node.policy.engines.native import Cache, Decoder, NativeEngine, compaction, picked
 from swarm_node.types import Sampling
 
 ROOM = 64
@@ -39,6 +40,7 @@ class GraphEngine(NativeEngine):
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
         batch = Batch(self.decoder, prompts, n, sampling, uniform, self._eos)
+        self._decoder = None  # its copy of the weights is not in the way of an update
         step = 0
         while step < sampling.max_new_tokens and batch.live.numel():
             batch.make_room(step)
@@ -52,11 +54,16 @@ class GraphEngine(NativeEngine):
         return batch.samples()
 
 
+def aligned(length: int) -> int:
+    """`length` rounded up: products of matrices whose rows begin at odd places are slow."""
+    return -(-length // 8) * 8
+
+
 class StaticCache(Cache):
     """A `Cache` of which a step is the same operations on the same tensors, whatever its number."""
 
     def prefill(self, x: Tensor) -> Tensor:
-        x = super().prefill(x)
+        x = super().prefill(pad(x, (0, 0, 0, aligned(x.shape[1]) - x.shape[1])))
         for tensor in (*self.keys, *self.values):
             tensor.zero_()  # a masked NaN would still be a NaN
         self.places = torch.arange(self.room, device=x.device)
@@ -90,10 +97,10 @@ class StaticCache(Cache):
 
     def grow(self) -> None:
         """Room for twice as many tokens, but for no more than there can be."""
-        room = min(2 * self.room, self.limit)
+        room = min(2 * self.room, aligned(self.limit))
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
-                tensors[i] = with_room(old, room)
+                tensors[i] = pad(old, (0, 0, 0, room - self.room))
         self.room = room
         self.places = torch.arange(room, device=self.places.device)
 
@@ -108,7 +115,7 @@ class Batch:
         rows, limit = len(prompts) * n, sampling.max_new_tokens
         self.decoder, self.n, self.sampling = decoder, n, sampling
         self.uniform, self.eos = uniform.to(device), eos.to(device)
-        self.cache = StaticCache(decoder.slice, [len(p) for p in prompts], n, limit, min(ROOM, limit))
+        self.cache = StaticCache(decoder.slice, [len(p) for p in prompts], n, limit, min(ROOM, aligned(limit)))
         self.logits = decoder.prefill(self.cache, prompts).repeat_interleave(n, 0)
         self.step = torch.zeros(1, dtype=torch.long, device=device)
         self.origin = torch.arange(rows, device=device)  # [P*G] number of the completion in each cell of the grid

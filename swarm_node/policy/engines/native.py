@@ -320,11 +320,6 @@ def head_of(norm: nn.Module, head: nn.Module, fuse: bool) -> Linear:
     return lambda x: logits(normed(x))
 
 
-def with_room(cache: Tensor, room: int) -> Tensor:
-    """A cache [P, K, G, T, D] with the same tokens and zeros behind them, T = `room`."""
-    return F.pad(cache, (0, 0, 0, room - cache.shape[3]))
-
-
 def _pick(cache: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Cells (rows, columns) [P', G'] of a cache [P, K, G, T, D]."""
     heads = torch.arange(cache.shape[1], device=cache.device)
