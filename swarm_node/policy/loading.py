@@ -36,7 +36,6 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
 from swarm_node.policy.quantised import (
     check_quantisable,
-    import_quantiser,
     linear_values,
     loading_options,
     original_lines,
@@ -166,8 +165,6 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     size = sum(p.numel() for p in empty.parameters())
     by_itself = size > LORA_ABOVE or config.quantize is not None
     lora = adapter is not None or (by_itself if config.lora is None else config.lora)
-    if lora:
-        import_quantiser()
     if config.lora is False and adapter is not None:
         raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
     device = _device(config.device)

@@ -15,10 +15,7 @@ bitsandbytes has two ways of its own that are switched off here (`settle`), sinc
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Collection, Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +29,6 @@ from swarm_node.policy.policy import lines
 
 KIND = "quantised"
 """Name in the lines of a digest under which the way of quantising stands. No tensor has it: their names have dots."""
-
-
-def import_quantiser() -> None:
-    """Import bitsandbytes, if it is installed, as long as `kernels` cannot be imported: with that package, bitsandbytes
-    would fetch code from the hub and run it. PEFT imports it for every adapter."""
-    if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
-        return
-    before = {name: sys.modules[name] for name in ("kernels",) if name in sys.modules}
-    sys.modules["kernels"] = None  # type: ignore[assignment]
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would ask the user to install that package
-    try:
-        import bitsandbytes  # noqa: F401
-    finally:
-        del sys.modules["kernels"]
-        sys.modules.update(before)
 
 
 def check_quantisable(kind: str, base: str, model_config: Any, device: torch.device) -> None:
