@@ -7,8 +7,6 @@
 docs/api.md describes `train` and its callbacks. Importing this package loads nothing; its names are loaded when used.
 """
 
-import logging
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +18,6 @@ if TYPE_CHECKING:
     from swarm_node.runtime.callbacks import Callback, TrainResult
 
 __version__ = "0.1.0"
-
-if "kernels" not in sys.modules:  # with that package, transformers and bitsandbytes fetch code from the hub and run it
-    sys.modules["kernels"] = None  # type: ignore[assignment]
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would ask the user to install the package
 
 __all__ = ["Callback", "NodeConfig", "TrainResult", "UserError", "export", "train"]
 
