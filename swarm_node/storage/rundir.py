@@ -48,6 +48,7 @@ from typing import Any
 from filelock import lock_descriptor
 
 from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.storage.nearby import did_you_mean
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
@@ -137,7 +138,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     def check_exists(self) -> None:
         """Raises UserError unless a run was ever started here."""
         if not self.exists:
-            raise UserError(f"no run in {self.path} (it has no config.toml)")
+            why = "it has no config.toml" if self.path.exists() else "there is no such directory"
+            raise UserError(f"no run in {self.path} ({why}){did_you_mean(self.path)}")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

@@ -24,6 +24,7 @@ from protocol.peers import is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned
+from swarm_node.storage.nearby import did_you_mean
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
@@ -68,8 +69,9 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
                 say(Warned(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}"))
                 manifest = kept
             return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, named=named)
-        manifest = parse_manifest(_read(Path(named).expanduser()))
-        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent, named)
+        path = Path(named).expanduser()
+        manifest = parse_manifest(_read(path, runs=run is None and not path.suffix))
+        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, path.parent, named)
     except RemoteProtocolError as error:
         raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
 
@@ -132,13 +134,15 @@ def kept_manifest(run: RunDir) -> Manifest | None:
         return None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, runs: bool) -> bytes:
+    """The text of a manifest. `runs`: the name may be meant for a run directory."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
-        what = "manifest" if path.suffix else "run directory or manifest"
-        raise UserError(f"there is no {what} {path}: `swarm-node new` makes a manifest") from error
+        what = "run directory or manifest" if runs else "manifest"
+        near = did_you_mean(path, runs, manifests=True)
+        raise UserError(f"there is no {what} {path}: `swarm-node new` makes a manifest{near}") from error
     except OSError as error:
         raise UserError(f"cannot read the manifest {path}: {error.strerror}") from error
 

@@ -344,7 +344,7 @@ def test_a_scale_that_means_nothing(full, tmp_path):
 def test_the_command_line_says_it_in_one_line(tmp_path):
     result = CliRunner().invoke(app, ["merge", "runs/a", "runs/b", "--out", "out", "--json"])
     assert result.exit_code == 2 and not (tmp_path / "out").exists()
-    assert result.stderr == "swarm-node: no run in runs/a (it has no config.toml)\n"
-    assert json.loads(result.stdout) == {"error": "no run in runs/a (it has no config.toml)"}
+    assert result.stderr == "swarm-node: no run in runs/a (there is no such directory)\n"
+    assert json.loads(result.stdout) == {"error": "no run in runs/a (there is no such directory)"}
     wrong = CliRunner().invoke(app, ["merge", "runs/a", "runs/b", "--out", "out", "--method", "median"])
     assert wrong.exit_code == 2 and "'task-arithmetic'" in wrong.stderr
