@@ -18,19 +18,23 @@ from swarm_node.observability.summary import interval
 LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
 ALIKE = (
     "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
-    "{before:.3f} to {now:.3f}: the answers to a question become alike; `--set grpo.advantage=pass_k` trains for one "
-    "right answer in several (docs/grpo.md)"
+    "{before:.3f} to {now:.3f}: the answers to a question become alike; {remedy} (docs/grpo.md)"
 )
+FOR_ONE_RIGHT = "`--set grpo.advantage=pass_k` trains for one right answer in several"
+SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
 FELL = (
     "held-out pass@1 of {task} fell by more than noise, from {before:.3f} to {now:.3f}: give it more weight among the "
     "tasks (docs/tasks.md), or lower grpo.learning_rate"
 )
 
 
-def remarks(labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int) -> dict[str, str]:
+def remarks(
+    labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int, for_one_right: bool = False
+) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right.
+    `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy.
     """
     if not len(labels) == len(before) == len(now):
         return {}
@@ -40,7 +44,7 @@ def remarks(labels: Sequence[str], before: Sequence[float], now: Sequence[float]
         fall = interval(any_before, any_now)
         if fall is not None and fall[1] < 0 and fmean(now) >= fmean(before):
             means = {"before": fmean(before), "now": fmean(now), "k_before": fmean(any_before), "k_now": fmean(any_now)}
-            found["pass_k"] = ALIKE.format(k=samples, **means)
+            found["pass_k"] = ALIKE.format(k=samples, remedy=SLOWER if for_one_right else FOR_ONE_RIGHT, **means)
     tasks = dict.fromkeys(labels)
     for task in tasks:
         mine = [i for i, label in enumerate(labels) if label == task]
@@ -49,3 +53,13 @@ def remarks(labels: Sequence[str], before: Sequence[float], now: Sequence[float]
         if change is not None and change[1] < 0:
             found[f"task {task}"] = FELL.format(task=task, before=fmean(old), now=fmean(new))
     return found
+
+
+def withdrawn(key: str, samples: int) -> str:
+    """The sentence that takes back the remark of this key."""
+    about = (
+        f"pass@{samples} fell while pass@1 did not"
+        if key == "pass_k"
+        else f"pass@1 of {key.removeprefix('task ')} fell"
+    )
+    return f"the latest held-out figures no longer show that {about}"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.config import NodeConfig
-from swarm_node.observability.falling import remarks
+from swarm_node.observability.falling import remarks, withdrawn
 from swarm_node.observability.summary import Answered, HeldOut, interval
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evaluate
@@ -62,12 +62,16 @@ class HeldOutFigures:
         self.doing = ""  # what is being measured now; empty = nothing
         self._since = time.monotonic()  # when training began, or went on after an evaluation
         self._noticed: set[str] = set()  # keys of the remarks that the latest evaluation gave reason for
-        self._said: set[str] = set()  # keys of the remarks that were made
+        self._said: set[str] = set()  # keys of the remarks that were made and hold
 
     @property
     def samples(self) -> int:
         """Answers to each question."""
         return self._config.eval.samples
+
+    @property
+    def _trains_for_one_right(self) -> bool:
+        return self._config.grpo.advantage == "pass_k"
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class HeldOutFigures:
     def compared(self, round: int) -> HeldOut | None:
         """The figures before and now, for the summary of a run that ended after `round`."""
         figures = self.figures
-        compared_now = compared(figures.before, figures.last, self.samples)
+        compared_now = compared(figures.before, figures.last, self.samples, self._trains_for_one_right)
         if compared_now is None:
             return None
         at = 0 if figures.round == round else figures.round
@@ -168,16 +172,20 @@ class HeldOutFigures:
             self.is_new_best = True
 
     def _remark(self, now: Evaluation) -> None:
-        """Say what has got worse, once for each matter, when two evaluations in a row give reason for it."""
-        found = worse(self.figures.before, now, self.samples)
+        """Say what has got worse, once for each matter, when two evaluations in a row give reason for it; take it back
+        when that is over."""
+        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right)
+        for key in sorted(self._said - found.keys()):
+            self._said.remove(key)
+            say(withdrawn(key, self.samples), "held_out")
         for key in found.keys() & self._noticed - self._said:
             self._said.add(key)
             say(Warned(found[key]), "held_out")
         self._noticed = set(found)
 
 
-def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:
-    """Held-out figures over all tasks, if they exist for before and after training."""
+def compared(before: Evaluation, after: Evaluation, samples: int, for_one_right: bool = False) -> HeldOut | None:
+    """Held-out figures over all tasks, if they exist for before and after training. `for_one_right`: see `remarks`."""
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]
@@ -188,7 +196,7 @@ def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | N
         pass_1=(old.pass_1, new.pass_1),
         pass_k=(old.pass_k, new.pass_k),
         interval=interval(before.by_question, after.by_question),
-        remarks=list(worse(before, after, samples).values()),
+        remarks=list(worse(before, after, samples, for_one_right).values()),
         answers=[answers[i] for i in sorted({0, len(answers) // 2, len(answers) - 1})] if answers else [],
         answers_of=len(answers),
     )
@@ -206,8 +214,8 @@ def _answers(before: Evaluation, after: Evaluation) -> list[Answered]:
     return sorted(kept, key=lambda one: one.right_before - one.right_after)
 
 
-def worse(before: Evaluation, now: Evaluation, samples: int) -> dict[str, str]:
+def worse(before: Evaluation, now: Evaluation, samples: int, for_one_right: bool = False) -> dict[str, str]:
     """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version."""
     if before.labels != now.labels:
         return {}
-    return remarks(now.labels, before.by_question, now.by_question, samples)
+    return remarks(now.labels, before.by_question, now.by_question, samples, for_one_right)

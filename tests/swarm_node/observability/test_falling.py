@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_node.observability.falling import LEAST_OF_TASK, remarks
+from swarm_node.observability.falling import LEAST_OF_TASK, remarks, withdrawn
 
 SAMPLES = 8
 
@@ -24,6 +24,13 @@ def test_answers_that_become_alike_are_told() -> None:
         "pass@8 fell by more than noise, from 1.000 to 0.312, while pass@1 went from 0.125 to 0.312" in found["pass_k"]
     )
     assert "--set grpo.advantage=pass_k" in found["pass_k"]
+    followed = remarks(["gcd"] * 128, before, now, SAMPLES, for_one_right=True)["pass_k"]
+    assert "grpo.advantage" not in followed and "a lower grpo.learning_rate slows that down" in followed
+
+
+def test_a_withdrawn_remark_is_named() -> None:
+    assert withdrawn("pass_k", SAMPLES).endswith("no longer show that pass@8 fell while pass@1 did not")
+    assert withdrawn("task gcd", SAMPLES).endswith("no longer show that pass@1 of gcd fell")
 
 
 def test_pass_k_may_fall_with_pass_1() -> None:

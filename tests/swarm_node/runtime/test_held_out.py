@@ -173,6 +173,37 @@ def test_a_fall_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.best is not None and ours.best.round == 2
 
 
+def test_a_fall_that_is_over_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    shares = iter([0.5, 0.1, 0.1, 0.5, 0.5, 0.1, 0.1])
+    evaluations = ([share] * 60 for share in shares)
+    asked = (Evaluation({"all": Held(60, each[0], each[0])}, each, ["gcd"] * 60) for each in evaluations)
+    monkeypatch.setattr(held_out, "evaluate", lambda *arguments: next(asked))
+    monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
+    ours = figures()
+    ours.measure_before()
+    for round in range(1, 7):
+        ours.measure_during(round)
+    assert len(said) == 3 and said[0].startswith("held-out pass@1 of gcd fell") and said[2] == said[0]
+    assert said[1] == "the latest held-out figures no longer show that pass@1 of gcd fell"
+
+
+def test_a_remedy_in_force_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    before = Evaluation({"all": Held(128, 0.125, 1.0)}, [0.125] * 128, ["gcd"] * 128)
+    now = Evaluation({"all": Held(128, 0.3125, 0.3125)}, [1.0] * 40 + [0.0] * 88, ["gcd"] * 128)
+    asked = iter([before, now, now])
+    monkeypatch.setattr(held_out, "evaluate", lambda *arguments: next(asked))
+    monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
+    ours = figures(grpo={"advantage": "pass_k"}, eval=ALWAYS | {"samples": 8}, rollouts={"group_size": 16})
+    ours.measure_before()
+    for round in (1, 2):
+        ours.measure_during(round)
+    assert "become alike" in said[0] and "grpo.advantage" not in said[0]
+    summary = ours.compared(2)
+    assert summary is not None and summary.remarks == said
+
+
 def test_only_questions_are_asked_interruptibly(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
