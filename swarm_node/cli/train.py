@@ -11,7 +11,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, DryRun, Json, note, option, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import UserError
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
@@ -87,7 +87,7 @@ def _check_stopped(run: RunDir) -> None:
     """Raise UserError unless `run` is one that can go on now."""
     if not run.exists:
         takes = "`swarm-node resume RUN` takes a run directory, such as runs/local"
-        raise UserError(f"no run in {run.path}: {takes}{did_you_mean(run.path)}")
+        raise UserError(f"no run in {run.path}: {takes}{names_near(run.path)}")
     if run.in_use:
         paused = f"; `swarm-node unpause {run.quoted}` ends its pause" if run.paused.exists() else ""
         raise UserError(f"{run.path} is running already, as process {run.holder}{paused}")

@@ -30,7 +30,7 @@ from swarm_node.observability.plots import moving_average
 from swarm_node.observability.tally import Tally
 from swarm_node.storage.best import read_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 READ = 256  # records in memory at once
@@ -154,7 +154,7 @@ def read_run(path: Path) -> RunFigures:
     run = RunDir(path)
     if not run.exists:
         wants = "name directories that have a config.toml, as runs/local"
-        raise UserError(f"no run in {path}: {wants}{did_you_mean(path)}")
+        raise UserError(f"no run in {path}: {wants}{names_near(path)}")
     config = read_own(run.config)
     table = config.model_dump(mode="json", exclude=ALIKE)
     table |= {"rounds": None if math.isinf(config.total_rounds) else config.total_rounds}

@@ -19,7 +19,7 @@ from swarm_node.config.machine import ResourcesConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say, Warned
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
 
 OWNER_CHECK_S = 10.0  # time between two looks whether the owner is active; each starts a process
@@ -95,7 +95,7 @@ def unpause_run(run: RunDir) -> str:
 def _check_run(run: RunDir, verb: str) -> None:
     if not (run.exists or run.in_use):  # a run in its first seconds has no config.toml yet
         wants = f"`swarm-node {verb} RUN` wants a run directory, such as runs/node"
-        raise UserError(f"no run in {run.path}: {wants}{did_you_mean(run.path)}")
+        raise UserError(f"no run in {run.path}: {wants}{names_near(run.path)}")
     if verb == "pause" and run.exists and read_own(run.config).pipeline.stages:
         raise UserError(
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "

@@ -7,12 +7,10 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from protocol.errors import printable
-
 MOST_NAMED = 5  # names in a message
 
 
-def did_you_mean(path: Path, runs: bool = True, manifests: bool = False) -> str:
+def names_near(path: Path, runs: bool = True, manifests: bool = False) -> str:
     """The end of a sentence about a `path` that does not exist: the most similar name beside it or in runs/, and some
     of the names there. Empty if there is none. `manifests`: also files that end in .toml."""
     found = list(dict.fromkeys(_entries(path, runs, manifests)))
@@ -20,8 +18,8 @@ def did_you_mean(path: Path, runs: bool = True, manifests: bool = False) -> str:
         return ""
     names = {place.name: place for place in reversed(found)}
     close = [names[name] for name in get_close_matches(path.name, names, n=1)]
-    asked = f"; did you mean {printable(str(close[0]))}?" if close else ";"
-    listed = ", ".join(printable(str(place)) for place in found[:MOST_NAMED])
+    asked = f"; did you mean {close[0]}?" if close else ";"
+    listed = ", ".join(str(place) for place in found[:MOST_NAMED])
     return f"{asked} there are: {listed}" + (", …" if len(found) > MOST_NAMED else "")
 
 

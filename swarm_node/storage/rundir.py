@@ -48,7 +48,7 @@ from typing import Any
 from filelock import lock_descriptor
 
 from swarm_node.errors import SwarmNodeError, UserError
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
@@ -139,7 +139,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Raises UserError unless a run was ever started here."""
         if not self.exists:
             why = "it has no config.toml" if self.path.exists() else "there is no such directory"
-            raise UserError(f"no run in {self.path} ({why}){did_you_mean(self.path)}")
+            raise UserError(f"no run in {self.path} ({why}){names_near(self.path)}")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

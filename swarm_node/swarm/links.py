@@ -24,7 +24,7 @@ from protocol.peers import is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
@@ -141,7 +141,7 @@ def _read(path: Path, runs: bool) -> bytes:
             return file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         what = "run directory or manifest" if runs else "manifest"
-        near = did_you_mean(path, runs, manifests=True)
+        near = names_near(path, runs, manifests=True)
         raise UserError(f"there is no {what} {path}: `swarm-node new` makes a manifest{near}") from error
     except OSError as error:
         raise UserError(f"cannot read the manifest {path}: {error.strerror}") from error

@@ -17,7 +17,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.view import Lock, View, glance
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import PAGE, RunDir
 
 RUNS = Path("runs")
@@ -199,5 +199,5 @@ def _no_run(path: Path, named: bool) -> str:
     if not named:
         return f"no run below {path}/: name a run directory, or start a run with `swarm-node local`"
     if not path.exists():
-        return f"{path} is not there: name the directory of a run, or one of runs{did_you_mean(path)}"
+        return f"{path} is not there: name the directory of a run, or one of runs{names_near(path)}"
     return f"{path} is no run and holds none: name the directory of a run (with its config.toml), or one of runs"

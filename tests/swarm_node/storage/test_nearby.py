@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.storage.nearby import did_you_mean
+from swarm_node.storage.nearby import names_near
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,6 @@ def test_a_directory_that_is_missing_is_called_so() -> None:
 def test_a_name_like_no_other_lists_a_few() -> None:
     for i in range(5):
         Path(f"more-{i}.toml").touch()
-    said = did_you_mean(Path("zzz"), manifests=True)
+    said = names_near(Path("zzz"), manifests=True)
     assert said == "; there are: demo.toml, more-0.toml, more-1.toml, more-2.toml, more-3.toml, …"
-    assert did_you_mean(Path("nowhere/else/x"), runs=False) == ""
+    assert names_near(Path("nowhere/else/x"), runs=False) == ""
