@@ -44,6 +44,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 demo: install
 	$(BIN)/swarm-node local --config configs/demo.toml
+	@echo 'To try a swarm: "A swarm on your laptop" in README.md.'
 
 test: dev # in order of names: tests/integration, which waits most and has the longest files, comes first
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)

@@ -209,7 +209,9 @@ class Node:
             self.policy.version = max(self.policy.version, fetched.version)
             self.trainer.averaged(averager.tensors, before)
             before = self.trainer.before_averaging(averager.tensors)
-            self.say(f"going on with the weights of {averager.roster.called(fetched.peer)}, version {fetched.version}")
+            partner = averager.roster.called(fetched.peer)
+            why = "which was ahead of this node when it joined (averaging.late_join)"
+            self.say(f"going on with the weights of {partner}, version {fetched.version}, {why}")
         exchanges = averager.counts["exchanges"]
         averager.step(self.trainer.optimizer.updates)
         if averager.counts["exchanges"] != exchanges:

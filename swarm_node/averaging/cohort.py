@@ -19,7 +19,7 @@ from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Say
+from swarm_node.say import Detail, Say
 
 VALUES_PER_S = 100_000
 """Weights that a node sends in a second, in the mean: 0.1 MB with 8 bits each, a tenth of a usual home connection."""
@@ -55,7 +55,8 @@ def join_cohort(
         raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
     period_s = outer_period(period_s, weights)
     place = CohortPlace(swarm, cohort, transport.peer_id, period_s)
-    say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
+    how = f"{config.method}, {rhythm(config, period_s)}, {config.codec}"
+    say(Detail(f"averaging {what} with cohort {cohort[:8]}: {how}"))
     averager = make_averager(config, place, weights, transport, now, say, changed, probe)
     return LateJoin(averager, random.Random(f"{cohort}/{transport.peer_id}"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarm_node.install import upgrade_command
+from swarm_node.say import Detail
 
 NOTHING = "nothing to do"
 WORDS = {
@@ -53,8 +54,10 @@ def happened(reason: str) -> str:
 
 
 def skipped(reason: str, detail: str, partner: str, then: str) -> str:
-    """The sentence about an exchange with `partner` (empty = none) that was skipped; `then` says how it goes on."""
+    """The sentence about an exchange with `partner` (empty = none) that was skipped; `then` says how it goes on. It is
+    a detail if its user has nothing to do."""
     of = f" with {partner}" if partner else ""
     more = f" ({detail})" if detail else ""
     remedy = f"upgrade the older one: {upgrade_command()}" if reason == "version" else REMEDIES.get(reason, NOTHING)
-    return f"an exchange of weights{of} was skipped: {happened(reason)}{more}; {remedy}; {then}"
+    sentence = f"an exchange of weights{of} was skipped: {happened(reason)}{more}; {remedy}; {then}"
+    return Detail(sentence) if remedy == NOTHING else sentence

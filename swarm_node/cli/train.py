@@ -61,8 +61,9 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     check_material(config, own_tasks=found is None, own_model=own_model)
     if config.log_format == "text":
         starting()
-    from swarm_node.runtime.limits import be_nice, gentle_by_default
+    from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
+    say_preset(config.resources, note)
     config = gentle_by_default(config, note) if member else config
     be_nice(config.resources)
     with RunDir.open(config.directory) as run:  # held from here on: `pause` and a second start see it while torch loads

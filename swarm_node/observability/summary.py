@@ -228,16 +228,22 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
 
 
 def next_steps(
-    run_dir: str, whole: bool = True, evaluates: bool = True, rounds: int | None = None, best: bool = False
+    run_dir: str,
+    whole: bool = True,
+    evaluates: bool = True,
+    rounds: int | None = None,
+    best: bool = False,
+    samples: bool = False,
 ) -> list[str]:
     """Commands for the next step, as they can be typed here. `whole`: all weights are in the directory; `evaluates`:
     they fit this machine, and there are held-out questions; `rounds`: to go on with a run whose rounds are all done;
-    `best`: the best checkpoint is better than the last one."""
+    `best`: the best checkpoint is better than the last one; `samples`: answers of the run were kept."""
     run = shlex.quote(run_dir)
     commands = [f"resume {run}" if rounds is None else f"resume {run} --rounds {rounds}"]
     which = " --checkpoint best" if best else ""
     commands += [f"eval {run}{which}"] if evaluates else []
     commands += [f"export {run} {shlex.quote(_new_model(run_dir))}{which}"] if whole else []
+    commands += [f"samples {run}"] if samples else []
     commands += [f"dashboard {run}"]
     return _labelled({"next": [f"{own_command()} {each}" for each in commands]})
 

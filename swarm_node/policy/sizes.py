@@ -57,6 +57,11 @@ class KnownModel:
         adapter = self.layers * rank * ends
         return Shape(self.parameters + adapter, adapter, width, self.layers, self.hidden, self.inner, kv, saved)
 
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of its files on the hub, which have two bytes a weight."""
+        return 2 * self.parameters
+
     def whole(self) -> Shape:
         """Its shape if all weights are trained, which are then float32."""
         kv = self.kv_heads * self.head

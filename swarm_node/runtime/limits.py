@@ -67,6 +67,18 @@ def has_owner(root: Path = Path("/")) -> str:
     return "a graphical session" if graphical and not remote else ""
 
 
+def say_preset(config: ResourcesConfig, say: Say) -> None:
+    """Say which limits the chosen preset puts in force, if it has any."""
+    if config.preset is None or config.preset == "all":
+        return
+    limits = config.in_force()
+    points = [f"{'lowest' if limits.nice == 19 else 'lower'} priority (nice {limits.nice})"] if limits.nice else []
+    if limits.max_cpu < 100:
+        points.append(f"at most {limits.max_cpu / 100 * cpus():.3g} of {cpus():.3g} cores")
+    points += [f"pause on {' or '.join(limits.pause_on)}"] if limits.pause_on else []
+    say(f"--{config.preset}: {', '.join(points) or 'no limit'} (docs/resources.md)")
+
+
 def gentle_by_default(config: NodeConfig, say: Say) -> NodeConfig:
     """`config` of a member with the gentle preset if this machine has an owner and no limit was chosen. Says so. Stages
     of a crew are not limited."""

@@ -76,8 +76,19 @@ def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
     with os_errors_explained(run.paused):
         run.write_paused(until)
     how_long = _until(math.inf if until is None else until)
-    then = "it loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
+    then = _while_paused(run) if run.in_use else "no node runs there now: it will be when it starts"
     return f"paused {run.path}{how_long}; {then}; `swarm-node unpause {run.quoted}` goes on"
+
+
+def _while_paused(run: RunDir) -> str:
+    """What becomes of a paused node's weights, as words."""
+    kept = "it keeps what it has learned"
+    if not run.exists or not run.swarm.exists():
+        return kept
+    averaging = read_own(run.config).averaging
+    if averaging.method == "none" or not averaging.late_join:
+        return kept
+    return f"{kept}, unless it started minutes ago and its partners get ahead: then it takes over the weights of one"
 
 
 def unpause_run(run: RunDir) -> str:

@@ -51,11 +51,11 @@ class RunReport:
         console.progress.paragraphs(words, INDENT)
         held = self.figures.held_out
         best = held is not None and held.best is not None and held.best[1] > held.pass_1[1]
-        for line in next_steps(path, whole, evaluates, rounds, best):
+        for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
             console.progress.say(NO_PICTURE, lasting=False)
-        console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
+        console.events.write("summary", "\n".join(words))
 
     def dump(self) -> None:
         """Write the report as one JSON document to standard output."""

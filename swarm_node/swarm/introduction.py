@@ -21,7 +21,8 @@ from swarm_node.tasks import TaskSet
 EXAMPLES = 3  # questions that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for
 QUESTION_CHARS = 60
-DECLARED = "its success, its version, and whose answers it uses (sharing.declare)"
+OFF = "\n    (off: --set {})"
+DECLARED = "its success, its version, and whose answers it uses" + OFF.format("sharing.declare=false")
 Memory = Callable[[], tuple[int, bool]]  # (free bytes of memory, whether it is a GPU's)
 
 
@@ -36,20 +37,25 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
         if trains and config.sharing.declare and _declared_nothing(run):
             say(f"new in this version: members of the swarm will also see {DECLARED}")
         return False
-    weights = config.averaging.method != "none" or config.pipeline.stages > 0
+    staged, averages = config.pipeline.stages > 0, config.averaging.method != "none"
     points = ["your IP address and the node's name" + (", its speed and its kind of model" if trains else "")]
     if trains:
-        points.append("every answer that your model writes" + (", and the weights that it trains" if weights else ""))
+        points.append("every answer that your model writes")
+    if trains and (staged or averages):
+        points.append("the weights that it trains" + ("" if staged else OFF.format("averaging.method=none")))
     if trains and config.sharing.declare:
         points.append(DECLARED)
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
-        points.append(f"the files of the swarm's model{if_any} (sharing.give_model)")
+        points.append(f"the files of the swarm's model{if_any}" + OFF.format("sharing.give_model=false"))
     points.append("no other file of this machine")
     relays = "Others may connect through this node" if config.network.serve_relay else "This node relays nothing"
     stored = f"\nAnswers of others are kept in {run.path}, and never executed." if trains else ""
     seen = "".join(f"\n  - {point}" for point in points)
-    say(f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).{stored}")
+    say(
+        f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).{stored}\n"
+        "Press Ctrl-C now if you do not want this."
+    )
     return True
 
 
@@ -90,4 +96,6 @@ def _own_model(config: NodeConfig, memory: Memory) -> list[str]:
         where = "this GPU" if gpu else "this machine"
         lines.append(f"  - {where} would carry a larger one (about {gib:.0f} GiB, estimated):")
         lines.append(f"    --model {fitting.name} --set grpo.microbatch_tokens={MICROBATCH}")
+        slower = "slower than the starter" if gpu else "on a CPU much slower than the starter"
+        lines.append(f"    (about {fitting.download_bytes / 1e9:.1f} GB to download, and {slower})")
     return lines

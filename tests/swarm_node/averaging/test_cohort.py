@@ -19,6 +19,7 @@ from swarm_node.averaging.cohort import join_cohort, outer_period
 from swarm_node.config import AveragingConfig, PolicyConfig
 from swarm_node.pipeline.recovery import rebuild
 from swarm_node.pipeline.stage_cohort import StageCohort
+from swarm_node.say import Detail
 from tests.support import held_stages_world
 from tests.support.held_stages_world import PERIOD_S, Peer, World, same
 from tests.support.pipeline_crew import Crew, save, some_groups
@@ -97,6 +98,7 @@ def test_a_cohort_goes_by_its_weights_period(peer: str) -> None:
         config, "ab" * 32, 1.0, "start", large, transport, lambda: 0.0, said.append, lambda: None, lambda: None
     )
     assert joined.averager.place.period_s == 3.0 and "in pairs every 3 s" in said[0]
+    assert isinstance(said[0], Detail)
 
 
 @pytest.mark.parametrize("lora", [False, True])

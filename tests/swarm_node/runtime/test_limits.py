@@ -35,6 +35,7 @@ from swarm_node.runtime.limits import (
     cpu_limit,
     gentle_by_default,
     has_owner,
+    say_preset,
 )
 from swarm_node.runtime.pause import (
     Machine,
@@ -261,9 +262,19 @@ def test_a_pause_ends_by_itself_or_by_unpause(tmp_path: Path) -> None:
         assert unpause_run(run) == f"{run.path} goes on"
 
 
+@pytest.mark.parametrize(("method", "told"), [("noloco", True), ("none", False)])
+def test_a_pause_tells_whose_weights_come_after(method: str, told: bool, tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    run.config.write_text(f'[averaging]\nmethod = "{method}"\n')
+    with RunDir.open(run.path):
+        assert "the weights of one" not in pause_run(run, None, now=1000.0), "it is in no swarm"
+        run.swarm.touch()
+        assert ("then it takes over the weights of one" in pause_run(run, None, now=1000.0)) == told
+
+
 def test_a_run_that_has_just_started_can_be_paused(tmp_path: Path) -> None:
     with RunDir.open(tmp_path / "new") as run:
-        assert "it loses nothing" in pause_run(run, None, now=1000.0)
+        assert "it keeps what it has learned;" in pause_run(run, None, now=1000.0)
         assert pause_asked(run.paused, 1001.0) == "by `swarm-node pause`"
     with pytest.raises(UserError, match="no run in"):
         pause_run(RunDir(tmp_path / "new"), None, now=1000.0)
@@ -590,3 +601,20 @@ def test_gentle_is_said_and_gives_way_to_choices(monkeypatch: pytest.MonkeyPatch
         config = NodeConfig.model_validate(chosen)
         assert gentle_by_default(config, said.append) is config
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"preset": "gentle"}, "--gentle: lowest priority (nice 19), at most 2 of 4 cores, pause on battery"),
+        ({"preset": "gentle", "max_cpu": 25, "pause_on": []}, "--gentle: lowest priority (nice 19), at most 1 of 4"),
+        ({"preset": "normal"}, "--normal: lower priority (nice 10) ("),
+        ({"preset": "all"}, ""),
+        ({"nice": 19}, ""),
+    ],
+)
+def test_a_chosen_preset_says_its_limits(settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.runtime.limits.cpus", lambda: 4.0)
+    sentences: list[str] = []
+    say_preset(ResourcesConfig(**settings), sentences.append)
+    assert [sentence.startswith(said) for sentence in sentences] == [True] * bool(said)

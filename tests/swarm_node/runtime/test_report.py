@@ -46,7 +46,9 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
     assert "this one went on from round 1" in words and " export run run-model\n" in words
     assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
     last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
-    assert last["kind"] == "summary" and last["text"].startswith("outcome reward ")
+    assert last["kind"] == "summary" and last["text"].startswith("outcome   reward ")
+    assert [line for line in last["text"].split("\n") if line.startswith("files     run: ")], "it keeps its lines"
+    assert " samples run\n" in words
     assert Path("run/plots/reward.png").exists()
 
 

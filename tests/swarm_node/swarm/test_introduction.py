@@ -61,6 +61,11 @@ def test_a_model_is_proposed_where_none_is_named(free: int, gpu: bool, proposed:
     said = told(["gcd"], free, gpu)
     assert "yours is the starter, a toy" in said
     assert f"    --model {proposed} --set grpo.microbatch_tokens=" in said if proposed else "--model" not in said
+    assert ("GB to download" in said) == bool(proposed) and ("on a CPU" in said) == (bool(proposed) and not gpu)
+
+
+def test_a_proposal_names_its_download() -> None:
+    assert "(about 1.0 GB to download, and on a CPU much slower than the starter)" in told(["gcd"])
 
 
 def test_nothing_is_proposed_to_who_has_chosen() -> None:

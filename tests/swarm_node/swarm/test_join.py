@@ -53,8 +53,9 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
         assert "IP address" in told and "every answer that your model writes" in told
+        assert told.endswith("\nPress Ctrl-C now if you do not want this.")
         assert f"kept in {run.path}" in told and "This node relays nothing (--relay)" in told
-        assert 3 <= told.count("\n  - ") <= 5 and max(map(len, told.splitlines())) < 80
+        assert 3 <= told.count("\n  - ") <= 6 and max(map(len, told.splitlines())) < 80
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
     assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
@@ -88,12 +89,13 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
 
     assert "the node's name, its speed and its kind of model" in told(PLAIN)
     assert ("the weights that it trains" in told(PLAIN)) == weights
+    assert ("(off: --set averaging.method=none)" in told(PLAIN)) == (weights and "pipeline" not in sections)
     bootstrap = told(PLAIN, trains=False)
     assert "IP address and the node's name\n" in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
     with_model = replace(PLAIN, model=ManifestModel("tiny", "ab" * 32, 1000))
     given = "the files of the swarm's model"
-    assert f"{given} (sharing.give_model)" in told(with_model)
-    assert f"{given} (sharing.give_model)" in told(with_model, trains=False)
+    assert f"{given}\n    (off: --set sharing.give_model=false)" in told(with_model)
+    assert f"{given}\n    (off: --set sharing.give_model=false)" in told(with_model, trains=False)
     assert f"{given}, if it has one" in told(None)
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
 
@@ -103,7 +105,7 @@ def test_what_is_declared_is_named_unless_off(run: RunDir, declare: bool, trains
     said: list[str] = []
     config = NodeConfig(sharing=SharingConfig(declare=declare))
     say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, []), config, run, said.append, trains)
-    assert ("(sharing.declare)" in said[0]) == (declare and trains)
+    assert ("(off: --set sharing.declare=false)" in said[0]) == (declare and trains)
 
 
 @pytest.mark.parametrize(("declare", "trains"), [(True, True), (False, True), (True, False)])
@@ -114,7 +116,7 @@ def test_a_run_of_an_earlier_version_hears_of_declaring_once(run: RunDir, declar
     run.config.write_text("rounds = 60\n[sharing]\ngive_model = true\n")
     swarm = Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml")
     assert not say_what_leaves(swarm, config, run, said.append, trains)
-    assert ["(sharing.declare)" in line for line in said] == [True] * (declare and trains)
+    assert ["(off: --set sharing.declare=false)" in line for line in said] == [True] * (declare and trains)
     run.config.write_text(dump_own(config, config))
     assert not say_what_leaves(swarm, config, run, said.append, trains)
     assert len(said) == (declare and trains)
