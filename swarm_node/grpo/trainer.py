@@ -121,7 +121,8 @@ class Trainer:
             trained = len(step.flat.target) * self.config.iterations
             metrics["perf/trained_tok_s"] = trained / (time.perf_counter() - start)
             metrics |= self._measure(step)
-        self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+            if "grad_norm" in metrics:
+                self.num_tokens += sum(len(row.prompt) + len(c) for row in step.groups for c in row.completions)
         return metrics | {"num_tokens": float(self.num_tokens)}
 
     def before_averaging(self, tensors: Mapping[str, Tensor]) -> Before:

@@ -6,6 +6,7 @@
 Both falls are judged by the paired bootstrap of `summary`. A task has few questions, for which percentile intervals are
 too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
 questions each for seven tasks, where nothing was learned, 5 % of 400 drawn pairs of evaluations had a task that fell.
+Nothing is said where all tasks together have too few questions for a claim of the summary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from swarm_node.observability.summary import interval
+from swarm_node.observability.summary import LEAST_QUESTIONS, interval
 
 LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
 ALIKE = (
@@ -23,20 +24,21 @@ ALIKE = (
 FOR_ONE_RIGHT = "`--set grpo.advantage=pass_k` trains for one right answer in several"
 SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
 FELL = (
-    "held-out pass@1 of {task} fell by more than noise, from {before:.3f} to {now:.3f}: give it more weight among the "
-    "tasks (docs/tasks.md), or lower grpo.learning_rate"
+    "held-out pass@1 of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {weigh}lower grpo.learning_rate"
 )
+WEIGH = "give it more weight among the tasks (docs/tasks.md), or "
 
 
 def remarks(
     labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int, for_one_right: bool = False
 ) -> dict[str, str]:
-    """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions.
+    """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
+    or of fewer than LEAST_QUESTIONS.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right.
     `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy.
     """
-    if not len(labels) == len(before) == len(now):
+    if not LEAST_QUESTIONS <= len(labels) == len(before) == len(now):
         return {}
     found: dict[str, str] = {}
     if samples > 1:
@@ -51,7 +53,9 @@ def remarks(
         old, new = [before[i] for i in mine], [now[i] for i in mine]
         change = interval(old, new, LEAST_OF_TASK, 1 - 0.05 / len(tasks))
         if change is not None and change[1] < 0:
-            found[f"task {task}"] = FELL.format(task=task, before=fmean(old), now=fmean(new))
+            found[f"task {task}"] = FELL.format(
+                task=task, before=fmean(old), now=fmean(new), weigh=WEIGH if len(tasks) > 1 else ""
+            )
     return found
 
 

@@ -106,7 +106,8 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     reward_first_tenth: float | None = None
     reward_last_tenth: float | None = None
     seconds: float = 0.0  # seconds spent in rounds, without held-out evaluation and pauses
-    num_tokens: int = 0  # tokens trained on
+    num_tokens: int = 0  # tokens trained on; 0 = no update was made
+    alike: bool = False  # whether the rewards of each own group were all equal, and no update was made
     held_out: HeldOut | None = None
     swarm: SwarmFigures | None = None
     worth: Worth | None = None  # what the swarm gave
@@ -156,6 +157,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
         reward_last_tenth=tally.rewards.last(tenth)[0] if n else None,
         seconds=tally.seconds,
         num_tokens=round(tally.num_tokens),
+        alike=tally.rounds > 0 and not tally.num_tokens and not tally.differing,
         held_out=held_out,
         swarm=swarm if swarm != SwarmFigures() else None,
         worth=worth,
@@ -266,7 +268,7 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
 def _has_learned(run: Figures) -> bool:
     """Whether the reward rose, over more than a few rounds, and held-out pass@1 did not fall."""
     first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
-    if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS:
+    if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS or run.alike:
         return False
     return last > first and (held is None or held.pass_1[1] >= held.pass_1[0])
 
@@ -303,6 +305,8 @@ def _best(held: HeldOut | None) -> list[str]:
     if held is None or held.best is None:
         return []
     round, pass_1 = held.best
+    if pass_1 <= held.pass_1[0]:
+        return [f"none: no checkpoint has a better held-out pass@1 than the start, {held.pass_1[0]:.3f}"]
     return [f"held-out pass@1 {pass_1:.3f} after round {round:,}: `export` and `eval` take it as --checkpoint best"]
 
 
@@ -328,12 +332,17 @@ def _rounds(run: Figures) -> list[str]:
     n = run.rounds_recorded
     lines = []
     if n and run.seconds and math.isfinite(run.seconds):
-        trained = f"; {run.num_tokens:,} tokens trained on, prompts included" if run.num_tokens else ""
         each = f", {run.seconds / n:.2f} s each" if n > 1 else ""
-        lines.append(f"{n:,} in {clock_face(run.seconds)}{each}{trained}")
+        lines.append(f"{n:,} in {clock_face(run.seconds)}{each}; {_trained(run)}")
     if run.resumed_at:
         lines.append(f"in several starts; this one went on from round {run.resumed_at:,}")
     return lines
+
+
+def _trained(run: Figures) -> str:
+    if run.num_tokens:
+        return f"{run.num_tokens:,} tokens trained on, prompts included"
+    return "no update was made" + (": no group had different rewards" if run.alike else "")
 
 
 def _below(prefix: str, totals: Mapping[str, int]) -> dict[str, int]:

@@ -86,6 +86,7 @@ class Tally(msgspec.Struct):
     own: float = 0.0  # own groups trained on; `used`: groups of other peers, counted each time that one is trained on
     used: float = 0.0
     num_tokens: float = 0.0
+    differing: float = 0.0  # rounds with an own group whose rewards were not all equal, or that do not say
     rewards: Buckets = msgspec.field(default_factory=Buckets)
     totals: dict[str, float] = {}  # totals of the swarm, averaging and stages, over all starts
     seen: dict[str, float] = {}  # the same totals in the last round
@@ -100,6 +101,7 @@ class Tally(msgspec.Struct):
         self.own += n * (record.get("swarm/groups_own") or 0.0)
         self.used += n * (record.get("swarm/groups_used") or 0.0)
         self.num_tokens = record.get("num_tokens") or 0
+        self.differing += n * (record.get("frac_reward_zero_std") != 1.0)
         self.rewards.add(record.get("reward"), n)
         self.cost = {name: value for name, value in record.items() if name.startswith("cost/") and value is not None}
         before, self.seen = self.seen, {}

@@ -50,7 +50,7 @@ class RunReport:
         console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
         held = self.figures.held_out
-        best = held is not None and held.best is not None and held.best[1] > held.pass_1[1]
+        best = held is not None and held.best is not None and held.best[1] > max(held.pass_1)
         for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarm_node.observability import summary
 from swarm_node.observability.falling import LEAST_OF_TASK, remarks, withdrawn
 
 SAMPLES = 8
@@ -36,16 +37,23 @@ def test_a_withdrawn_remark_is_named() -> None:
 def test_pass_k_may_fall_with_pass_1() -> None:
     found = remarks(["gcd"] * 128, [1 / SAMPLES] * 128, [0.0] * 128, SAMPLES)
     assert list(found) == ["task gcd"], "then the answers are not alike but wrong"
+    assert found["task gcd"].endswith("from 0.125 to 0.000: lower grpo.learning_rate"), "no other task to weigh against"
 
 
 def test_a_task_that_fell_is_named() -> None:
-    found = remarks(*evaluations(("gcd", 20, 0.25, 0.5), ("count_bits", 20, 0.375, 0.125)), 1)
+    found = remarks(*evaluations(("gcd", 30, 0.25, 0.5), ("count_bits", 20, 0.375, 0.125)), 1)
     assert list(found) == ["task count_bits"]
     assert "of count_bits fell by more than noise, from 0.375 to 0.125: give it more weight" in found["task count_bits"]
 
 
 def test_few_questions_of_a_task_say_nothing() -> None:
     assert remarks(*evaluations(("gcd", LEAST_OF_TASK - 1, 0.5, 0.0), ("lcm", 50, 0.5, 0.5)), 1) == {}
+
+
+def test_too_few_questions_in_all_say_nothing() -> None:
+    of_summary = summary.LEAST_QUESTIONS
+    assert remarks(["gcd"] * (of_summary - 1), [0.5] * (of_summary - 1), [0.0] * (of_summary - 1), 1) == {}
+    assert remarks(["gcd"] * of_summary, [0.5] * of_summary, [0.0] * of_summary, 1).keys() == {"task gcd"}
 
 
 def test_noise_is_no_fall() -> None:

@@ -120,6 +120,15 @@ def test_few_rounds_leave_little_to_say() -> None:
     assert summary(figures([])) == [] and figures([]) == Figures()
 
 
+def test_a_run_without_an_update_says_so() -> None:
+    idle = {"num_tokens": 0, "frac_reward_zero_std": 1.0}
+    run = figures([record | idle for record in rounds([0.0, *[0.5] * 19])])
+    assert summary(run)[0].startswith("outcome"), "nothing was learned"
+    assert summary(run)[-1] == "rounds    20 in 0:10, 0.50 s each; no update was made: no group had different rewards"
+    differed = figures([record | idle | {"frac_reward_zero_std": 0.5} for record in rounds([0.5])])
+    assert summary(differed)[-1].endswith("; no update was made")
+
+
 def test_a_resumed_run_is_told_as_a_whole() -> None:
     sent, received, lost = [4, 8, 12, 2, 6], [10, 20, 30, None, 40], [None, 1, 1, None, 1]
     exchanges = [0, 1, 2, 2, 3]  # these go on, being in the checkpoint
@@ -282,4 +291,11 @@ def test_a_run_that_was_stopped_says_of_which_round_its_figures_are() -> None:
     assert lines[3] == "worse     gcd fell"
     assert lines[4] == (
         "best      held-out pass@1 0.400 after round 800: `export` and `eval` take it as --checkpoint best"
+    )
+
+
+def test_a_best_checkpoint_competes_with_the_start() -> None:
+    held = msgspec.structs.replace(HELD, pass_1=(0.033, 0.0), best=(10, 0.033))
+    assert "best      none: no checkpoint has a better held-out pass@1 than the start, 0.033" in summary(
+        Figures(held_out=held)
     )
