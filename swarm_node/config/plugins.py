@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import sys
@@ -41,6 +42,12 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{what} {path!r}: {where} has no function {attribute!r}")
     return function
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """` in FILE, line N,`: where the definition of `function` begins; empty for a callable without code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" in {_short(code.co_filename)}, line {code.co_firstlineno},"
 
 
 def plugin_error(what: str, error: Exception) -> PluginError:

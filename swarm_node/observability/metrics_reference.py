@@ -18,8 +18,8 @@ METRICS: dict[str, dict[str, str]] = {
         "step": "Version of the policy: updates, and exchanges of weights, so far.",
         "time": "Unix time, in seconds, at the end of the round.",
         "step_time": "Seconds from the beginning of the round to its end, updates included.",
-        "num_tokens": "Tokens of the answers that made updates, each with its prompt: a running total. Answers without an "
-        "advantage do not count.",
+        "num_tokens": "Tokens of the answers that made updates, each with its prompt: a running total. Answers without "
+        "an advantage do not count.",
         "perf/generated_tok_s": "Tokens sampled per second, while sampling.",
         "perf/trained_tok_s": "Tokens trained on per second, in the update. Missing in a round without one.",
     },

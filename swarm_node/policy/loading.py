@@ -93,7 +93,8 @@ def load_policy(
     choose_paths(policy, rollouts)
     trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
-    report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
+    in_words = str(plan.dtype).removeprefix("torch.")
+    report(f"policy {config.model}: {policy.num_parameters():,} parameters in {in_words} ({trained})")
     report(Detail(plan.where))
     if not samples:
         return policy

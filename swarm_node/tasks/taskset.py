@@ -23,7 +23,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import blamed, load_function, plugin_error
+from swarm_node.config.plugins import blamed, load_function, place_of, plugin_error
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
@@ -368,9 +368,13 @@ def _call(
     except Exception as error:  # the user's code may raise anything
         raise plugin_error(f"reward function {name!r} failed", error) from error
     if len(rewards) != len(completions):
-        raise UserError(f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions")
+        raise UserError(
+            f"reward function {name!r}{place_of(function)} gave {len(rewards)} rewards for {len(prompts)} completions"
+        )
     if not all(reward is None or math.isfinite(reward) for reward in rewards):
-        raise UserError(f"reward function {name!r} gave a reward that is not finite; None = not scored")
+        raise UserError(
+            f"reward function {name!r}{place_of(function)} gave a reward that is not finite; None = not scored"
+        )
     return rewards
 
 

@@ -164,7 +164,7 @@ def crash(prompts, completions, **columns):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("few", ["reward function 'few' gave 1 rewards for"]),
+        ("few", ["reward function 'few' in rewards.py, line ", "gave 1 rewards for"]),
         ("crash", ["ZeroDivisionError: division by zero", "rewards.py", "line 6"]),
     ],
 )

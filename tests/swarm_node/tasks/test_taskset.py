@@ -357,9 +357,9 @@ def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", "'short' gave 1 rewards for 2 completions"),
+        ("short", "'short' in rewards.py, line 9, gave 1 rewards for 2 completions"),
         ("broken", "'broken' failed in rewards.py, line 12: ZeroDivisionError: division by zero"),
-        ("nan", "not finite"),
+        ("nan", "'nan' in rewards.py, line 13, gave a reward that is not finite"),
         ("text", "'text' failed: ValueError"),
         ("some", "'some' failed: TypeError"),
     ],
