@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, option
+from swarm_node.cli.options import CommandSettings, Json, note_for, option
 from swarm_node.cli.train import print_config
 from swarm_node.config.writing import config_reference
 from swarm_node.storage.rundir import RunDir
@@ -123,7 +123,9 @@ def dashboard(
     """Show runs, or a swarm, on a web page, live and side by side. Ctrl-C ends the page, not the runs."""
     from swarm_node.cli.commands.page import show_pages
 
-    show_pages(shown or [], settings.load().network, host, port, public)
+    config = settings.load()
+    say = note_for(config, "page") if config.log_format == "json" else typer.echo
+    show_pages(shown or [], config.network, host, port, public, say)
 
 
 def compare(

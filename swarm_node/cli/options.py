@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter
@@ -22,7 +23,7 @@ import typer
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
-from swarm_node.config.loading import load_run_config, read_layers
+from swarm_node.config.loading import Layers, load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
@@ -73,6 +74,21 @@ def note(sentence: str, err: bool = True) -> None:
         typer.echo(sentence, err=err)
 
 
+def note_for(config: NodeConfig, kind: str) -> Callable[[str], None]:
+    """A `note` on standard error, which with `--log-format json` is a JSON line of that `kind`."""
+    if config.log_format != "json":
+        return note
+    from swarm_node.runtime.console import LEVELS, shown_as_lines
+
+    show = shown_as_lines("json", config.name or config.directory.name, sys.stderr)
+
+    def as_line(sentence: str) -> None:
+        if show is not None and is_shown(level_of(sentence)):
+            show(sentence, kind, LEVELS[level_of(sentence)])
+
+    return as_line
+
+
 def starting(what: str = "loading torch") -> None:
     """Show at once that a command has begun, before it imports what takes seconds."""
     note(f"starting ({what}) …")
@@ -99,14 +115,27 @@ class CommandSettings:
     def load_run(self, member: bool) -> NodeConfig:
         """The configuration for a start in a directory that may have a run. Raises UserError."""
         layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
-        return load_run_config(layers, member, note)
+        return _with_notes(layers, member)
 
     def load_again(self, run: Path) -> NodeConfig:
         """The configuration to go on with the run in the directory `run`: its own settings, and those given here. Its
         `swarm` says whether it is a member's. Raises UserError."""
         own = read_own(run / "config.toml")
         layers = read_layers(self.file, os.environ, self.flags | {"run_dir": str(run)}, self.sets, COMMAND_VARIABLES)
-        return load_run_config(layers, own.swarm is not None, note)
+        return _with_notes(layers, own.swarm is not None)
+
+
+def _with_notes(layers: Layers, member: bool) -> NodeConfig:
+    """`load_run_config`, whose notes are shown in the format of the log that it gives, in plain text if it fails."""
+    notes: list[str] = []
+    show: Callable[[str], None] = note
+    try:
+        config = load_run_config(layers, member, notes.append)
+        show = note_for(config, "settings")
+        return config
+    finally:
+        for sentence in notes:
+            show(sentence)
 
 
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:

@@ -107,7 +107,7 @@ def bootstrap(
     from swarm_node.cli.commands.page import listens_at, page_process
 
     listens_at(dashboard)
-    raise typer.Exit(run_bootstrap(config, lambda folder: page_process(folder, dashboard)))
+    raise typer.Exit(run_bootstrap(config, lambda folder: page_process(folder, dashboard, config)))
 
 
 def status(

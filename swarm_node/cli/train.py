@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, DryRun, Json, note, option, starting
+from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.nearby import names_near
@@ -55,7 +55,7 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     from swarm_node.swarm.links import swarm_to_join
 
     check_run_place(config, member)
-    found = swarm_to_join(config) if member else None
+    found = swarm_to_join(config, note_for(config, "note")) if member else None
     is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
     own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
@@ -63,8 +63,9 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
         starting()
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
-    say_preset(config.resources, note)
-    config = gentle_by_default(config, note) if member else config
+    told = note_for(config, "settings")
+    say_preset(config.resources, told)
+    config = gentle_by_default(config, told) if member else config
     be_nice(config.resources)
     with RunDir.open(config.directory) as run:  # held from here on: `pause` and a second start see it while torch loads
         from swarm_node.runtime.start import run_join, run_local

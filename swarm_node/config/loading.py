@@ -19,6 +19,8 @@ from typing import Literal, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from protocol.errors import RemoteProtocolError
+from protocol.manifest import LINK_SCHEME, parse_link
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
@@ -165,9 +167,13 @@ def read_layers(
             key = variables[plain]
             if twice := [other for other in sorted(env) if variables.get(other) == key]:
                 raise UserError(f"both {twice[0]} and {name} are set: {key} takes one of them")
-            layers.append((name, nest(key, _parse(_secret(name, env[name]), all_keys()[key]))))
+            text = _secret(name, env[name])
+            if key == "swarm":
+                _check_swarm(text, f"{env[name]!r}, which {name} names,")
+            layers.append((name, nest(key, _parse(text, all_keys()[key]))))
         elif name != SETS_VARIABLE and name not in others:
-            hint = did_you_mean(name, [*variables, SETS_VARIABLE, *others], "__")
+            files = [known + FILE_SUFFIX for known in variables] if plain != name else []
+            hint = did_you_mean(name, [*variables, *files, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
     layers += [(SETS_VARIABLE, _parse_set(text, SETS_VARIABLE)) for text in _split_sets(env.get(SETS_VARIABLE, ""))]
     keys = keys_by_name()
@@ -189,6 +195,17 @@ def _secret(variable: str, file: str) -> str:
         wrong = "empty" if not text.strip() else f"longer than {MAX_SECRET_CHARS} characters"
         raise UserError(f"{file!r}, which {variable} names, is {wrong}: it must hold one value")
     return text.strip()
+
+
+def _check_swarm(text: str, source: str) -> None:
+    """Raise UserError, without the text, unless a text from a file may name a swarm."""
+    if text.startswith(f"{LINK_SCHEME}:"):
+        try:
+            parse_link(text)
+        except RemoteProtocolError as error:
+            raise UserError(f"{source} holds no whole swarm:// link: copy it again") from error
+    elif not text.startswith(("https:", "http:")) and not Path(text).expanduser().is_file():
+        raise UserError(f"{source} holds no swarm:// link, no https address and no path of a manifest: copy it again")
 
 
 def _split_sets(text: str) -> list[str]:

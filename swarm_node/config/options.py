@@ -105,7 +105,7 @@ OPTIONS = (
     KeyOption("health.port", "--health-port", "local join bootstrap", CLOUD),
     KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
     KeyOption("log", "--log", "local join"),
-    KeyOption("log_format", "--log-format", "local join bootstrap"),
+    KeyOption("log_format", "--log-format", "local join resume bootstrap"),
     preset("gentle", "Lowest priority, half of the cores, pause on battery"),
     preset("normal", "Lower priority, all cores"),
     preset("all", "No limit, also where `join` would be gentle"),

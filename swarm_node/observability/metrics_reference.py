@@ -33,14 +33,15 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Answers": {
         "completions/mean_length": "Tokens of own answers, mean.",
-        "completions/min_length": "The shortest.",
-        "completions/max_length": "The longest.",
+        "completions/min_length": "Tokens of the shortest own answer.",
+        "completions/max_length": "Tokens of the longest own answer.",
         "completions/clipped_ratio": "Share of own answers that did not end by themselves.",
     },
     "Held-out questions": {
         "eval/pass_1": "Share of right answers to held-out questions (pass@1), measured after the round. Only in "
-        "rounds with an evaluation (`eval.every`), as below.",
-        "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k).",
+        "rounds with an evaluation (`eval.every`).",
+        "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k). Only in "
+        "rounds with an evaluation.",
     },
     "The update": {
         "loss": "The loss, summed over tokens with its normaliser; mean over the updates of the round.",
@@ -49,9 +50,9 @@ METRICS: dict[str, dict[str, str]] = {
         "entropy": "Mean entropy of the policy, in nats, over the tokens computed.",
         "kl": "Mean k3 divergence from the reference policy. With `grpo.beta` only.",
         "clip_ratio/low_mean": "Share of tokens (sequences, if the ratio is theirs) clipped from below.",
-        "clip_ratio/high_mean": "From above.",
-        "clip_ratio/region_mean": "Both.",
-        "cispo_clip_ratio": "Share of tokens with a capped ratio, in place of the three above (`grpo.loss = cispo`).",
+        "clip_ratio/high_mean": "Share of tokens (sequences, if the ratio is theirs) clipped from above.",
+        "clip_ratio/region_mean": "Share of tokens (sequences, if the ratio is theirs) clipped from below or above.",
+        "cispo_clip_ratio": "Share of tokens with a capped ratio, in place of `clip_ratio/…` (`grpo.loss = cispo`).",
         "sampling/logp_difference": "Mean difference of log-probabilities between sampling and training, over answers "
         "of the present version. Above 1e-3 in float32, the two disagree about the model.",
     },
@@ -60,44 +61,50 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens trained on. Missing if there were none.",
         "off_policy/<whose>/ratio_p1": "Probability in the update over probability at sampling, of the tokens trained "
         "on: the first percentile. `stale` = own answers of an older version, `foreign` = others' whose "
-        "log-probabilities came along (their word). Missing if there were none, as all below.",
-        "off_policy/<whose>/ratio_p50": "The median.",
-        "off_policy/<whose>/ratio_p99": "The 99th percentile.",
-        "off_policy/<whose>/second_moment": "Mean squared logarithm of that ratio.",
+        "log-probabilities came along (their word). Missing if there were none.",
+        "off_policy/<whose>/ratio_p50": "The same ratio: the median. Missing without such tokens.",
+        "off_policy/<whose>/ratio_p99": "The same ratio: the 99th percentile. Missing without such tokens.",
+        "off_policy/<whose>/second_moment": "Mean squared logarithm of the ratio of probability in the update to "
+        "probability at sampling. Missing without such tokens.",
         "off_policy/<whose>/ess": "Effective sample size over number of answers, with the products of ratios over each "
-        "answer as weights: 1 = on-policy.",
+        "answer as weights: 1 = on-policy. Missing without such answers.",
     },
     "The swarm": {
-        "swarm/peers": "Members seen now.",
-        "swarm/trainers": "Those of them that train.",
+        "swarm/peers": "Other members seen now, bootstraps included.",
+        "swarm/trainers": "Other members seen now that train.",
         "swarm/bytes_in": "All traffic in, in bytes: a running total.",
-        "swarm/bytes_out": "All traffic out.",
+        "swarm/bytes_out": "All traffic out, in bytes: a running total.",
         "swarm/groups_own": "Own groups trained on in this round.",
         "swarm/groups_used": "Groups of other peers trained on in this round.",
-        "swarm/staleness_mean": "Their mean age in seconds. Missing if there were none.",
-        "swarm/groups_sent": "Groups published: a running total, as all below but for what waits.",
-        "swarm/bytes_sent": "Bytes published.",
-        "swarm/unsent/<reason>": "Groups that stayed here, by reason ([reasons](../sharing.md#what-is-sent)).",
-        "swarm/groups_received": "Groups that came, in batches with a right signature.",
-        "swarm/groups_admitted": "Those that passed every check.",
+        "swarm/staleness_mean": "Mean age, in seconds, of the groups of other peers trained on in this round. Missing "
+        "if there were none.",
+        "swarm/groups_sent": "Groups published: a running total.",
+        "swarm/bytes_sent": "Bytes of groups published: a running total.",
+        "swarm/unsent/<reason>": "Own groups that were not published, by reason ([reasons]"
+        "(../sharing.md#what-is-sent)): a running total.",
+        "swarm/groups_received": "Groups of other peers that came, in batches with a right signature: a running total.",
+        "swarm/groups_admitted": "Groups of other peers that passed every check: a running total.",
         "swarm/rejected/<reason>": "What did not pass, by reason ([reasons](../sharing.md#what-is-admitted)), and "
         "whatever else of others was refused.",
         "swarm/payloads": "Groups of other peers of which answers were left out because they carry a payload "
         "([why](../sharing.md#payloads)). Missing while 0.",
-        "swarm/groups_waiting": "Groups in the pool now.",
-        "swarm/bytes_waiting": "Their bytes.",
+        "swarm/groups_waiting": "Groups of other peers that wait in the pool now.",
+        "swarm/bytes_waiting": "Bytes of memory of the groups that wait in the pool now.",
         "swarm/success_by_others_first": "Share of right answers among the first 128 own groups, on the kinds of task "
         "that others taught ([meaning](../sharing.md#what-it-was-worth)). Missing while there are fewer than 256 own "
-        "groups, as the next three, and without such a kind.",
-        "swarm/success_by_others": "The same among the latest 128 own groups.",
+        "groups, and without such a kind.",
+        "swarm/success_by_others": "Share of right answers among the latest 128 own groups, on the kinds of task that "
+        "others taught. Missing as the same share among the first.",
         "swarm/success_by_itself_first": "Share of right answers among the first 128 own groups, on the kinds of task "
         "that this node taught itself.",
-        "swarm/success_by_itself": "The same among the latest 128 own groups.",
+        "swarm/success_by_itself": "Share of right answers among the latest 128 own groups, on the kinds of task that "
+        "this node taught itself. Missing as the same share among the first.",
         "swarm/unsolved_taught": "Questions of which others' right answers were trained on while the latest own "
         "answers to their kind were all wrong: a running total that a resumed run restores. Missing while 0.",
         "swarm/declared_pass_1": "Mean held-out pass@1 of the members that declare it: their word. Missing if none "
-        "does, as the next two.",
-        "swarm/declared_used": "Groups of this node that members say they trained on, at least: their word.",
+        "does.",
+        "swarm/declared_used": "Groups of this node that members say they trained on, at least: their word. "
+        "Missing if none does.",
         "swarm/declared_share": "Share of this node's groups in what a member trained on of others' groups, mean over "
         "members that say so, at least.",
     },
@@ -114,7 +121,7 @@ METRICS: dict[str, dict[str, str]] = {
         "stages/bytes_per_token": "Bytes sent by the lead to other stages for each token sampled or trained on, "
         "replicas apart, in this round.",
         "stages/bubble": "Share of training that the lead waited, in this round.",
-        "stages/lost": "Stages lost: a running total, as all below, and missing while 0.",
+        "stages/lost": "Stages lost: a running total. Missing while 0.",
         "stages/recovered/<way>": "Stages held again, by the way their weights were come by "
         "([ways](../stages.md#when-a-machine-vanishes)).",
         "stages/given_up": "Peers that lived but were of no use, and were given up.",
@@ -128,7 +135,7 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "The machine": {
         "machine/cpu_cores": "Cores in use by all processes of the node, mean over some seconds. Missing in the first "
-        "seconds of a start, as all below.",
+        "seconds of a start.",
         "machine/cores": "Cores that it may use; a container's quota counts.",
         "machine/memory_bytes": "Main memory of all its processes; a page that they share counts once for each.",
         "machine/disk_bytes": "Size of the run directory, measured once a minute.",
@@ -137,10 +144,10 @@ METRICS: dict[str, dict[str, str]] = {
     "Cost": {
         "cost/spent": "`price_per_hour` times the hours that the run has run, resumptions included: a running total. "
         "Pauses before the end of a round count; what comes after the last round of a start (held-out questions, the "
-        "hand-over, a pause that ends it) never does, nor the time in which no process ran. Missing without a price, "
-        "as all below.",
+        "hand-over, a pause that ends it) never does, nor the time in which no process ran. Missing without a price.",
         "cost/groups": "Groups admitted to training since there is a price, own (`swarm/groups_own`) and foreign "
-        "(`swarm/groups_used`), once for each time that one is trained on: a running total.",
+        "(`swarm/groups_used`), once for each time that one is trained on: a running total. Missing without a "
+        "price.",
         "cost/per_admitted_group": "`cost/spent` / `cost/groups`: spent, for each group admitted to training. Not for "
         "each of `swarm/groups_admitted`, which may wait and never be trained on. Missing while there is none.",
         "cost/per_reward_point": "Spent, for 1.0 of `reward` gained: mean of the last tenth of the rounds less that of "

@@ -171,7 +171,7 @@ class Estimate:
     seconds: float
 
     def __str__(self) -> str:
-        return f"a round needs at most about {self.bytes / 2**30:.1f} GiB of memory, the program itself included"
+        return f"a round needs at most about {self.bytes / 2**30:.2f} GiB of memory, the program itself included"
 
     @property
     def longest(self) -> str:

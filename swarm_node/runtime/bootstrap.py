@@ -29,14 +29,14 @@ from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
-from swarm_node.runtime.console import open_health, open_log, say, shown_as_lines
+from swarm_node.runtime.console import LEVELS, open_health, open_log, say, shown_as_lines
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.runtime.preflight import check_run_place, port_holder
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import STATUS_S
-from swarm_node.say import Once, Warned, is_shown
+from swarm_node.say import Once, Warned, is_shown, level_of
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.declared import kinds_of
@@ -61,7 +61,11 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
     that shows. Raises UserError."""
     name = config.name or "bootstrap"
     config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
-    swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
+    lines = shown_as_lines(config.log_format, name, sys.stderr)
+    say_early = _print if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
+    swarm = find_swarm(
+        config.swarm, RunDir(config.directory), say_early
+    )  # first: a mistake in it leaves nothing behind
     if RunDir(config.directory).has_trained:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
     check_run_place(config, network=True)
@@ -69,7 +73,6 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         _print("starting (loading the network) …")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        lines = shown_as_lines(config.log_format, name, sys.stderr)
         open_log(run, lines or (lambda text, kind, level: None if level == "error" else _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)

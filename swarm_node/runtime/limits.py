@@ -182,9 +182,13 @@ class ResourceLimits:
         """Why the node is paused, as a status text; empty = it is not."""
         return f"paused: {self.reason}" if self.reason else ""
 
+    def with_network(self, bytes: int) -> int:
+        """The memory that a round takes in all if it is estimated at `bytes` without a member's network."""
+        return bytes + NETWORK_BYTES * self._member
+
     def check_estimate(self, bytes: int) -> None:
-        """Raise UserError if a round would take more memory than the limit; `bytes` is its estimate."""
-        if too_much := self._memory.exceeded_by(bytes + NETWORK_BYTES * self._member):
+        """Raise UserError if a round that takes `bytes` in all would take more memory than the limit."""
+        if too_much := self._memory.exceeded_by(bytes):
             raise UserError(f"a round takes about {too_much}")
 
     @property

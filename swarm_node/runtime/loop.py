@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +233,7 @@ class Run:
         self.limits.wait(stop)
         if self.crew is None:
             needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
+            needed = replace(needed, bytes=self.limits.with_network(needed.bytes))
             say(str(needed), "estimate")
             say(Detail(needed.longest), "estimate")
             self.limits.check_estimate(needed.bytes)

@@ -76,10 +76,10 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
         raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
 
 
-def swarm_to_join(config: NodeConfig) -> Swarm:
+def swarm_to_join(config: NodeConfig, say: Say | None = None) -> Swarm:
     """The swarm that `config` names. Warns if there is no address to ask. Writes nothing. Raises UserError, also for a
     link that leads nowhere, and for a run that has trained in another swarm."""
-    say = partial(print, file=sys.stderr, flush=True)
+    say = say or partial(print, file=sys.stderr, flush=True)
     run = RunDir(config.directory)
     swarm = find_swarm(config.swarm, run, say)
     kept = kept_manifest(run)

@@ -7,6 +7,7 @@ LINK | SWARM -> a thread that looks -> file /
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,19 @@ from pathlib import Path
 import typer
 
 from protocol.manifest import LINK_SCHEME
-from swarm_node.config import NetworkConfig
+from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
 from swarm_node.runtime.children import end_children, start_child
+from swarm_node.say import Say
 
 ANY_USUAL = "auto"  # in place of a port: the first free one from 31380
 END_S = 5.0  # how long the page's process may take to end
 
 
-def show_pages(shown: Sequence[str], network: NetworkConfig, host: str, port: int | None, public: bool) -> None:
+def show_pages(
+    shown: Sequence[str], network: NetworkConfig, host: str, port: int | None, public: bool, say: Say = typer.echo
+) -> None:
     """Serve the page until a signal. Raises UserError."""
     swarms = [each for each in shown if _is_swarm(each)]
     paths = [Path(each) for each in shown if each not in swarms]
@@ -40,7 +44,7 @@ def show_pages(shown: Sequence[str], network: NetworkConfig, host: str, port: in
                 for number, named in enumerate(swarms)
             ]
             paths = [*pages, *paths]
-        serve(paths, host, port, typer.echo, public)
+        serve(paths, host, port, say, public)
 
 
 def _is_swarm(named: str) -> bool:
@@ -62,12 +66,14 @@ def listens_at(listen: str) -> tuple[str, int | None]:
 
 
 @contextmanager
-def page_process(folder: Path, listen: str) -> Iterator[None]:
+def page_process(folder: Path, listen: str, config: NodeConfig | None = None) -> Iterator[None]:
     """Within the context, a process shows the pages in `folder`: strangers who read them share nothing with this one.
-    Its lines go to standard error. Raises UserError."""
+    Its lines go to standard error, in the format of the log that `config` names. Raises UserError."""
     host, port = listens_at(listen)
     where = ["--host", host, "--public"] if host else []
     where += [] if port is None else ["--port", str(port)]
+    if config is not None:
+        where += ["--set", f"log_format={config.log_format}", "--set", f"name={json.dumps(config.name or 'bootstrap')}"]
     process = start_child(["dashboard", str(folder), *where], log=None)
     try:
         yield

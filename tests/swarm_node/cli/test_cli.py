@@ -78,6 +78,15 @@ def test_quiet_leaves_the_result_alone(tmp_path: Path) -> None:
     assert quiet.stdout == told.stdout
 
 
+def test_kept_settings_may_be_a_json_line(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.toml").write_text("[grpo]\nloss = 'gspo'\n")
+    told = run("resume", str(tmp_path / "r"), "--log-format", "json", "--dry-run")
+    [record] = map(json.loads, told.stderr.splitlines())
+    assert (record["kind"], record["level"], record["node"]) == ("settings", "info", "r")
+    assert "goes on with its own settings: grpo.loss = gspo" in record["message"]
+
+
 LOADS = """
 import importlib, sys
 heavy = "torch", "transformers", "peft", "hivemind", "libp2p", "reasoning_gym", "matplotlib"

@@ -141,11 +141,27 @@ def test_a_bad_secret_file_is_named_not_shown() -> None:
         assert str(caught.value).startswith(message) and "my secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["s3cret", "swarm://s3cret", "swarm://" + "0" * 64 + "?s3cret=1"])
+def test_a_bad_link_in_a_file_stays_hidden(text: str) -> None:
+    Path("bad").write_text(text)
+    with pytest.raises(UserError, match="^'bad', which SWARM_NODE_SWARM_FILE names, holds no ") as caught:
+        load_config(env={"SWARM_NODE_SWARM_FILE": "bad"})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_link_in_a_file_names_the_swarm() -> None:
+    link = "swarm://" + "0" * 64
+    Path("link").write_text(f"{link}\n")
+    assert load_config(env={"SWARM_NODE_SWARM_FILE": "link"}).swarm == link
+
+
 def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
     with pytest.raises(
         UserError, match="^unknown environment variable SWARM_NODE_ROUND; did you mean SWARM_NODE_ROUNDS"
     ):
         load_config(env={"SWARM_NODE_ROUND": "3"})
+    with pytest.raises(UserError, match="SWARM_NODE_SWRAM_FILE; did you mean SWARM_NODE_SWARM_FILE?"):
+        load_config(env={"SWARM_NODE_SWRAM_FILE": "link"})
     with pytest.raises(UserError, match="did you mean SWARM_NODE_GRPO__LOSS?"):
         load_config(env={"SWARM_NODE_LOSS": "gspo"})
     with pytest.raises(UserError, match="did you mean SWARM_NODE_CONFIG?"):

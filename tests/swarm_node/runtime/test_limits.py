@@ -30,6 +30,7 @@ from swarm_node.runtime.limits import (
     BURST_S,
     CPU_CHECK_S,
     NAP_S,
+    NETWORK_BYTES,
     Allowance,
     ResourceLimits,
     cpu_limit,
@@ -517,6 +518,16 @@ PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 def test_a_round_beyond_the_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a round takes about .* more than --max-memory 0.1: lower grpo"):
         train_locally(settings(tmp_path / "run", max_memory_gb=0.1), json_output=True)
+
+
+def test_a_member_s_round_includes_its_network(tmp_path: Path) -> None:
+    """The figure that is said is the figure that is checked."""
+    config = ResourcesConfig(max_memory_gb=1)
+    alone, member = (ResourceLimits(config, RunDir(tmp_path), print, each) for each in (False, True))
+    alone.check_estimate(alone.with_network(2**30))
+    assert member.with_network(2**30) == 2**30 + NETWORK_BYTES
+    with pytest.raises(UserError, match="a round takes about 1.25 GiB"):
+        member.check_estimate(member.with_network(2**30))
 
 
 def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
