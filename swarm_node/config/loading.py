@@ -202,8 +202,8 @@ def _check_swarm(text: str, source: str) -> None:
     if text.startswith(f"{LINK_SCHEME}:"):
         try:
             parse_link(text)
-        except RemoteProtocolError as error:
-            raise UserError(f"{source} holds no whole swarm:// link: copy it again") from error
+        except RemoteProtocolError:
+            raise UserError(f"{source} holds no whole swarm:// link: copy it again") from None
     elif not text.startswith(("https:", "http:")) and not Path(text).expanduser().is_file():
         raise UserError(f"{source} holds no swarm:// link, no https address and no path of a manifest: copy it again")
 

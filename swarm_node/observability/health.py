@@ -64,6 +64,7 @@ OWN = {
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
+    "start_time_seconds": "Unix time, in seconds, at which this process began its run.",
 }
 """Metrics besides the numbers of a round, and their meanings."""
 TEXT = "text/plain; charset=utf-8"
@@ -84,6 +85,7 @@ class Health:
         self._least_s = least_s
         self._clock = clock
         self._began = self._looked = clock()
+        self._start_time = time.time()
         self._waits = False
         self._waited = 0.0
         self._looking = threading.Lock()
@@ -156,6 +158,7 @@ class Health:
         """The metrics, as a collector of prometheus_client."""
         training, _ = self.verdict()
         own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
+        own["start_time_seconds"] = self._start_time
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
         if self._info:

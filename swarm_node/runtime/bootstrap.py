@@ -62,10 +62,8 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
     name = config.name or "bootstrap"
     config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
     lines = shown_as_lines(config.log_format, name, sys.stderr)
-    say_early = _print if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
-    swarm = find_swarm(
-        config.swarm, RunDir(config.directory), say_early
-    )  # first: a mistake in it leaves nothing behind
+    early = _print if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
+    swarm = find_swarm(config.swarm, RunDir(config.directory), early)  # first: a mistake in it leaves nothing behind
     if RunDir(config.directory).has_trained:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
     check_run_place(config, network=True)
@@ -186,12 +184,14 @@ def _watch(
         say_first_refusals(once, reasons, transport.refusals())
         if addresses:
             looks += 1
-            health.write(looks, {"swarm/peers": here} | {f"swarm/{name}": value for name, value in traffic.items()})
+            trainers = sum("trainer" in card.roles for card in transport.members().values())
+            company = {"swarm/peers": here, "swarm/trainers": trainers}
+            health.write(looks, company | {f"swarm/{name}": value for name, value in traffic.items()})
         if addresses and (here != there or now - line_at > TRAFFIC_LINE_S):
             there, line_at = here, now
             volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
-            company = "1 other member" if there == 1 else f"{there} other members"
-            say(f"{company}; {volume}, {traffic['messages_in']:.0f} messages passed on")
+            others_here = "1 other member" if there == 1 else f"{there} other members"
+            say(f"{others_here}; {volume}, {traffic['messages_in']:.0f} messages passed on")
         if now - status_at > STATUS_S:
             status_at = now
             run.write_status(status | {"link": link})

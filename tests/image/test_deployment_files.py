@@ -23,6 +23,7 @@ from tests.support.repository import ROOT
 LONGEST_EXIT_S = DEADLINE_S + SAFE_EXIT_S
 KUBERNETES = DOCKER / "kubernetes"
 UNITS = sorted((DOCKER / "systemd").glob("*.service"))
+LINK = "swarm://" + "0" * 64
 PUBLIC = ROOT / "configs/public-swarm"
 
 
@@ -71,6 +72,12 @@ def test_pods_are_probed_for_the_right_thing(name: str) -> None:
     assert paths == {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/healthz"}
     assert {port["name"]: port["containerPort"] for port in container["ports"]}["health"] == 31390
     assert spec["terminationGracePeriodSeconds"] > LONGEST_EXIT_S
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_prometheus_is_told_where_to_ask_pods(name: str) -> None:
+    annotations = resources()[name]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": "31390"}
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -127,11 +134,11 @@ def test_units_set_what_a_node_knows(unit: Path, tmp_path: Path) -> None:
     found = directives(unit)
     credentials = [each.partition(":")[0] for each in found["LoadCredential"]]
     for name in credentials:
-        (tmp_path / name).write_text("swarm://x")
+        (tmp_path / name).write_text(LINK)
     text = " ".join(found["Environment"]).replace("%d", str(tmp_path))
     env = dict(pair.split("=", 1) for pair in text.split())
     config = load_config(env={name: value for name, value in env.items() if name.startswith("SWARM_NODE_")})
-    assert config.swarm in ("swarm://x", str(tmp_path / "swarm.toml"))
+    assert config.swarm in (LINK, str(tmp_path / "swarm.toml"))
     assert str(config.directory) == f"/var/lib/{found['StateDirectory'][0]}/run"
     assert found["ProtectSystem"] == ["strict"] and found["DynamicUser"] == found["NoNewPrivileges"] == ["yes"]
 

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from swarm_node.cli.commands.page import listens_at, page_process, show_pages
-from swarm_node.config import NetworkConfig
+from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.app import make_app, qr_code
 from swarm_node.observability.dashboard.gallery import Gallery
@@ -177,7 +177,7 @@ def test_other_places_are_refused(listen: str) -> None:
         listens_at(listen)
 
 
-def test_a_process_beside_shows_the_page_until_the_end() -> None:
+def test_a_process_beside_shows_the_page_until_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     page_run()
     port = free_port()
 
@@ -189,10 +189,12 @@ def test_a_process_beside_shows_the_page_until_the_end() -> None:
         except OSError:
             return b""
 
-    with page_process(Path("pages"), str(port)):
+    with page_process(Path("pages"), str(port), NodeConfig(name="boot", log_format="json")):
         listed = json.loads(until(asked, 60.0))["runs"]
         assert [run["id"] for run in listed] == ["sums"]
     assert asked() == b""
+    [line] = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (line["kind"], line["node"]) == ("page", "boot") and f"http://127.0.0.1:{port}/" in line["message"]
 
 
 def test_the_page_ends_with_its_bootstrap() -> None:

@@ -4,6 +4,7 @@ import math
 import re
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -158,12 +159,17 @@ def test_waits_are_noticed_also_if_nobody_asks() -> None:
 
 
 def test_it_is_answered_over_http() -> None:
+    before = time.time()
     health = Health()
     with serving(health, "127.0.0.1", 0) as port:
         status, kind, text = get(port, "/healthz")
         assert (status, kind) == (503, "text/plain; charset=utf-8") and "no round has ended yet" in text
         assert get(port, "/livez")[0] == 200
-        assert get(port, "/metrics")[2] == (
+        beginning, started = get(port, "/metrics")[2].split("swarm_node_start_time_seconds gauge\n")
+        first, at, rest = started.partition("\n")
+        assert before <= float(first.removeprefix("swarm_node_start_time_seconds ")) <= time.time() and at
+        assert "Unix time, in seconds, at which this process began its run." in beginning
+        assert rest == (
             "# HELP swarm_node_training Whether it does what it is for, as /healthz says: 1 or 0.\n"
             "# TYPE swarm_node_training gauge\nswarm_node_training 0.0\n"
             "# HELP swarm_node_waiting Whether it is paused, or waits for others of its crew: 1 or 0. While it does, "

@@ -52,8 +52,8 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
             (metric_name(name) + "_total" * (each in COUNTERS), labels)
         ]
     assert all(family.documentation for family in found.values())
-    own = {"swarm_node_info", "swarm_node_training", "swarm_node_waiting", "swarm_node_seconds_since_round"}
-    assert set(found) == own
+    own = {"info", "training", "waiting", "seconds_since_round", "start_time_seconds"}
+    assert set(found) == {f"swarm_node_{name}" for name in own}
     assert set(EVERY) >= COUNTERS
 
 
