@@ -19,6 +19,7 @@ from protocol.topics import rollout_topic
 from swarm_node.cli.app import app
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.health import Health
 from swarm_node.runtime import bootstrap
 from swarm_node.runtime.bootstrap import run_bootstrap
 from swarm_node.runtime.pause import pause_run
@@ -69,17 +70,20 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     Path("q.jsonl").write_bytes(QUESTIONS)
     manifest = make_manifest("sums", ["gcd", "q.jsonl"], expected_peers=100, bootstrap=[address(3)])
     write_manifest(manifest, Path("sums.toml"))
-    hub, opened = Hub(), []
+    hub, opened, written = Hub(), list[NetworkConfig](), list[Mapping[str, float]]()
 
     def open_transport(config: NetworkConfig, *arguments: Any) -> Hub:
         opened.append(config)
         return hub
 
+    monkeypatch.setattr(Health, "write", lambda self, looks, numbers: written.append(numbers))
     monkeypatch.setattr(bootstrap, "open_transport", open_transport)
     monkeypatch.setattr(bootstrap, "MEMBERS_CHECK_S", 0.01)
     monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
     assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
     assert hub.closed
+    seen = [(numbers["swarm/peers"], numbers["swarm/trainers"]) for numbers in written]
+    assert seen[0] == (0, 0) and seen[-1] == (1, 1)
 
     output = capsys.readouterr()
     links = [parse_link(line) for line in output.out.splitlines()]
