@@ -17,6 +17,7 @@ from statistics import fmean
 from swarm_node.observability.summary import LEAST_QUESTIONS, interval
 
 LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
+NOTABLE = 0.05  # a figure of a task that is lower by less needs no word in the table at the end
 ALIKE = (
     "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
     "{before:.3f} to {now:.3f}: the answers to a question become alike; {remedy} (docs/grpo.md)"
@@ -57,6 +58,36 @@ def remarks(
                 task=task, before=fmean(old), now=fmean(new), weigh=WEIGH if len(tasks) > 1 else ""
             )
     return found
+
+
+def lower_tasks(labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int) -> list[str]:
+    """For each task of which a figure is notably lower than before: its figures, and whether that is more than noise.
+    Parameters are those of `remarks`."""
+    if not len(labels) == len(before) == len(now):
+        return []
+    figures = {"pass@1": (list(before), list(now))}
+    if samples > 1:
+        figures[f"pass@{samples}"] = ([float(x > 0) for x in before], [float(x > 0) for x in now])
+    tasks = dict.fromkeys(labels)
+    level, enough = 1 - 0.05 / (len(tasks) * len(figures)), len(labels) >= LEAST_QUESTIONS
+    lines = []
+    for task in tasks:
+        mine = [i for i, label in enumerate(labels) if label == task]
+        fell = []
+        for name, (was, then) in figures.items():
+            old, new = [was[i] for i in mine], [then[i] for i in mine]
+            if fmean(old) - fmean(new) >= NOTABLE:
+                verdict = _verdict(interval(old, new, LEAST_OF_TASK, level) if enough else None)
+                fell.append(f"{name} {fmean(old):.3f} -> {fmean(new):.3f}, {verdict}")
+        if fell:
+            lines.append(f"lower: {task}, {len(mine)} question{'s' * (len(mine) != 1)}: {'; '.join(fell)}")
+    return lines
+
+
+def _verdict(change: tuple[float, float] | None) -> str:
+    if change is None:
+        return "too few questions to tell"
+    return "more than noise" if change[1] < 0 else "may be noise"
 
 
 def withdrawn(key: str, samples: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from swarm_node.observability.falling import lower_tasks
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.plots import CAN_DRAW, NO_PICTURE, plot_reward
 from swarm_node.observability.summary import INDENT, answered, figures, next_steps, summary, whereabouts
@@ -42,6 +43,9 @@ class RunReport:
         if self._before.table and self._now.table:
             columns, table = rows(self._before.table, self._now.table, self.held_out.samples)
             console.progress.table("held-out questions", columns, table)
+            if self._before.labels == self._now.labels:
+                shares = self._before.by_question, self._now.by_question
+                console.progress.paragraphs(lower_tasks(self._now.labels, *shares, self.held_out.samples), indent=2)
         if not self.figures.rounds_recorded:
             return
         written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]

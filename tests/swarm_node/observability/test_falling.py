@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_node.observability import summary
-from swarm_node.observability.falling import LEAST_OF_TASK, remarks, withdrawn
+from swarm_node.observability.falling import LEAST_OF_TASK, lower_tasks, remarks, withdrawn
 
 SAMPLES = 8
 
@@ -63,3 +63,22 @@ def test_noise_is_no_fall() -> None:
 
 def test_different_questions_are_not_compared() -> None:
     assert remarks(["gcd"] * 60, [1.0] * 60, [0.0] * 59, SAMPLES) == {}
+
+
+def test_each_lower_task_has_a_verdict() -> None:
+    tasks = ("gcd", 30, 0.25, 0.25), ("lcm", 13, 0.5, 0.0), ("count_bits", 5, 0.5, 0.25), ("sum", 9, 0.5, 0.48)
+    found = lower_tasks(*evaluations(*tasks), SAMPLES)
+    assert found == [
+        "lower: lcm, 13 questions: pass@1 0.500 -> 0.000, more than noise; pass@8 1.000 -> 0.000, more than noise",
+        "lower: count_bits, 5 questions: pass@1 0.500 -> 0.250, too few questions to tell",
+    ]
+    mixed = lower_tasks(["gcd"] * 50, [0.5, 0.25] * 25, [0.25, 0.375] * 25, 1)
+    assert mixed == ["lower: gcd, 50 questions: pass@1 0.375 -> 0.312, more than noise"]
+    noisy = lower_tasks(["gcd"] * 50, [1.0, 0.0] * 25, [0.0, 0.875] * 25, 1)
+    assert noisy == ["lower: gcd, 50 questions: pass@1 0.500 -> 0.438, may be noise"]
+    few = lower_tasks(["gcd"] * 49, [0.5] * 49, [0.25] * 49, 1)
+    assert few == ["lower: gcd, 49 questions: pass@1 0.500 -> 0.250, too few questions to tell"]
+
+
+def test_rows_of_other_questions_have_no_verdict() -> None:
+    assert lower_tasks(["gcd"] * 60, [1.0] * 60, [0.0] * 59, SAMPLES) == []
