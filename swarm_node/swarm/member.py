@@ -291,6 +291,7 @@ class Member:
             "swarm": self.swarm,
             "swarm_name": self.manifest.name,
             "time": self.now(),
+            "since": self._began,
             "peer": self.peer_id,
             "name": self.name,
             "addresses": self.transport.addresses,

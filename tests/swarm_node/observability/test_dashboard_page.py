@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.run_files import answered, metrics, write
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 ROUNDS = 40
+SINCE = f"since {datetime.fromtimestamp(1000.0):%Y-%m-%d %H:%M}"  # start of the run, in local time
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
 
 
@@ -71,6 +73,7 @@ def make_swarm_run() -> RunDir:
     status: dict[str, Any] = {
         "swarm_name": "sums",
         "time": 1040.0,
+        "since": 1000.0,
         "peer": "me",
         "traffic": {"bytes_in": 4e6, "bytes_out": 2_500_000.0},
         "received": {"swarm/groups_received": 130, "swarm/groups_admitted": 120, "swarm/rejected/age": 10},
@@ -172,7 +175,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert figure(browser, "tok_s").startswith("Tokens a second 1,036")
     assert figure(browser, "peers") == "Other members 2"
     assert figure(browser, "groups") == "Groups trained on 160 + 120 own + foreign 43 %"
-    assert figure(browser, "bytes") == "Network 4.00 MB in 2.50 MB out"
+    assert figure(browser, "bytes") == f"Network 4.00 MB in 2.50 MB out {SINCE}"
     assert figure(browser, "exchanges") == "Weights averaged 12 times with 1 partner here"
     assert browser.value("document.querySelector('[data-figure=state]').textContent") == "ended"
     assert rows(browser, "Peers of alice") == [
@@ -189,7 +192,8 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     ]
     text = browser.value("document.body.innerText")
     for part in (
-        "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike.",
+        "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike. "
+        f"Counted {SINCE}.",
         "noloco, in pairs every 60 s, 8bit",
         "3 × alone",
         "2 stages, whole",

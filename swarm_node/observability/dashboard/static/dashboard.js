@@ -268,6 +268,14 @@ function traffic(run) {
   return { in: live?.bytes_in ?? last["swarm/bytes_in"], out: live?.bytes_out ?? last["swarm/bytes_out"] };
 }
 
+// Counts of the status begin anew with each start of the node: since when they count; empty if unknown.
+function since(run) {
+  const from = run.status?.since;
+  if (!from) return "";
+  const [day, time] = clock(from).split(" "), [today] = clock(Date.now() / 1000).split(" ");
+  return `since ${day === today ? "" : `${day} `}${time.slice(0, 5)}`;
+}
+
 function share(summary) {
   return summary.own + summary.foreign ? `${((100 * summary.foreign) / (summary.own + summary.foreign)).toFixed(0)} %` : null;
 }
@@ -299,7 +307,7 @@ function tiles(run) {
       const own = summary.own === null ? "" : `${number(summary.own)} + `;
       list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign", own ? share(summary) : null));
     }
-    list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`));
+    list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`, since(run) || null));
   }
   if (run.status?.averaging) list.append(figure("Weights averaged", "exchanges", counted(run.status.averaging.exchanges ?? 0, "time"), `with ${counted(Object.keys(run.status.averaging.partners ?? {}).length, "partner")} here`));
   const cost = money(last["cost/spent"]), group = money(last["cost/per_admitted_group"]), point = money(last["cost/per_reward_point"]);
@@ -539,6 +547,7 @@ function peers(run, known) {
     const unsent = reasons(sent, "swarm/unsent/");
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
   }
+  if (sums.length && since(run)) sums.push(`Counted ${since(run)}.`);
   if (!all.length && !sums.length) return null; // the tile says that nobody is here
   if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
   const absent = absentFrom(status);
