@@ -117,6 +117,9 @@ def sweep(
     except KeyboardInterrupt:
         typer.echo("stopped; the runs have saved, and the same command resumes them", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    settings.sort(
+        key=lambda setting: bool(setting.failed)
+    )  # numbered as in the comparison, which has the complete ones
     print_table("settings, the best first", *table_of(whole.plan, settings))
     complete = [setting for setting in settings if not setting.failed]
     runs = [whole.directory(setting, seed) for setting in complete for seed in whole.plan.seeds]

@@ -93,7 +93,8 @@ class Comparison:
         self.differences = self._differences()
         for group in self.groups:
             group.final = _final(group.runs)
-        self._name(apart)
+        self.heads = self._name(apart)
+        """The head of each group's column in a table: a number where groups are named by settings, else its name."""
 
     def _differences(self) -> dict[str, list[Any]]:
         """Key -> its value in each group, for keys whose values differ."""
@@ -102,8 +103,9 @@ class Comparison:
         values = {key: [each.get(key) for each in settings] for key in keys}
         return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
-    def _name(self, by_run: bool) -> None:
-        """Name groups by their settings; by their first run if told so, or if those are too many or too long."""
+    def _name(self, by_run: bool) -> list[str]:
+        """Name groups by their settings; by their first run if told so, or if those are too many or too long. Returns
+        the heads of their columns."""
         for number, group in enumerate(self.groups):
             words = [f"{key.rpartition('.')[2]}={shown(key, each[number])}" for key, each in self.differences.items()]
             text = " ".join(words)
@@ -112,6 +114,8 @@ class Comparison:
         for number, group in enumerate(self.groups):
             if names.count(group.name) > 1:
                 group.name = f"{number + 1}: {group.name}"
+        numbered = bool(self.differences) and not by_run
+        return [str(number + 1) if numbered else group.name for number, group in enumerate(self.groups)]
 
     def bands(self, axis: str, measure: str) -> list[tuple[RunGroup, Band]]:
         """The curve of each group in which the measure was taken."""
@@ -187,7 +191,7 @@ def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
         for round, evaluation in tables.items():
             every = evaluation.get("table", {}).get("all") if isinstance(evaluation, dict) else None
             if isinstance(every, dict) and isinstance(round, int):
-                found[round] = {name: every[name] for name in ("pass_1", "pass_k") if name in every}
+                found[round] = {name: every[name] for name in ("questions", "pass_1", "pass_k") if name in every}
     elif isinstance(before := state.get("before"), dict) and len(before.get("all", [])) == 3:
         found[0] = {"pass_1": before["all"][1], "pass_k": before["all"][2]}
     return {round: figures for round, figures in found.items() if round <= last}
@@ -216,6 +220,8 @@ def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
             "reward, last tenth": tally.rewards.last(tenth)[0],
         }
     last = max(held, default=0)
+    if "questions" in held.get(last, {}):
+        found["held-out questions"] = float(held[last]["questions"])
     ends = {"before": held.get(0, {})}
     if last:  # after an earlier round if the evaluation at the end was interrupted
         ends["at the end" if last == tally.round else f"after round {last}"] = held[last]
@@ -279,10 +285,11 @@ def _final(runs: Sequence[RunFigures]) -> dict[str, tuple[float, float | None]]:
     for run in runs:
         for name, value in run.final.items():
             values[name].append(value)
-    return {name: (fmean(each), _half(each)) for name, each in values.items()}
+    return {name: (fmean(each), half_95(each)) for name, each in values.items()}
 
 
-def _half(values: Sequence[float]) -> float | None:
+def half_95(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of the mean; None for fewer than two values."""
     n = len(values)
     return t_95(n) * stdev(values) / math.sqrt(n) if n > 1 else None
 
@@ -305,4 +312,4 @@ def _cell(figure: tuple[float, float | None] | None) -> str:
         return "-"
     mean, half = figure
     form = ",.0f" if abs(mean) >= 100 or mean.is_integer() and mean > 1 else ".3f"
-    return f"{mean:{form}}" + (f" ± {half:{form}}" if half else "")
+    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")

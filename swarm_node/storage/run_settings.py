@@ -54,9 +54,22 @@ class RunSettings:
 
     def announce(self, when: str) -> None:
         """Say which settings change; `when` names the round."""
+        self._say_stretched(when)
         if changed := self._changed():
             words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
             self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
+
+    def _say_stretched(self, when: str) -> None:
+        """Say that the learning rate jumps where its schedule falls over other rounds than before."""
+        before, now = self._before, self._config
+        if before is None or now.grpo.schedule == "constant" or before.grpo.schedule != now.grpo.schedule:
+            return
+        if now.grpo.schedule_rounds or before.grpo.schedule_rounds or now.total_rounds == before.total_rounds:
+            return
+        self._say(
+            f"the learning rate jumps {when}: grpo.schedule = {now.grpo.schedule} now falls over {now.total_rounds:g} "
+            f"rounds instead of {before.total_rounds:g}; grpo.schedule_rounds, set at the start, prevents that"
+        )
 
     def trained(self) -> None:
         """Record that this start trained a round. A full disk is mentioned once, and tried again after each round."""

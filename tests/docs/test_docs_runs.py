@@ -156,7 +156,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
         path = tmp_path_factory.mktemp("base") / "run"
         alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         demo = subprocess.check_output(["make", "-n", "demo"], cwd=ROOT, env=alone, text=True)
-        [words] = split(demo.strip().splitlines()[-1])
+        [words] = split(next(line for line in demo.splitlines() if "--config" in line))
         words += ["--run-dir", str(path), *(["--lora"] if adapter else [])]
         words[words.index("--config") + 1] = str(ROOT / words[words.index("--config") + 1])
         done = CliRunner().invoke(app, words[1:])

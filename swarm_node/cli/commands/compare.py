@@ -39,15 +39,15 @@ def compare_runs(
 
 def show(comparison: Comparison) -> None:
     """Print both tables."""
-    names = [group.name for group in comparison.groups]
+    heads = comparison.heads
     if comparison.differences:
         settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
-        print_table("settings that differ", ["", *names], settings)
+        print_table("settings that differ", ["", *heads], settings)
     elif len(comparison.groups) > 1:
         print("the settings differ in nothing but the seed")
     else:
         print("the settings differ in nothing but the seed, so the runs are averaged; --apart shows them side by side")
-    print_table("figures, with half of the 95 % interval over seeds", ["", *names], list(figure_rows(comparison)))
+    print_table("figures, with half of the 95 % interval over seeds", ["", *heads], list(figure_rows(comparison)))
 
 
 def print_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

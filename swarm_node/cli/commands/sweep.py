@@ -35,7 +35,7 @@ from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import UserError
-from swarm_node.observability.comparing import newest_checkpoint, read_run
+from swarm_node.observability.comparing import half_95, newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -255,16 +255,33 @@ class Sweep:
 
 
 def table_of(plan: SweepFile, settings: Sequence[SweepSetting]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the settings with the mean of the objective."""
-    columns = [*plan.search, OBJECTIVES[plan.objective], "runs"]
+    """Columns and rows of the numbered settings, the best first, with the mean of the objective, half of its 95 %
+    interval over seeds, and whether that mean is within noise of the best."""
+    columns = ["", *plan.search, OBJECTIVES[plan.objective], "against the best", "runs"]
     return columns, [
-        [*(str(value) for value in each.values.values()), _number(each.score), str(len(each.scores))]
-        for each in settings
+        [
+            str(number),
+            *(str(value) for value in each.values.values()),
+            _number(each.score, None if each.score is None else half_95(each.scores)),
+            "best" if each is settings[0] and each.score is not None else _noise(settings[0], each),
+            str(len(each.scores)),
+        ]
+        for number, each in enumerate(settings, 1)
     ]
 
 
-def _number(score: float | None) -> str:
-    return "-" if score is None else f"{score:.3f}"
+def _noise(best: SweepSetting, other: SweepSetting) -> str:
+    """Whether the difference of two means is within the noise of their seeds, which at least two runs each show."""
+    if best.score is None or other.score is None:
+        return "-"
+    halves = half_95(best.scores), half_95(other.scores)
+    if halves[0] is None or halves[1] is None:
+        return "unknown, one seed"
+    return "within noise" if best.score - other.score <= math.hypot(halves[0], halves[1]) else "worse"
+
+
+def _number(score: float | None, half: float | None = None) -> str:
+    return "-" if score is None else f"{score:.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def _read(path: Path) -> SweepFile:

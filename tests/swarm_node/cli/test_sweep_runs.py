@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.cli.commands.sweep import SearchRange, Sweep, study_in, take_up
+from swarm_node.cli.commands.sweep import SearchRange, Sweep, SweepSetting, study_in, table_of, take_up
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import each_record
 from swarm_node.storage.rundir import RunDir
@@ -61,6 +61,19 @@ def test_ranges_become_values() -> None:
     assert SearchRange(low=1e-4, high=1e-2, log=True, steps=3).values() == [1e-4, 1e-3, 1e-2]
     assert SearchRange(low=0, high=3, steps=4).values() == [0, 1, 2, 3]
     assert SearchRange(low=0, high=0.5, steps=2).values() == [0.0, 0.5]
+
+
+def test_settings_are_numbered_and_told_from_noise() -> None:
+    plan = Sweep(write(GRID)).plan
+    scores = [[0.50, 0.52], [0.48, 0.50], [0.10, 0.10], [0.3]]
+    columns, rows = table_of(plan, [SweepSetting({"grpo.loss": "x"}, {}, "x", each) for each in scores])
+    assert columns == ["", "grpo.loss", "reward, last tenth", "against the best", "runs"]
+    assert rows == [
+        ["1", "x", "0.510 ± 0.127", "best", "2"],
+        ["2", "x", "0.490 ± 0.127", "within noise", "2"],
+        ["3", "x", "0.100 ± 0.000", "worse", "2"],
+        ["4", "x", "0.300", "unknown, one seed", "1"],
+    ]
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def test_runs_that_differ_by_seed_are_one_group(runs: list[Path]) -> None:
     assert [[run.path.name for run in group.runs] for group in comparison.groups] == [["a", "b"], ["c"]]
     assert comparison.differences == {"grpo.loss": ["dapo", "gspo"]}
     assert [group.name for group in comparison.groups] == ["loss=dapo", "loss=gspo"]
+    assert comparison.heads == ["1", "2"] and Comparison(runs, apart=True).heads == ["a", "b", "c"]
 
 
 def test_runs_that_differ_by_seed_are_shown_apart(runs: list[Path]) -> None:
@@ -65,6 +66,7 @@ def test_final_figures_have_students_interval(runs: list[Path]) -> None:
     expected = stats.t.interval(0.95, 1, loc=0.6, scale=stats.sem([0.5, 0.7]))
     assert half is not None and (mean - half, mean + half) == pytest.approx(expected, rel=1e-3)
     assert group.final["reward, last tenth"][0] == pytest.approx(0.5)
+    assert group.final["held-out questions"] == (9.0, 0.0)
     assert group.final["held-out pass@1, before"] == pytest.approx((0.1, 0.0))
     assert alone.final["reward, last tenth"] == (0.5, None) and alone.final["tokens"] == (30, None)
 

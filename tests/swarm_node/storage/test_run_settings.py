@@ -238,3 +238,16 @@ def test_a_checkpoint_s_settings_choose_no_code(settings: object) -> None:
 def test_newer_checkpoint_settings_are_refused(settings: object) -> None:
     with pytest.raises(UserError, match="the checkpoint has settings that this version does not know"):
         as_trained(NodeConfig(), settings)
+
+
+@pytest.mark.parametrize(("grpo", "jumps"), [({}, True), ({"schedule_rounds": 20}, False)])
+def test_a_stretched_schedule_is_told(grpo: dict[str, Any], jumps: bool) -> None:
+    grpo = {"schedule": "cosine", **grpo}
+    a_run({"rounds": 20, "grpo": grpo})
+    said: list[str] = []
+    config = NodeConfig.model_validate({"rounds": 40, "grpo": grpo})
+    own = RunSettings(RunDir(RUN), config, config, said.append)
+    own.begin(trained=True)
+    own.announce("from round 21")
+    told = "the learning rate jumps from round 21: grpo.schedule = cosine now falls over 40 rounds instead of 20; "
+    assert [line.startswith(told) for line in said] == [True] * jumps
