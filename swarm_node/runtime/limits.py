@@ -74,7 +74,7 @@ def say_preset(config: ResourcesConfig, say: Say) -> None:
     limits = config.in_force()
     points = [f"{'lowest' if limits.nice == 19 else 'lower'} priority (nice {limits.nice})"] if limits.nice else []
     if limits.max_cpu < 100:
-        points.append(f"at most {limits.max_cpu / 100 * cpus():.3g} of {cpus():.3g} cores")
+        points.append(f"at most {limits.max_cpu / 100 * cpus():.3g} of {cpus():.3g} core{'s' * (cpus() != 1)}")
     points += [f"pause on {' or '.join(limits.pause_on)}"] if limits.pause_on else []
     say(f"--{config.preset}: {', '.join(points) or 'no limit'} (docs/resources.md)")
 

@@ -629,3 +629,10 @@ def test_a_chosen_preset_says_its_limits(settings: dict[str, Any], said: str, mo
     sentences: list[str] = []
     say_preset(ResourcesConfig(**settings), sentences.append)
     assert [sentence.startswith(said) for sentence in sentences] == [True] * bool(said)
+
+
+def test_a_preset_speaks_of_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.runtime.limits.cpus", lambda: 1.0)
+    sentences: list[str] = []
+    say_preset(ResourcesConfig(preset="gentle"), sentences.append)
+    assert "at most 0.5 of 1 core, pause" in sentences[0]
