@@ -41,7 +41,7 @@ from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.introduction import say_what_leaves
-from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
+from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, reach_of
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.page import History, page_directory, page_of, page_status
@@ -173,6 +173,8 @@ def _watch(
         if addresses and (newest := join_link(manifest.swarm_id, addresses, others)) != link:
             link = newest
             _print(link, sys.stdout)
+            if reach := reach_of(link):
+                once("reach", reach)
         with suppress(OSError):  # too many open files: it is looked at again
             if exceeded := memory.exceeded():
                 raise UserError(f"the bootstrap took {exceeded}")

@@ -7,16 +7,19 @@ A link carries no tasks: members give the manifest (`lookup`). The run directory
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from protocol.errors import RemoteProtocolError
+from protocol.hosts import is_public
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
 from protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
 from protocol.messages import PeerCard
@@ -152,6 +155,28 @@ def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) ->
     direct = [address for address in addresses if not is_relayed(address)]
     relayed = [address for address in addresses if address not in direct]
     return str(JoinLink(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
+
+
+def kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
+    """From where a multiaddress can be reached."""
+    _, kind, host, *_ = [*address.split("/"), "", ""]
+    if kind.startswith("dns"):
+        return "public"
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:  # members may claim anything
+        return "unknown"
+    return "own" if ip.is_loopback else "public" if is_public(ip) else "private"
+
+
+def reach_of(link: str) -> str:
+    """A sentence for a link that leads no further than this network or this machine; empty if it leads further, or if
+    that cannot be told."""
+    kinds = {kind_of(address) for address in parse_link(link).peers}
+    if not kinds or kinds & {"public", "unknown"}:
+        return ""
+    place = "in this network" if "private" in kinds else "on this machine"
+    return f"this link works only {place}; docs/swarm.md, “Behind a router”, says how others reach this node"
 
 
 def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:

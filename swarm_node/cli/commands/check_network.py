@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import random
 import shlex
 import socket
@@ -10,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
-from typing import Literal
 
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
@@ -24,6 +22,7 @@ from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig
 from swarm_node.install import PACKAGE, upgrade_command
 from swarm_node.observability.refusals import RefusalRow
+from swarm_node.swarm.links import kind_of
 
 ASKED = 5  # most members asked to connect back
 WITNESSES = 2  # answers about connecting back that suffice
@@ -75,7 +74,7 @@ def reachable(network: NetworkConfig, addresses: Sequence[str], start: StartComm
     if network.announce:
         return Check(name, "ok", f"announced as {', '.join(network.announce)}; test it from another machine")
     direct = [address for address in addresses if "/p2p-circuit" not in address]
-    kinds = {_kind_of(address) for address in direct}
+    kinds = {kind_of(address) for address in direct}
     if "public" in kinds:
         tested = f"`swarm-node doctor {shlex.quote(start.swarm) if start.swarm else 'LINK'}` tests it through members"
         return Check(name, "ok", f"listens on a public address; {tested}")
@@ -86,18 +85,6 @@ def reachable(network: NetworkConfig, addresses: Sequence[str], start: StartComm
     if network.listen.startswith("127."):
         return Check(name, "warn", "listens for this machine only", start.having("--listen 0.0.0.0"))
     return Check(name, "warn", "has no address but loopback", "ping -c 1 1.1.1.1")
-
-
-def _kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
-    """From where a multiaddress can be reached."""
-    _, kind, host, *_ = [*address.split("/"), "", ""]
-    if kind.startswith("dns"):
-        return "public"
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:  # members may claim anything
-        return "unknown"
-    return "own" if ip.is_loopback else "public" if is_public(ip) else "private"
 
 
 def refusals(refused: Sequence[RefusalRow], written: float) -> Check:
@@ -153,7 +140,7 @@ def seen_from_others(
         detail = f"not at port {closed}, says {named}: forward it (TCP) in the router, or let this node ask the router"
         return Check("reachable", "warn", detail, start.having(MAP_PORTS))
     addresses = [address for peer in tried for address in members[peer].addresses if "/ip" in address]
-    near = all(_kind_of(address) != "public" for address in addresses)
+    near = all(kind_of(address) != "public" for address in addresses)
     where = ", but from this network only" if near else ""
     return Check("reachable", "ok", f"{named} connected to ports {ports[0]} and {ports[1]}{where}")
 

@@ -221,8 +221,8 @@ def _member(figures: Mapping[str, Any], averaged: bool, says: bool) -> list[str]
     return [
         ", ".join(figures["roles"]),
         figures["family"] or "-",
-        _cell(figures["policy_version"]),
-        _cell(figures["speed"]),
+        _cell(figures["policy_version"] or (0 if figures["speed"] else None)),  # a card has 0 until a round has ended
+        _cell(figures["speed"] or None),
         *([success, _share(declared.get("pass_1"))] if says else []),
         *([figures["cohort"] or "-"] if averaged else []),
         (figures["addresses"] or ["-"])[0],

@@ -89,6 +89,7 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     links = [parse_link(line) for line in output.out.splitlines()]
     assert [link.peers for link in links] == [[address(0, 1), address(3)], [address(0, 2), address(3)]]
     assert "1 other member;" in output.err
+    assert output.err.count("this link works only on this machine") == 1
     assert output.err.splitlines()[-1].endswith(" INFO    leaving")
     assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
     assert hub.announced[0].roles == ["bootstrap"]

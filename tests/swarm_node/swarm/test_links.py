@@ -20,7 +20,7 @@ from swarm_node.runtime.start import run_join
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import links
 from swarm_node.swarm.download import download
-from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, living, swarm_to_join
+from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, living, reach_of, swarm_to_join
 from swarm_node.swarm.manifests import render
 from tests.support.fake_transport import address, card, peer_id
 from tests.support.manifests import PLAIN
@@ -161,3 +161,19 @@ def test_links_name_a_few_reachable_members() -> None:
     assert living(members, [peer_id(8), peer_id(2), peer_id(3), peer_id(1)]) == [address(4), address(3), address(1)]
     assert living({peer_id(1): replace(card(), addresses=[relayed])}, []) == [relayed]
     assert len(living(members, [])) == 3 and living({}, [peer_id(1)]) == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [
+        (["ip4/192.168.1.7"], "only in this network"),
+        (["ip4/127.0.0.1"], "only on this machine"),
+        (["ip4/127.0.0.1", "ip4/10.0.0.3"], "only in this network"),
+        (["ip4/192.168.1.7", "ip4/8.8.8.8"], ""),
+        (["dns4/my.example.org"], ""),
+        ([], ""),
+    ],
+)
+def test_a_link_says_how_far_it_leads(hosts: list[str], says: str) -> None:
+    link = join_link("0" * 64, [f"/{host}/tcp/31330/p2p/{peer_id(1)}" for host in hosts], [])
+    assert says in reach_of(link) and bool(reach_of(link)) == bool(says)

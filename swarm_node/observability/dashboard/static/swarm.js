@@ -9,6 +9,9 @@ const NOTE = "What members say of themselves; nobody checks it.";
 const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)} %`;
 const share = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+// A card has 0 until its member has ended a round.
+const speed = (value) => number(Math.round(value) || null);
+const updates = (row) => number(row.updates || (row.tokens_per_s ? 0 : null));
 const short = (peer) => `…${String(peer).slice(-8)}`;
 
 // Success of one member over its kinds of task, each weighing the same.
@@ -44,8 +47,8 @@ function members(run, page, own, { table }) {
   const rows = page.rows.map((row) => [
     element("span", {}, String(row.name || "a peer"), " ", element("code", { title: row.peer }, short(row.peer)), own.has(row.peer) ? " yours" : null),
     (row.roles ?? []).join(", "),
-    number(row.updates),
-    number(row.tokens_per_s),
+    updates(row),
+    speed(row.tokens_per_s),
     row.declared?.since ? duration(Date.now() / 1000 - row.declared.since) : "–",
     String(row.declared?.version ?? "–"),
     share(success(row.declared)),
@@ -113,9 +116,9 @@ export function swarmPage(run, known, tools) {
   const { figure, section } = tools;
   const tiles = element("dl", { class: "tiles" },
     figure("Members", "members", number(page.members), `${number(page.training)} of them training`),
-    figure("Tokens a second", "tokens_per_s", number(Math.round(page.tokens_per_s)), "sampled by all"),
+    figure("Tokens a second", "tokens_per_s", speed(page.tokens_per_s), "sampled by all"),
     figure("Success", "success", share(all), `over kinds of task, ${CLAIMED} by ${number(page.declaring)}`),
-    figure("Solved by nobody", "unsolved", number(unsolved), `of ${number((page.kinds ?? []).length)} kinds`),
+    figure("Solved by nobody", "unsolved", page.kinds?.length ? number(unsolved) : "–", page.kinds?.length ? `of ${number(page.kinds.length)} kinds` : "no member tells yet"),
     ...mine(page, own, same, tools));
   const parts = [
     ["Over time", history(page), "Means over members of what they say of themselves, first seen here → now."],
