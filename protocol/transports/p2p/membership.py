@@ -183,14 +183,16 @@ class Membership:
                     self._places[relay] = now + PLACE_S
 
     async def _renew(self, plane: HivemindPlane) -> None:
-        """Store the own card when it is due, and at once when its addresses or the version for the members changed."""
+        """Store the own card when it is due, and at once when its addresses or the version for the members changed,
+        or the node ended its first round."""
         if self.card is None:
             return
         await plane.look_around()
         gossip, addresses = self._gossip.client, self.own_addresses(plane)
         heard_at = self._gossip.addresses(addresses)
         card = self._dated(self.card)
-        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, *addresses, *heard_at)
+        has_trained = card.speed > 0  # from the end of its first round
+        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, has_trained, *addresses, *heard_at)
         if ways == self._told and time.monotonic() < self._renew_at:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)

@@ -149,8 +149,7 @@ class P2PTransport:
 
     def announce(self, card: PeerCard) -> None:
         before, self._membership.card = self._membership.card, card
-        first_speed = card.speed > 0 and before is not None and before.speed == 0  # its first round has ended
-        if before is None or first_speed or before.crew != card.crew:  # newcomers are to find whoever leads now
+        if before is None or before.crew != card.crew:  # newcomers are to find whoever leads now
             self._soon(self._wake.set)
 
     def members(self) -> Mapping[str, PeerCard]:

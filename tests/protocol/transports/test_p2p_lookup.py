@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
@@ -216,3 +217,37 @@ def test_relays_that_reach_a_node_keep_their_places(
     asyncio.run(restarted())
     asyncio.run(rounds(int(REACH_CHECK_S / 5.0)))
     assert sorted(node._places) == ([] if (own, ip, dial_only) == ("9.9.9.9", "8.8.8.8", False) else taken)
+
+
+def test_a_card_is_renewed_after_the_first_round() -> None:
+    told: list[float] = []
+
+    class Storing(Plane):
+        daemon = SimpleNamespace(restarts=0)
+
+        async def look_around(self) -> None:
+            pass
+
+        async def store_card(self, card: PeerCard, members: int) -> bool:
+            told.append(card.speed)
+            return True
+
+    node: Any = SimpleNamespace(
+        card=card(),
+        members={},
+        _settings=NetworkSettings(card_renewal_s=HOUR_S),
+        _gossip=SimpleNamespace(client=SimpleNamespace(gossip_id="g"), addresses=lambda addresses: []),
+        own_addresses=lambda plane: [],
+        _dated=lambda card: card,
+        _note_ports=lambda plane: None,
+        _told=(),
+        _renew_at=0.0,
+    )
+
+    async def ended_rounds(speeds: list[float]) -> None:
+        for speed in speeds:
+            node.card = replace(node.card, speed=speed)
+            await Membership._renew(node, cast(Any, Storing()))
+
+    asyncio.run(ended_rounds([0.0, 0.0, 5.0, 7.0]))
+    assert told == [0.0, 5.0]

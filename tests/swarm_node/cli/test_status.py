@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 
@@ -392,6 +393,16 @@ def test_members_are_shown_with_their_cohorts(
         "bob": "-",
         "carol": "0123456789abcdef",
     }
+
+
+def test_figures_without_a_round_are_dashes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    came, trains = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "came", ["trainer"]), card("trains")
+    visiting(monkeypatch, {peer_id(2): came, peer_id(3): msgspec.structs.replace(trains, speed=5.0)})
+    header, *rows = [line.split() for line in shown(capsys, make_swarm(address(1, listening))).splitlines()[-3:]]
+    at = header.index("updates")
+    assert {row[1]: row[at : at + 2] for row in rows} == {"came": ["-", "-"], "trains": ["0", "5"]}
 
 
 def test_on_a_terminal_it_says_that_it_looks(

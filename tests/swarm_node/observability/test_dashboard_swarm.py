@@ -249,6 +249,20 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
 
 
 @pytest.mark.slow
+def test_figures_that_nobody_tells_are_dashes(browser: Chromium) -> None:
+    row = {"peer": "12D3KooWnew", "name": "new", "declared": None} | ROW | {"updates": 0, "tokens_per_s": 0.0}
+    page_run(page=PAGE | {"rows": [row], "members": 1, "tokens_per_s": 0.0, "declaring": 0, "kinds": []})
+    with served([Path("pages")]) as url:
+        browser.open(url + "#sums", width=390)
+        browser.wait("document.querySelector('[data-figure=unsolved]') !== null")
+        for name in ("tokens_per_s", "success", "unsolved"):
+            assert browser.value(f"document.querySelector('[data-figure={name}]').textContent") == "–", name
+        cells = browser.value("[...document.querySelectorAll('tbody tr')].map((tr) => tr.innerText)")
+        assert "0" not in "".join(cells), cells
+        assert browser.errors == []
+
+
+@pytest.mark.slow
 def test_long_lists_begin_with_ten(browser: Chromium) -> None:
     rows = [{"peer": f"12D3KooW{i:08}", "name": f"member-{i}", "declared": None, **ROW} for i in range(40)]
     page_run(page=PAGE | {"rows": rows, "members": 40})
