@@ -168,6 +168,14 @@ class Receiver:
             "swarm/groups_admitted": float(self._admitted),
         } | rejected
 
+    def totals(self) -> dict[str, float]:
+        """Groups received, admitted and not examined yet, as of now. For any thread."""
+        return {
+            "swarm/groups_admitted": float(self._admitted),  # first: it may not exceed what was received
+            "swarm/groups_waiting": float(len(self._waiting)),
+            "swarm/groups_received": float(self._received),
+        }
+
     def by_peer(self) -> dict[str, dict[str, Any]]:
         """Figures of each peer: what it sent, and what became of it. `staleness` is the mean age at admission in
         seconds; `off_policy` has the figures of `grpo.off_policy.figures_by_peer` of its tokens that were trained on

@@ -278,14 +278,13 @@ class Member:
 
     def status(self) -> dict[str, Any]:
         """The swarm, this node and each peer, as `swarm-node status` shows them. For any thread, one at a time."""
-        members = self.transport.members()
-        counts = self.receiver.by_peer()
+        members, used, figures = self.transport.members(), self.replay_buffer.used_by_peer(), self._figures
+        counts = self.receiver.by_peer()  # after `used`, so that no peer has more used than admitted
         for peer, n in self.replay_buffer.trust.refused().items():
             if peer in counts:
                 counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}
         self._names = named | {peer: card.name for peer, card in members.items()}
-        used, figures = self.replay_buffer.used_by_peer(), self._figures
         shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
         return {
             "swarm": self.swarm,
@@ -297,7 +296,7 @@ class Member:
             "addresses": self.transport.addresses,
             "traffic": dict(self.transport.stats()),
             "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
-            "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
+            "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)} | self.receiver.totals(),
             "refused": msgspec.to_builtins(refusal_rows(self.transport.refusals(), counts, self._names)),
             "averaging": None if self.averager is None else self.averager.status(),
             "worth": msgspec.to_builtins(self.worth()),

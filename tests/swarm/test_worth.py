@@ -43,6 +43,9 @@ def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest
     declared = [row["declared"] for row in status["peers"].values()]
     assert [row for row in declared if row][0]["kinds"].keys() == {"count_bits"}
     assert status["worth"]["theirs"] == [0.5]
+    rows = [row for row in status["peers"].values() if "admitted" in row]
+    for name in ("received", "admitted"):
+        assert status["received"][f"swarm/groups_{name}"] == sum(row[name] for row in rows), "both are of now"
 
 
 def test_a_node_says_how_it_does_by_who_taught_it(peer: MakePeer, manifest: Manifest) -> None:

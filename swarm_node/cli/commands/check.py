@@ -45,7 +45,8 @@ class StartCommand(msgspec.Struct, frozen=True):
         if self.verb == "bootstrap":
             return self.having()
         if self.swarm.startswith(f"{LINK_SCHEME}:"):
-            return self.having("--bootstrap ADDRESS")
+            asked = msgspec.structs.replace(self, swarm="LINK").having()
+            return f"{asked}  # LINK: ask for a new one, where this one came from"
         return f"swarm-node bootstrap {shlex.quote(self.swarm) if self.swarm else 'MANIFEST'}"
 
 

@@ -22,7 +22,6 @@ from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.status import read_status
-from swarm_node.cli.commands.status_text import STATUS_FRESH_S
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
@@ -81,7 +80,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     seen, damage = _seen(run)
     start = _start_command(target, config, run, swarm, seen)
     mine = seen.addresses
-    running = time.time() - seen.time < STATUS_FRESH_S or (run is not None and run.in_use)
+    running = run is not None and run.in_use
     place = run.path if run else config.directory
     yield machine.python()
     yield machine.compiler()
@@ -123,9 +122,11 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
             with suppress(PeerUnreachable, UserError):  # the next checks report it
                 yield from _answers(config, fetch_manifest(transport, swarm, lambda sentence: None, MANIFEST_S).answer)
         yield network.seen_from_others(transport.dial_back, others, listens, running, guess, start)
-        yield network.begin(answering, members, start)
+        begun = network.begin(answering, members, start)
+        yield begun
         connected = transport.stats().get("connections/dht", 0) > 0
-        yield network.people(members, made, connected, start, any(answering.values()))
+        people = network.people(members, made, connected, start, any(answering.values()))
+        yield msgspec.structs.replace(people, remedy="") if people.remedy == begun.remedy else people
         yield network.clock(others, now, made)
         yield network.versions(members, transport.stats())
 

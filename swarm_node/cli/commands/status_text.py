@@ -54,7 +54,9 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         came, admitted = (_count(status["received"], f"swarm/groups_{name}") for name in ("received", "admitted"))
         used = (metrics or {}).get("swarm/groups_used")
         last = "" if used is None else f", used {used:.0f} in the last round"
-        yield f"received   {came} groups, admitted {admitted}{last}"
+        waiting = _count(status["received"], "swarm/groups_waiting")
+        rest = "" if waiting == "0" else f", {waiting} {'never examined' if ended else 'not examined yet'}"
+        yield f"received   {came} groups, admitted {admitted}{rest}{last}"
     left_out = {name: n for name, n in status.get("received", {}).items() if name.startswith(REJECTED)}
     unused = {name: n for name, n in left_out.items() if name.removeprefix(REJECTED) in UNUSED}
     if reasons := _reasons(unused, REJECTED):

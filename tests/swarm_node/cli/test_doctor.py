@@ -188,8 +188,10 @@ def test_ports(listener: int) -> None:
     config = NetworkConfig(listen="127.0.0.1", port=free, gossip_port=0)
     assert ports(config).verdict == "ok"
     taken = config.model_copy(update={"port": listener})
-    assert ports(taken).verdict == "warn"
-    assert str(listener) in ports(taken).detail
+    assert (ports(taken).verdict, ports(taken).remedy) == ("ok", ""), "a node takes others by itself"
+    assert str(listener) in ports(taken).detail and "instead" in ports(taken).detail
+    lost = ports(taken, start=StartCommand("bootstrap", "a.toml"))  # links name its port
+    assert lost.verdict == "warn" and lost.remedy.startswith("swarm-node bootstrap a.toml --port")
     assert ports(taken, running=True).verdict == "ok"
     assert ports(taken.model_copy(update={"dial_only": True})).verdict == "ok"
     assert ports(config.model_copy(update={"listen": "203.0.113.1"})).verdict == "fail"
@@ -277,7 +279,8 @@ def test_the_clock_is_compared_with_others_cards(off: float, verdict: str) -> No
     ages = (1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1)
     members = {peer_id(i): card(created=now - age - off) for i, age in enumerate(ages)}
     assert clock(members, now).verdict == verdict
-    assert clock({}, now).verdict == people({}).verdict == "warn"
+    assert clock({}, now) == Check("clock", "ok", "not compared: no other node has been seen")
+    assert people({}).verdict == "warn"
     assert people(members).verdict == "ok"
 
 
@@ -381,7 +384,8 @@ def test_dead_addresses_are_replaced_by_live_ones() -> None:
     dead = {address(1): False}
     assert begin(dead, start=StartCommand()).remedy == "swarm-node bootstrap MANIFEST"
     assert begin(dead, start=StartCommand(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
-    assert begin(dead, start=StartCommand(swarm=LINK)).remedy == f"swarm-node join '{LINK}' --bootstrap ADDRESS"
+    asked = "swarm-node join LINK --run-dir runs/a  # LINK: ask for a new one, where this one came from"
+    assert begin(dead, start=StartCommand(swarm=LINK, run_dir="runs/a")).remedy == asked
     assert (
         begin(dead, start=StartCommand("bootstrap", "a.toml", "hub")).remedy
         == "swarm-node bootstrap a.toml --run-dir hub"
@@ -437,7 +441,8 @@ def test_a_run_is_examined_with_own_settings(
 
     monkeypatch.setattr(doctor, "visitor", visitor)
     monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
-    assert examine("runs/alice", NodeConfig(), json_output=True) == 0
+    with RunDir.open(run.path):
+        assert examine("runs/alice", NodeConfig(), json_output=True) == 0
     printed = capsys.readouterr()
     assert "left out: of_another_version" in printed.err
     checks = {check["name"]: Check(**check) for check in json.loads(printed.out)["checks"]}
@@ -504,6 +509,29 @@ def a_member_run(role: str = "") -> RunDir:
     run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
     run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, free_port())}"]\ntasks = [{{env = "gcd"}}]\n')
     return run
+
+
+def test_a_run_that_just_ended_is_not_running(capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_member_run()
+    run.write_status({"swarm": SWARM, "time": time.time(), "peer": peer_id(0), "addresses": []})
+    examine("runs/alice", NodeConfig(), json_output=True)
+    assert "is using" not in names(capsys)["ports"].detail
+    with RunDir.open(run.path):
+        examine("runs/alice", NodeConfig(), json_output=True)
+    assert names(capsys)["ports"].detail == "the run is using its ports"
+
+
+def test_a_cure_is_named_once(
+    listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_member_run()
+    run.write_status({"swarm": SWARM, "time": 0.0, "peer": peer_id(0), "addresses": [address(0, listener)]})
+    monkeypatch.setattr(doctor, "visitor", lambda *arguments: nullcontext(Visitor()))
+    monkeypatch.setattr(doctor, "look_around", lambda transport: {})
+    examine("runs/alice", NodeConfig(), json_output=True)
+    checks = names(capsys)
+    assert (checks["bootstrap"].verdict, checks["members"].verdict) == ("fail", "warn")
+    assert checks["bootstrap"].remedy == "swarm-node bootstrap sums.toml" and not checks["members"].remedy
 
 
 def test_a_bootstrap_needs_no_room_for_a_model(

@@ -166,6 +166,14 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["metrics"]["round"] == 41
 
 
+def test_groups_that_wait_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"swarm/groups_received": 12, "swarm/groups_admitted": 8, "swarm/groups_waiting": 4}
+    run = make_run("runs/alice", received=counts)
+    assert "received   12 groups, admitted 8, 4 never examined" in shown(capsys, "runs/alice")
+    with RunDir.open(run.path):
+        assert "received   12 groups, admitted 8, 4 not examined yet" in shown(capsys, "runs/alice")
+
+
 def test_a_run_without_a_swarm_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/local").status.unlink()
     assert shown(capsys, "runs/local").splitlines()[-1] == "swarm      none: this run trains alone"

@@ -283,6 +283,8 @@ def test_admission_stops_when_its_time_is_used(world: World) -> None:
     for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 0), (3600, 7)):
         clock[0] += elapsed
         assert receiver.admit() == admitted
+        now = receiver.totals()
+        assert now["swarm/groups_received"] == now["swarm/groups_admitted"] + now["swarm/groups_waiting"] == 10
     assert rejected(receiver) == {}
 
 
