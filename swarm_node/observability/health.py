@@ -65,8 +65,14 @@ OWN = {
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
     "start_time_seconds": "Unix time, in seconds, at which this process began its run.",
+    "disk_free_bytes": "Free space on the disk of the run directory.",
+    "seconds_since_checkpoint": "Seconds since a checkpoint was written, or since the start if none was since then.",
+    "seconds_since_copy": "Seconds since a checkpoint was copied to `checkpoints.to`, or since the start if none was "
+    "since then. Missing without `checkpoints.to`.",
 }
 """Metrics besides the numbers of a round, and their meanings."""
+Measures = dict[str, Callable[[], float]]
+"""Name of OWN -> what measures it, whenever somebody asks."""
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -81,6 +87,7 @@ class Health:
         """`what` names the work that repeats."""
         self.waiting: Callable[[], str] = str  # returns what the node waits for with good reason; empty = nothing
         self.leaving = False
+        self.measures: Measures = {}
         self._what = what
         self._least_s = least_s
         self._clock = clock
@@ -159,6 +166,7 @@ class Health:
         training, _ = self.verdict()
         own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
         own["start_time_seconds"] = self._start_time
+        own |= {name: measure() for name, measure in list(self.measures.items())}
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
         if self._info:

@@ -31,6 +31,7 @@ from swarm_node.observability.metrics import EventLog
 from swarm_node.observability.progress import Lasting, ProgressDisplay
 from swarm_node.observability.usage import UsageSampler
 from swarm_node.say import Warned, is_shown, level_of
+from swarm_node.storage.room import free_bytes
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
@@ -97,6 +98,7 @@ def _say_error(kind: object, error: BaseException | None, trace: object) -> None
 
 def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStack) -> None:
     """Answer `/healthz` and `/metrics` until the stack is closed. Raises UserError."""
+    health.measures["disk_free_bytes"] = partial(free_bytes, run.path)
     listen, port = config.health.listen, config.health.port
     if port:
         stack.enter_context(serving(health, listen, port, config.health.hosts))

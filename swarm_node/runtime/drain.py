@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarm_node.config import NodeConfig
+from swarm_node.observability.health import Measures
 from swarm_node.runtime.console import say
 from swarm_node.runtime.preemption import cloud_of, reach
 from swarm_node.runtime.shutdown import Stopper
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.mirror import Accept, Mirror
 from swarm_node.storage.rundir import RunDir
 
@@ -48,11 +51,18 @@ def open_mirror(
     if not config.checkpoints.to:
         return None
     place, peer = ("local", "") if swarm is None else (swarm.manifest.swarm_id, swarm.identity.peer_id)
-    mirror = Mirror(config.checkpoints.to, place, config.name or run.path.resolve().name, peer, run.path, say)
+    name, said = config.name or run.path.resolve().name, partial(say, kind="checkpoint")
+    mirror = Mirror(config.checkpoints.to, place, name, peer, run.path, said)
     with stop.allowed():
         mirror.restore(accept, crew)
     mirror.start()
     return mirror
+
+
+def saved_ages(checkpoints: CheckpointStore, mirror: Mirror | None) -> Measures:
+    """The ages of the last checkpoint and of its last copy elsewhere, for /metrics."""
+    ages: Measures = {"seconds_since_checkpoint": lambda: checkpoints.age_s}
+    return ages if mirror is None else ages | {"seconds_since_copy": lambda: mirror.age_s}
 
 
 def finish_mirror(mirror: Mirror | None, stop: Stopper) -> None:

@@ -27,7 +27,7 @@ from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import finish_mirror, last_exchange, open_mirror, say_reach
+from swarm_node.runtime.drain import finish_mirror, last_exchange, open_mirror, saved_ages, say_reach
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -101,7 +101,7 @@ class Run:
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
         self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
-        self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
+        self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, partial(say, kind="checkpoint"))
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
         telling = partial(say, kind="start"), self._measured
@@ -119,6 +119,7 @@ class Run:
         self._without_reward = 0  # rounds in a row
         self._saved_at = 0.0  # when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
+        self.console.health.measures |= saved_ages(self.checkpoints, self._mirror)
         resumed = self.state.resume()
         self._declare(self.held_out.figures.last)
         if crew is None:

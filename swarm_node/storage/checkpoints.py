@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,7 @@ class CheckpointStore:
         self._failure: str | None = None
         self._best_failed = False
         self._writing: Future[None] | None = None
+        self._good_at = time.monotonic()  # when the last checkpoint was complete; at first, when this start began
         self.written: deque[Path] = deque(maxlen=MAX_WRITTEN)
         """Complete checkpoints of this start, oldest first; a reader may empty it, from any thread."""
 
@@ -109,6 +111,11 @@ class CheckpointStore:
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since a checkpoint was complete or, if none was, since this start began. From any thread."""
+        return time.monotonic() - self._good_at
 
     @property
     def failed(self) -> bool:
@@ -172,6 +179,9 @@ class CheckpointStore:
             self._failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
             self._report(Warned(self._failure))
         else:
+            self._good_at = time.monotonic()
+            if self._failure is not None:
+                self._report(f"checkpoints are written again: round {round} is saved")
             self._failure = None
 
     def _name_best(self, best: Best, name: str) -> bool:

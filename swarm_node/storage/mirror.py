@@ -98,10 +98,16 @@ class Mirror:
         self._done: dict[str, list[str]] = {}
         """Folder -> rounds whose copies equal those here, oldest first; as many as are kept."""
         self._failed: dict[str, float] = {}  # folder whose last copy failed -> when
+        self._good_at = time.monotonic()  # when the last copy was complete; at first, when this start began
         self._torn: set[Path] = set()  # checkpoints here that are torn, and so are not copied
         self._last = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since a copy was complete or, if none was, since this start began. From any thread."""
+        return time.monotonic() - self._good_at
 
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
         """Fill the folders of the run directory that have no whole checkpoint: `checkpoints` and, for a member of a
@@ -289,7 +295,8 @@ class Mirror:
             again = f"tried again every {COPY_RETRY_S:.0f} s"
             self._once(where, Warned(f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}"))
         else:
-            self._failed.pop(where, None)
+            if self._failed.pop(where, None) is not None:
+                self._say(f"checkpoints get to {self._url} again ({where})")
             self._once.over(where)
 
     def _copy_newest(self, folder: Path, where: str) -> None:
@@ -315,6 +322,7 @@ class Mirror:
                     return False
                 self.bucket.put(leaving, f"{self._owner}/{name}")
                 done.append(newest.name)
+                self._good_at = time.monotonic()
                 kept = KEPT if where == CHECKPOINTS else STAGES_KEPT
                 del done[:-kept]
                 if len(done) > 1:

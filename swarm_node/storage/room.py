@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,14 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import existing_part
 
 VALUE_BYTES = 12  # of a trained value in a checkpoint: itself and the optimiser's two moments, four bytes each
+
+
+def free_bytes(folder: Path) -> float:
+    """Free space on the disk of `folder`, in bytes; NaN if the system does not say."""
+    try:
+        return float(shutil.disk_usage(folder).free)
+    except OSError:
+        return math.nan
 
 
 def check_room(folder: Path, size: int, there: int = 0, wanted: int = 2) -> None:

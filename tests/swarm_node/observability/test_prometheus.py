@@ -21,6 +21,7 @@ from tests.support.repository import ROOT
 
 DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
 EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
+MEASURED = {"disk_free_bytes", "seconds_since_checkpoint", "seconds_since_copy"}
 ROWS = ["Is it training?", "Reward", "Groups", "Averaging", "Stages", "Traffic", "Speed", "Cost"]
 
 
@@ -32,6 +33,7 @@ def families(name: str = "alice") -> dict[str, Any]:
     """What a node that has every number says, by metric."""
     health = Health()
     health.identify(name, "0" * 64)
+    health.measures = {key: lambda: 0.5 for key in MEASURED}
     health.write(1, {example(each): 0.5 for each in EVERY})
     found = {}
     for family in parser.text_string_to_metric_families(health.metrics()):
@@ -52,7 +54,7 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
             (metric_name(name) + "_total" * (each in COUNTERS), labels)
         ]
     assert all(family.documentation for family in found.values())
-    own = {"info", "training", "waiting", "seconds_since_round", "start_time_seconds"}
+    own = {"info", "training", "waiting", "seconds_since_round", "start_time_seconds"} | MEASURED
     assert set(found) == {f"swarm_node_{name}" for name in own}
     assert set(EVERY) >= COUNTERS
 

@@ -337,15 +337,18 @@ def test_a_full_disk_costs_no_good_checkpoint(tmp_path):
 
 
 def test_a_disk_that_has_room_again_heals(tmp_path):
-    said = []
+    said, began = [], time.monotonic()
     store = CheckpointStore(tmp_path, 2, said.append)
     with file_size_limit(100):
         store.save(1, {}, STATE)
         store.wait()
     assert "last good checkpoint: none yet" in said[0]
     assert names(tmp_path) == []
+    failed_for = store.age_s
     store.save(2, {}, STATE)
     store.close()
+    assert said[1:] == ["checkpoints are written again: round 2 is saved"]
+    assert 0 <= store.age_s and store._good_at - began >= failed_for
     assert load(tmp_path)[0].round == 2
 
 

@@ -162,7 +162,8 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
     until(lambda: len(looks) > 3, HANGS_S)
     checkpoint(run / "checkpoints", 2)
     one.finish(HANGS_S)
-    assert len(said) == 1 and "Input/output error" in said[0]
+    assert len(said) == 2 and "Input/output error" in said[0]
+    assert said[1] == f"checkpoints get to file://{tmp_path}/away again (stages)"
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000002/SHA256SUMS"))
 
 
@@ -216,7 +217,8 @@ def test_nothing_is_copied_beneath_an_unmounted_share(
     assert not away.exists() and "FileNotFoundError" in said[0]
     away.mkdir()
     one.finish(HANGS_S)
-    assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
+    assert said[1:] == [f"checkpoints get to file://{away} again (checkpoints)"]
+    assert list(away.glob("*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
 
 
 def test_a_torn_checkpoint_replaces_no_whole_copy(url: str, tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_a_read_error_does_not_make_checkpoints_torn(
     one.start()
     until(lambda: len(failed) == 3, HANGS_S)
     one.finish(HANGS_S)
-    assert len(said) == 1 and os.strerror(code) in said[0]
+    assert len(said) == 2 and os.strerror(code) in said[0] and "again (checkpoints)" in said[1]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
 
 
