@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+TEMPORARY = 75  # exit code after a TemporaryError: EX_TEMPFAIL of sysexits.h
+
 
 class SwarmNodeError(Exception):
     """Base of these errors."""
@@ -14,6 +16,11 @@ class SwarmNodeError(Exception):
 
 class UserError(SwarmNodeError):
     """A problem that only the user can solve. The message, one line with exit code 2, says what to do next."""
+
+
+class TemporaryError(UserError):
+    """A problem that time, another process or a new start may end as well: exit code TEMPORARY, upon which a supervisor
+    should start the node again."""
 
 
 class PluginError(UserError):

@@ -21,7 +21,7 @@ from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
-from swarm_node.errors import NobodyReached, PluginError, SwarmNodeError
+from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -78,7 +78,7 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
             command(**values)
         except SwarmNodeError as error:
             _tell(error, values)
-            raise typer.Exit(NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR) from None
+            raise typer.Exit(_exit_code(error)) from None
         except Exception as error:
             if (own := blamed(error)) is None:
                 raise
@@ -86,6 +86,12 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(USER_ERROR) from None
 
     return run
+
+
+def _exit_code(error: SwarmNodeError) -> int:
+    if isinstance(error, TemporaryError):
+        return TEMPORARY
+    return NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR
 
 
 def _tell(error: SwarmNodeError, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, starting
 from swarm_node.config import NodeConfig, dump_toml
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
@@ -92,7 +92,7 @@ def _check_stopped(run: RunDir) -> None:
         raise UserError(f"no run in {run.path}: {takes}{names_near(run.path)}")
     if run.in_use:
         paused = f"; `swarm-node unpause {run.quoted}` ends its pause" if run.paused.exists() else ""
-        raise UserError(f"{run.path} is running already, as process {run.holder}{paused}")
+        raise TemporaryError(f"{run.path} is running already, as process {run.holder}{paused}")
     if run.read_role() == BOOTSTRAP:
         again = f"swarm-node bootstrap {shlex.quote(str(run.swarm))} --run-dir {run.quoted}"
         raise UserError(f"{run.path} is of a bootstrap: `{again}` starts it again")

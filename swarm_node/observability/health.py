@@ -41,7 +41,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric
 
 from swarm_node import __version__
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.observability.hosts import is_expected
 from swarm_node.observability.metrics_reference import describe_metric, labelled
 from swarm_node.storage.rundir import RunDir
@@ -198,7 +198,8 @@ def serving(health: Health, listen: str, port: int, hosts: Collection[str] = ())
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
             raise
-        raise UserError(f"health.port {port} of {listen}: {error.strerror}; choose another --health-port") from error
+        kind = TemporaryError if error.errno == errno.EADDRINUSE else UserError
+        raise kind(f"health.port {port} of {listen}: {error.strerror}; choose another --health-port") from error
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="health", daemon=True)
     thread.start()
     try:

@@ -25,7 +25,7 @@ from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
 from protocol.transports.ports import lost_port
 from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
-from swarm_node.errors import StopRequested, UserError
+from swarm_node.errors import StopRequested, TemporaryError, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
@@ -177,7 +177,7 @@ def _watch(
                 once("reach", reach)
         with suppress(OSError):  # too many open files: it is looked at again
             if exceeded := memory.exceeded():
-                raise UserError(f"the bootstrap took {exceeded}")
+                raise TemporaryError(f"the bootstrap took {exceeded}")
         status = _status(config, manifest, transport)
         traffic, here = status["traffic"], len(status["peers"])
         if traffic.get("rejected/newer"):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import StopRequested, UserError
+from swarm_node.errors import StopRequested, TemporaryError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.policy.loading import load_policy
@@ -193,7 +193,7 @@ class Run:
             stop.safe()
         finish_mirror(self._mirror, stop)
         if self.limits.over:
-            raise UserError(self.limits.over)
+            raise TemporaryError(self.limits.over)
 
     def _average_last(self, stop: Stopper) -> None:
         """Finish the exchange of weights that is due or under way, if there is time, and save the averaged

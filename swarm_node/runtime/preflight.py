@@ -13,7 +13,7 @@ import psutil
 from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
 from swarm_node.storage.room import VALUE_BYTES, check_room
@@ -56,7 +56,8 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
 def _check_port(listen: str, port: int, option: str) -> None:
     try:
         if port and not is_free(listen, port):
-            raise UserError(f"port {port} of {listen} is taken{port_holder(port)}: free it, or choose another {option}")
+            taken = f"port {port} of {listen} is taken{port_holder(port)}"
+            raise TemporaryError(f"{taken}: free it, or choose another {option}")
     except LocalProtocolError as error:
         raise UserError(f"{error}; choose another {option}") from error
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.storage.names import NAME, order
 
 GROWTH_CHECK_S = 0.2  # time between two looks at whether a file that is read has grown
@@ -76,9 +76,9 @@ class Bucket:
         try:
             there = answered_in_time(self._is_there)
         except TimeoutError as error:
-            raise UserError(f"--checkpoint-to {url}: {error}") from error
+            raise TemporaryError(f"--checkpoint-to {url}: {error}") from error
         if not there:
-            raise UserError(
+            raise TemporaryError(
                 f"--checkpoint-to {url}: there is no such folder; mount the share that it is on, or make it there: "
                 f"mkdir {shlex.quote(place)}"
             )

@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swarm_node.errors import CheckpointError, UserError
+from swarm_node.errors import CheckpointError, TemporaryError, UserError
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, Best, read_best, write_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
@@ -136,7 +136,7 @@ class CheckpointStore:
         """Finish writing. Raises UserError if the newest state could not be saved."""
         self.wait()
         if self._failure is not None:
-            raise UserError(self._failure)
+            raise TemporaryError(self._failure)
 
     def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint | None:
         """The newest usable checkpoint, or None if there is none; changes nothing on disk.

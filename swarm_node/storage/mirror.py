@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarm_node.errors import CheckpointError, SwarmNodeError, UserError
+from swarm_node.errors import CheckpointError, SwarmNodeError, TemporaryError, UserError
 from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import ForeignCheckpoint, check_files, read_state
@@ -129,7 +129,7 @@ class Mirror:
         except UserError:
             raise
         except Exception as error:  # each driver has its own; to begin anew silently would lose everything
-            raise UserError(
+            raise TemporaryError(
                 f"cannot read {self._url} ({_what(error)}): mend that, or leave out --checkpoint-to to begin anew"
             ) from error
 

@@ -6,7 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError
 from swarm_node.storage.rundir import existing_part
 
 VALUE_BYTES = 12  # of a trained value in a checkpoint: itself and the optimiser's two moments, four bytes each
@@ -27,7 +27,7 @@ def check_room(folder: Path, size: int, there: int = 0, wanted: int = 2) -> None
     if count * size > free:
         each = f"{size / 2**20:,.1f} MiB"
         needed = f"{'three' if count > 2 else 'two'} checkpoints" if count > 1 else "one more checkpoint"
-        raise UserError(
+        raise TemporaryError(
             f"no room at {folder} for {needed} of {each}: {free / 2**20:,.1f} MiB are free; free some space, or choose "
             "another directory (--run-dir)"
         )

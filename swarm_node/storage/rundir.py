@@ -47,7 +47,7 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.errors import SwarmNodeError, TemporaryError, UserError
 from swarm_node.storage.nearby import names_near
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
@@ -181,7 +181,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(f"{self.path} holds other things than a run; choose another --run-dir")
 
     def _used(self) -> UserError:
-        return UserError(f"{self.path} is in use by process {self.holder}: stop it, or choose another --run-dir")
+        return TemporaryError(f"{self.path} is in use by process {self.holder}: stop it, or choose another --run-dir")
 
     def _take_lock(self) -> None:
         """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""
@@ -362,7 +362,8 @@ def os_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(os_error_text(error, path)) from error
+        kind = TemporaryError if error.errno in FULL else UserError
+        raise kind(os_error_text(error, path)) from error
 
 
 def os_error_text(error: OSError, path: Path) -> str:

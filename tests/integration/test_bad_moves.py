@@ -109,7 +109,7 @@ def test_a_chosen_port_that_is_taken_ends_the_start(taken: int, place: Path) -> 
     listen = ["--listen", "127.0.0.1", "--port", str(taken)]
     for command in (["join", "demo.toml"], ["bootstrap", "demo.toml"]):
         code, told = answer(*command, *listen)
-        assert code == 2 and f"port {taken} of 127.0.0.1 is taken" in told and "choose another --port" in told
+        assert code == 75 and f"port {taken} of 127.0.0.1 is taken" in told and "choose another --port" in told
     assert not (place / "runs").exists()
 
 
@@ -131,7 +131,7 @@ def test_a_second_node_in_one_directory_is_refused() -> None:
     Path("runs/a").mkdir(parents=True)
     with RunDir.open("runs/a"):
         code, told = answer("local", "--run-dir", "runs/a")
-    assert code == 2 and f"runs/a is in use by process {os.getpid()}: stop it, or choose another --run-dir" in told
+    assert code == 75 and f"runs/a is in use by process {os.getpid()}: stop it, or choose another --run-dir" in told
 
 
 def test_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from swarm_node.config.keys import Table, all_keys, flat, merged, nest
 from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
-from swarm_node.errors import UserError
+from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.observability.comparing import half_95, newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.children import close_input, end_children, start_child
@@ -240,7 +240,7 @@ class Sweep:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         if not code:
             return f"{folder}: the last round has no checkpoint or no figure of the objective, see {log}"
-        return f"{folder}: {last[0] if last and code == USER_ERROR else f'exit code {code}, see {log}'}"
+        return f"{folder}: {last[0] if last and code in (USER_ERROR, TEMPORARY) else f'exit code {code}, see {log}'}"
 
     @contextmanager
     def _children(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -461,6 +462,24 @@ def test_a_resumption_without_a_run_names_those_here() -> None:
         result = run("resume")
     assert result.exit_code == 2
     assert result.stderr.strip().endswith("below runs/ there are: `swarm-node resume 'runs/b c'`")
+
+
+def test_what_may_heal_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """A supervisor starts the node again then, and not after a wrong setting."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "config.toml").touch()
+    small = ["--set", "eval.questions=0", "--rounds", "1"]
+    with RunDir.open(folder):
+        assert run("resume", str(folder)).exit_code == 75
+        assert run("local", "--run-dir", str(folder), *small).exit_code == 75
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run("local", "--run-dir", str(tmp_path / "b"), "--health-port", port, *small)
+        assert result.exit_code == 75 and f"port {port} of 127.0.0.1 is taken" in result.stderr
+    assert run("local", "--run-dir", str(tmp_path / "b"), "--tasks", "nonsense", *small).exit_code == 2
 
 
 def test_a_task_names_its_set_too() -> None:

@@ -18,7 +18,7 @@ from protocol.messages import PeerCard
 from protocol.topics import rollout_topic
 from swarm_node.cli.app import app
 from swarm_node.config import NetworkConfig, NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.observability.health import Health
 from swarm_node.runtime import bootstrap
 from swarm_node.runtime.bootstrap import run_bootstrap
@@ -158,7 +158,7 @@ def test_it_leaves_if_it_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) 
     hub = Hub()
     monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
     config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "resources": {"max_memory_gb": 0.01}})
-    with pytest.raises(UserError, match=r"the bootstrap took .* GiB, more than --max-memory 0.01: lower network.max"):
+    with pytest.raises(TemporaryError, match=r"the bootstrap took .* GiB, more than --max-memory 0.01: lower network"):
         run_bootstrap(config)
     assert hub.closed
 

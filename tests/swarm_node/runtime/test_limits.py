@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.machine import ResourcesConfig
-from swarm_node.errors import StopRequested, UserError
+from swarm_node.errors import StopRequested, TemporaryError, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.limits import (
     BURST_S,
@@ -532,7 +532,7 @@ def test_a_member_s_round_includes_its_network(tmp_path: Path) -> None:
 
 def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResourceLimits, "check_estimate", lambda *arguments: None)
-    with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
+    with pytest.raises(TemporaryError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
         train_locally(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)

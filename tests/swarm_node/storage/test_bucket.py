@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.bucket import answered_in_time
 from tests.support.mirrors import HANGS_S, mirror
@@ -29,7 +29,7 @@ def test_a_missing_folder_is_refused_at_the_start(place: str, tmp_path: Path) ->
     (tmp_path / "share").mkdir()  # where nothing is mounted
     (tmp_path / "file").write_text("")
     said = f"there is no such folder; mount the share that it is on, or make it there: mkdir {tmp_path}/{place}"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(TemporaryError, match=said):
         mirror(f"file://{tmp_path}/{place}", tmp_path / "run", [])
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.pipeline.assemble import check_disk_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
@@ -57,7 +57,7 @@ def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="no room"):
         check_disk_room(crew, run, footprint, everybody=True)
     leave(monkeypatch, 2 * each[1] - 1)
-    with pytest.raises(UserError, match=r"no room at .*run/stages for two checkpoints"):
+    with pytest.raises(TemporaryError, match=r"no room at .*run/stages for two checkpoints"):
         check_disk_room(crew, run, footprint)
 
 
