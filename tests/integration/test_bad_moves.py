@@ -124,7 +124,7 @@ def test_a_port_of_the_node_s_own_choice_moves_on(taken: int) -> None:
 
 def test_the_port_of_health_that_is_taken_ends_the_start(taken: int, place: Path) -> None:
     code, told = answer("local", "--health-port", str(taken))
-    assert code == 2 and "choose another --health-port" in told and not (place / "runs").exists()
+    assert code == 75 and "choose another --health-port" in told and not (place / "runs").exists()
 
 
 def test_a_second_node_in_one_directory_is_refused() -> None:
@@ -137,7 +137,7 @@ def test_a_second_node_in_one_directory_is_refused() -> None:
 def test_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 2**22)
     code, told = answer("local", "--run-dir", "r")
-    assert code == 2 and "for three checkpoints of 5.0 MiB: 4.0 MiB are free" in told and not Path("r").exists()
+    assert code == 75 and "for three checkpoints of 5.0 MiB: 4.0 MiB are free" in told and not Path("r").exists()
 
 
 def process(*words: str) -> subprocess.CompletedProcess[str]:
