@@ -15,7 +15,7 @@ from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.own import dump_own
-from swarm_node.errors import UserError
+from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.storage.run_settings import RunSettings, as_trained
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import swarm_to_join
@@ -47,9 +47,9 @@ def start(*words: str, **env: str) -> dict[str, Any]:
     return tomllib.loads(result.stdout)
 
 
-def refused(*words: str) -> str:
+def refused(*words: str, code: int = 2) -> str:
     result = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == code, result.output
     return result.stderr
 
 
@@ -193,7 +193,7 @@ def test_resume_says_what_else_to_do() -> None:
     run = RunDir("r")
     with RunDir.open("r"):
         run.write_paused(None)
-        said = refused("resume", "r")
+        said = refused("resume", "r", code=TEMPORARY)
         assert f"running already, as process {os.getpid()}; `swarm-node unpause r` ends its pause" in said
     run.write_status({"role": "bootstrap"})
     assert "`swarm-node bootstrap r/swarm.toml --run-dir r` starts it again" in refused("resume", "r")
