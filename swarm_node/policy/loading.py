@@ -176,7 +176,7 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
         keep_freed_memory()
     elif device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: eight times the rate, 10 bits of each factor
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each shape anew: 1.7 s an update where others take 0.45
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape, and updates have new ones
     if config.threads or size < ONE_THREAD_BELOW:
         torch.set_num_threads(config.threads or 1)
     dtype, why = _dtype(config.dtype, device, lora, model_config, alone)
