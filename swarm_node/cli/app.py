@@ -32,6 +32,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "resume": train.resume,
         "pause": look.pause,
         "unpause": look.unpause,
+        "stop": look.stop,
         "sweep": train.sweep,
         "starter": model.starter,
     },

@@ -1,4 +1,4 @@
-"""Commands that look at runs, tasks and the configuration, or pause a run."""
+"""Commands that look at runs, tasks and the configuration, or pause or stop a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note_for, option
+from swarm_node.cli.options import CommandSettings, Json, note, note_for, option
 from swarm_node.cli.train import print_config
 from swarm_node.config.writing import config_reference
 from swarm_node.storage.rundir import RunDir
@@ -36,6 +36,13 @@ def unpause(run: RunArgument) -> None:
     from swarm_node.runtime.pause import unpause_run
 
     typer.echo(unpause_run(RunDir(run)))
+
+
+def stop(run: RunArgument) -> None:
+    """Stop the node of a run as Ctrl-C does, and wait until it has saved and left."""
+    from swarm_node.runtime.stop_request import stop_run
+
+    typer.echo(stop_run(RunDir(run), note))
 
 
 def list_tasks(

@@ -51,6 +51,20 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     if dry_run:
         print_config(config, json_output)
         return
+    from swarm_node.runtime.shutdown import NOT_BEGUN, leaving_at_once
+
+    run = RunDir(config.directory)
+    tell = note_for(config, "stop")  # made here, since a signal may come in the middle of its import
+
+    def leave() -> None:
+        run.abandon()
+        tell(NOT_BEGUN)
+
+    with leaving_at_once(leave):
+        _start(config, run, member, json_output)
+
+
+def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> None:
     from swarm_node.runtime.preflight import check_material, check_run_place
     from swarm_node.swarm.links import swarm_to_join
 
@@ -67,7 +81,7 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     say_preset(config.resources, told)
     config = gentle_by_default(config, told) if member else config
     be_nice(config.resources)
-    with RunDir.open(config.directory) as run:  # held from here on: `pause` and a second start see it while torch loads
+    with run.take():  # held from here on: `pause` and a second start see it while torch loads
         from swarm_node.runtime.start import run_join, run_local
 
         if found is None:

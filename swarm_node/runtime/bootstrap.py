@@ -34,8 +34,9 @@ from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.runtime.preflight import check_run_place, port_holder
-from swarm_node.runtime.shutdown import Stopper
+from swarm_node.runtime.shutdown import Stopper, leaving_at_once
 from swarm_node.runtime.status import STATUS_S
+from swarm_node.runtime.stop_request import stopping_when_asked
 from swarm_node.say import Once, Warned, is_shown, level_of
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
@@ -70,7 +71,9 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
     if config.log_format == "text" and is_shown(logging.INFO):
         _print("starting (loading the network) …")
     with ExitStack() as stack:
-        run = stack.enter_context(RunDir.open(config.directory))
+        run = RunDir(config.directory)
+        stack.enter_context(leaving_at_once(run.abandon))
+        stack.enter_context(run.take())
         open_log(run, lines or (lambda text, kind, level: None if level == "error" else _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
@@ -78,6 +81,7 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         health = Health(what="look", least_s=NO_ADDRESS_S)
         open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
+        stack.enter_context(stopping_when_asked(run, stop, say))
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, stop, stack)

@@ -109,11 +109,11 @@ def _check_run(run: RunDir, verb: str) -> None:
         raise UserError(f"no run in {run.path}: {wants}{names_near(run.path)}")
     if verb == "pause" and run.exists and read_own(run.config).pipeline.stages:
         raise UserError(
-            f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
-            "it hands its stage over to another"
+            f"{run.path} holds a stage of a crew, which would wait for it: `swarm-node stop {run.quoted}` instead; the "
+            "node hands its stage over to another"
         )
     if verb == "pause" and run.read_role() == BOOTSTRAP:
-        raise UserError(f"{run.path} is a bootstrap, which others join by at any time: stop it instead (Ctrl-C)")
+        raise UserError(f"{run.path} is a bootstrap, which others join by at any time: `swarm-node stop {run.quoted}` instead")
 
 
 def pause_asked(path: Path, now: float) -> str:

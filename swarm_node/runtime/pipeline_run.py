@@ -27,6 +27,7 @@ from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopping
 from swarm_node.runtime.shutdown import Stopper
+from swarm_node.runtime.stop_request import stopping_when_asked
 from swarm_node.say import Warned
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
@@ -62,6 +63,7 @@ def run_crew(
     with ExitStack() as stack:
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say, ADVICE))
+        stack.enter_context(stopping_when_asked(run, stop, say))
         with ExitStack() as inner:
             try:
                 crew, mirror = _enter(config, run, console, swarm, stop, inner)

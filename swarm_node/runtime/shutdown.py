@@ -11,6 +11,8 @@ does not rely on StopRequested having been raised: a `__del__` may swallow that,
 
 A notice (`notice`, from any thread) acts as a first signal does, with a deadline of its own. A second signal exits at
 once. A first signal after a notice, which is how the machine itself stops, only sets its own deadline.
+
+Before a run has a Stopper, while the program loads, `leaving_at_once` holds: there is nothing to finish.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ HANGUP = signal.SIGHUP
 """The terminal was closed. It never counts as a first signal, since the shell and the kernel may both send it, and a
 SIGTERM may follow. A process that ignores it (nohup) goes on."""
 NOTICE = signal.SIGUSR1  # the signal with which a notice reaches the main thread
+NOT_BEGUN = "stopping before training began; the same command begins here again"
 SAFE_EXIT_S = 1.0  # time after the deadline for a run that is safe
 LAST_RESORT_S = 600.0  # longest time for the last resort: writing a large state takes long
 NOTICE_RESERVE_S = 2.0  # part of a notice's time that is kept free for writing, and for clocks that differ
@@ -63,8 +66,7 @@ class Stopper:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        heard = [*STOPPING, NOTICE, *([HANGUP] if signal.getsignal(HANGUP) == signal.SIG_DFL else [])]
-        self._old = {number: signal.signal(number, self._handle) for number in heard}
+        self._old = {number: signal.signal(number, self._handle) for number in [*_heard(), NOTICE]}
         self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
         self._watchdog.start()
         return self
@@ -211,6 +213,33 @@ class EmbeddedStopper(Stopper):
         if self._signalled:
             raise KeyboardInterrupt
         super()._handle(number, frame)
+
+
+@contextmanager
+def leaving_at_once(leave: Callable[[], None]) -> Iterator[None]:
+    """Within the context, a signal calls `leave` and ends the process with exit code 0, until a Stopper takes over. Use
+    it from the main thread.
+
+    No exception is raised: the signal may come at any point of an import, and libraries catch all sorts there.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        try:
+            leave()
+        finally:
+            _quit(0)
+
+    before = {number: signal.signal(number, end) for number in _heard()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heard() -> list[signal.Signals]:
+    """The signals that stop this process."""
+    return [*STOPPING, *([HANGUP] if signal.getsignal(HANGUP) != signal.SIG_IGN else [])]
 
 
 def _quit(code: int) -> None:

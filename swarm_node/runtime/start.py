@@ -18,10 +18,10 @@ from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopping
+from swarm_node.runtime.shutdown import NOT_BEGUN
+from swarm_node.runtime.stop_request import stopping_when_asked
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm
-
-NOT_BEGUN = "stopping before training began; the same command begins here again"
 
 
 def run_local(config: NodeConfig, run: RunDir, json_output: bool = False) -> int:
@@ -72,6 +72,7 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
     with ExitStack() as stack:
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say))
+        stack.enter_context(stopping_when_asked(run, stop, say))
         with ExitStack() as inner:
             try:
                 whole = Run(config, run, inner, stop, console, swarm, callbacks=callbacks)

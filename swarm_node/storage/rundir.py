@@ -14,6 +14,7 @@
         lock             process id of the holder
         paused           exists while the owner has the run paused; the Unix time of its end, if that is known
         waits            why the run is paused now, for whatever reason; exists while it is
+        stop             exists from `swarm-node stop` until the node has seen it
         health.json      where the node answers /healthz; exists while it runs
 
     and, for a node in a swarm,
@@ -53,13 +54,13 @@ from swarm_node.storage.nearby import names_near
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("plots", "peers", "paused", "waits", "health.json", "page"),
+    *("plots", "peers", "paused", "waits", "stop", "health.json", "page"),
 }
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm
 MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
-    r"(config|swarm|paused|waits|health|metrics|events|samples|best|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
+    r"(config|swarm|paused|waits|stop|health|metrics|events|samples|best|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
@@ -88,6 +89,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.files = self.path / "files"
         self.paused = self.path / "paused"
         self.waits = self.path / "waits"
+        self.stop = self.path / "stop"
         self.health = self.path / "health.json"
         self._lock: int | None = None
         self._made: list[Path] = []  # directories that this start made; empty once the run has begun
@@ -143,24 +145,27 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """The run directory at `path`, locked for this process until `close` or the process ends. Raises UserError if
-        another process holds it, or if it cannot be written."""
-        run = cls(path)
-        with os_errors_explained(run.path):
-            run._made = [folder for folder in (run.path, run.path.parent) if not folder.exists()]
-            run.path.mkdir(parents=True, exist_ok=True)
-            run._check_content()
-            run._take_lock()
+        """The run directory at `path`, taken."""
+        return cls(path).take()
+
+    def take(self) -> RunDir:
+        """Lock the directory for this process until `close` or the process ends. Raises UserError if another process
+        holds it, or if it cannot be written."""
+        with os_errors_explained(self.path):
+            self._made = [folder for folder in (self.path, self.path.parent) if not folder.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._check_content()
+            self._take_lock()
             try:
-                for folder in (run.checkpoints, run.export, run.plots):
+                for folder in (self.checkpoints, self.export, self.plots):
                     _make(folder)
             except OSError:
-                run.close()
+                self.close()
                 raise
-        for left in (run.waits, run.health):  # by a process that was killed
+        for left in (self.waits, self.health, self.stop):  # by a process that was killed
             with suppress(OSError):
                 left.unlink(missing_ok=True)
-        return run
+        return self
 
     def check_usable(self) -> None:
         """Raise UserError if `open` would, as far as can be told without writing anything."""
@@ -226,6 +231,18 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Ask the process of this run to pause. Raises OSError."""
         _replace(self.paused, "" if until is None else f"{until:.0f}\n", safely=False)
 
+    def write_stop(self) -> None:
+        """Ask the process of this run to stop. Raises OSError."""
+        _replace(self.stop, "", safely=False)
+
+    def take_stop(self) -> bool:
+        """Whether this process was asked to stop, since the last call."""
+        try:
+            self.stop.unlink()
+        except OSError:
+            return False
+        return True
+
     def write_waits(self, why: str) -> None:
         """Write why the run is paused; empty = it is not. It is only for looking at: an error is ignored."""
         with suppress(OSError):
@@ -272,19 +289,27 @@ class RunDir(AbstractContextManager["RunDir"]):
         """The run has begun: an error no longer removes what it made."""
         self._made = []
 
-    def _written(self) -> Iterator[Path]:
-        """What the run holds beside that which `open` makes."""
-        made = {self.path / "lock", self.checkpoints, self.export, self.plots}
-        return (path for path in self.path.rglob("*") if path not in made)
+    def abandon(self) -> None:
+        """Remove what this start made if it has not begun and wrote nothing but its log. The lock stays."""
+        made = {self.path / "lock", self.events, self.checkpoints, self.export, self.plots}
+        if self._made and all(path in made for path in self.path.rglob("*")):
+            self._remove()
+
+    def _remove(self) -> None:
+        """Remove the directories that this start made; none once the run has begun."""
+        made, self._made = self._made, []
+        if made:
+            shutil.rmtree(made[0], ignore_errors=True)
+        for parent in made[1:]:  # `runs`, if nothing else is in it by now
+            with suppress(OSError):
+                parent.rmdir()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Release the lock. A start that was refused, or interrupted before it wrote anything, leaves no directory."""
-        interrupted = isinstance(error, KeyboardInterrupt) and not any(self._written())
-        if self._made and (isinstance(error, SwarmNodeError) or interrupted):
-            shutil.rmtree(self._made[0], ignore_errors=True)
-            for parent in self._made[1:]:  # `runs`, if nothing else is in it by now
-                with suppress(OSError):
-                    parent.rmdir()
+        """Release the lock. A start that was refused, or stopped before it wrote anything, leaves no directory."""
+        if isinstance(error, SwarmNodeError):
+            self._remove()
+        elif error is None or isinstance(error, KeyboardInterrupt):
+            self.abandon()
         self.close()
 
 

@@ -62,7 +62,7 @@ LOOPBACK = {
 }
 ENDS_WELL = {"doctor": (0, 1)}
 """Exit codes; the doctor says with 1 that something is wrong with the machine."""
-OF_RUNS = {"compare", "doctor", "eval", "export", "merge", "pause", "resume", "samples", "status", "unpause"}
+OF_RUNS = {"compare", "doctor", "eval", "export", "merge", "pause", "resume", "samples", "status", "stop", "unpause"}
 HUB_ID = re.compile(r"[A-Za-z][\w-]*/[\w.-]+")
 STARTER = ROOT / "swarm_node/policy/starter_model"
 

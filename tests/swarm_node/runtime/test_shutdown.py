@@ -128,6 +128,27 @@ def test_an_ignored_hangup_stops_nothing():
     assert ended(process) == ("stopped\n", 0)
 
 
+EARLY = """
+from swarm_node.runtime.shutdown import leaving_at_once
+with leaving_at_once(lambda: print("left", flush=True)):
+    BODY
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_before_a_run_signals_end_the_process(number):
+    process = start(EARLY.replace("BODY", "ready(); time.sleep(100)"))
+    process.send_signal(number)
+    assert ended(process) == ("left\n", 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_takes_signals_over_from_its_start(number):
+    process = start(EARLY.replace("BODY", "    ".join(INTERRUPTIBLE.splitlines(keepends=True))))
+    process.send_signal(number)
+    assert ended(process) == ("stopped\n", 0)
+
+
 def test_leaving_restores_the_handlers():
     from swarm_node.runtime.shutdown import Stopper
 

@@ -21,7 +21,7 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "doctor", "pause", "unpause", "samples", "resume", "dashboard", "compare"]
+    "command", ["status", "doctor", "pause", "unpause", "stop", "samples", "resume", "dashboard", "compare"]
 )
 @pytest.mark.parametrize("name", ["runs/alise", "alice"])
 def test_a_wrong_name_is_answered_with_runs(command: str, name: str) -> None:
