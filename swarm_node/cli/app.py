@@ -46,7 +46,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "identity export": swarm.export_identity,
         "identity import": swarm.import_identity,
     },
-    "Use": {"eval": model.evaluate_model, "export": model.export, "merge": model.merge_models},
+    "Use": {"eval": model.evaluate_model, "export": model.export, "merge": model.merge_models, "bench": model.bench},
     "Look": {
         "tasks": look.list_tasks,
         "samples": look.samples,

@@ -159,6 +159,41 @@ def merge_models(
         main(runs, request)
 
 
+def bench(
+    settings: CommandSettings,
+    minutes: Annotated[float, option("--minutes", "Most minutes to measure.", min=0.5)] = 10.0,
+    prompts: Annotated[
+        int,
+        option(
+            "--prompts",
+            "Questions of a step; 0 = 8, or 1 for a model above 20 million parameters on a CPU.",
+            min=0,
+        ),
+    ] = 0,
+    group_size: Annotated[int, option("--group-size", "Answers to each question.", min=2)] = 8,
+    length: Annotated[int, option("--length", "Tokens of each answer.", min=1)] = 64,
+    file: Annotated[
+        Path | None,
+        option("--json", "File for the figures; by default bench-<model>.json, which is replaced.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Measure how fast a GRPO step is on this machine, and in how much memory; also TRL's, where it is installed.
+
+    Prints one row for each and writes the figures to a file to send in, which names neither this machine nor a path.
+    Every answer runs to its full length.
+    """
+    config = settings.load()
+    from swarm_node.policy.extras import check_quantiser
+    from swarm_node.policy.model_path import checked
+
+    check_quantiser(config.policy)
+    if config.policy.model != "starter":
+        checked(config.policy.model)
+    from swarm_node.cli.commands.bench import BenchRequest, main
+
+    main(config, BenchRequest(minutes, group_size, length, prompts, file), note)
+
+
 def is_swarm(named: str) -> bool:
     """Whether `merge` takes `named` for a swarm, not for a run directory."""
     from swarm_node.swarm.download import is_url

@@ -50,7 +50,7 @@ OPTIONS = (
     KeyOption(
         "policy.model",
         "--model",
-        "local join bootstrap",
+        "local join bootstrap bench",
         metavar="PATH|ID",
         says={"bootstrap": "The swarm's model, to give it to members who lack it."},
     ),
@@ -82,8 +82,8 @@ OPTIONS = (
     KeyOption("minutes", "--minutes", "local join resume"),
     KeyOption("run_dir", "--run-dir", "local join bootstrap identity", metavar="DIR"),
     KeyOption("seed", "--seed", "local join"),
-    KeyOption("policy.lora", "--lora", "local join"),
-    KeyOption("policy.quantize", "--quantize", "local join", metavar="nf4|int8"),
+    KeyOption("policy.lora", "--lora", "local join bench"),
+    KeyOption("policy.quantize", "--quantize", "local join bench", metavar="nf4|int8"),
     KeyOption(
         "pipeline.stages",
         "--stages",

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
-from swarm_node.policy.chat_template import frame_around
+from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
@@ -138,12 +138,7 @@ class Policy:
     @property
     def frame(self) -> Frame:
         """The chat template's frame around questions. UserError if the template is refused."""
-        try:
-            template = self.tokenizer.get_chat_template()
-        except ValueError as exc:  # it has several, and none is the default
-            raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
-        special = json.dumps(self.tokenizer.special_tokens_map, default=str)
-        return frame_around(template, self.config.system_prompt, special, self.config.model)
+        return tokenizer_frame(self.tokenizer, self.config.system_prompt, self.config.model)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

@@ -1,0 +1,329 @@
+"""Measure GRPO steps on this machine, and TRL's where it is installed: `swarm-node bench`.
+
+    ours, TRL, ours, TRL, …   each in a process of its own (`bench_arms`), until three of each are done or time is up
+    -> a table, and a file that says what was measured and on what machine, and nothing else of it
+
+Loads no torch: a process that starts another can leave it the peak of its own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from protocol.errors import printable
+from swarm_node import __version__
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.observability.usage import cpus
+from swarm_node.storage.rundir import os_errors_explained
+
+FORMAT = 1
+REPEATS = 3  # processes of each arm
+STEPS = 10  # counted steps of a process, at most
+FOREVER = 1e18
+LONGEST_REASON = 300  # characters
+PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes")
+MIB = 2**20
+
+Who = Literal["ours", "trl"]
+NAMES: dict[Who, str] = {"ours": "swarm-node", "trl": "TRL"}
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What is done in a step, and how many steps there are."""
+
+    prompts: int  # 0 = as many as are usual for the model
+    group_size: int  # answers to each prompt
+    new: int  # tokens of an answer, at most
+    steps: int = STEPS
+    warmup: int = 1  # steps before the first that counts
+    learning_rate: float = 1e-5
+    seed: int = 0
+    until: float = FOREVER  # time.monotonic() by which the last step should end
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """What the process of an arm is to do."""
+
+    who: Who
+    policy: dict[str, Any]  # `PolicyConfig`
+    work: Work
+    checkpointing: bool = False  # TRL: recompute activations, for less memory
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """What a process measured."""
+
+    engine: str
+    device: str
+    device_bytes: int  # memory of the GPU; 0 without one
+    threads: int
+    dtype: str
+    parameters: int
+    lora: bool
+    prompts: int
+    step_s: list[float]
+    sampling_s: list[float]  # empty if it is not known
+    tokens: list[int]  # of the answers of each step
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What the command line asks for."""
+
+    minutes: float
+    group_size: int
+    length: int
+    prompts: int  # 0 = as many as are usual for the model
+    file: Path | None  # None = one named after the model
+
+
+@dataclass
+class Result:
+    """What became of an arm's processes."""
+
+    arms: list[Arm]
+    failed: str = ""
+    checkpointing: bool = False
+
+    def all(self, values: Callable[[Arm], Sequence[float]]) -> list[float]:
+        """A measure of all counted steps."""
+        return [value for arm in self.arms for value in values(arm)]
+
+
+def main(config: NodeConfig, request: BenchRequest, say: Callable[[str], None]) -> None:
+    """Measure, print the table and write the file. Raises UserError if this package cannot train the model."""
+    model = Path(config.policy.model).name
+    file = request.file or Path(f"bench-{'-'.join(filter(None, (model, config.policy.quantize)))}.json")
+    with os_errors_explained(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        results = measure_arms(config, request, say)
+        document = describe(config, request, results)
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for line in table(document):
+        print(line)
+    print(f"wrote {file}")
+
+
+def measure_arms(
+    config: NodeConfig, request: BenchRequest, say: Callable[[str], None], repeats: int = REPEATS
+) -> dict[Who, Result]:
+    """Run the arms in turn. Raises UserError if this package cannot train the model."""
+    until = time.monotonic() + 60 * request.minutes
+    whos: list[Who] = ["ours", *(["trl"] if importlib.util.find_spec("trl") else [])]  # type: ignore[list-item]
+    results: dict[Who, Result] = {who: Result([]) for who in whos}
+    policy = config.policy.model_dump(mode="json")
+    work = Work(request.prompts, request.group_size, request.length)
+    took: dict[Who, float] = {}
+    for repeat in range(repeats):
+        for i, who in enumerate(whos):
+            result = results[who]
+            left, processes = until - time.monotonic(), (repeats - repeat) * len(whos) - i
+            if result.failed or left <= took.get(who, 0.0):
+                continue
+            say(f"{NAMES[who]}, {repeat + 1} of {repeats} …")
+            began = time.monotonic()
+            work = msgspec.structs.replace(work, until=began + left / processes)
+            spec = Spec(who, policy, work, result.checkpointing)
+            found = run(spec, left)
+            if found == OUT_OF_MEMORY and who == "trl" and not result.arms:
+                result.checkpointing = True
+                say("TRL ran out of memory: again with gradient checkpointing …")
+                found = run(msgspec.structs.replace(spec, checkpointing=True), until - time.monotonic())
+            took[who] = time.monotonic() - began
+            if isinstance(found, str):
+                result.failed = "" if result.arms else found
+                continue
+            result.arms.append(found)
+            policy["dtype"] = found.dtype
+            work = msgspec.structs.replace(work, prompts=found.prompts)
+    return results
+
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def run(spec: Spec, seconds: float) -> Arm | str:
+    """Measure an arm in a process of its own, within so many seconds: what it measured, or why it did not. Raises
+    UserError if the process refuses the model or a setting."""
+    command = [sys.executable, "-m", "swarm_node.cli.commands.bench_arms", msgspec.json.encode(spec).decode()]
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return "no step ended in time: give more --minutes, or a lower --length, --group-size or --prompts"
+    if done.returncode == 0:
+        last = done.stdout.strip().rpartition("\n")[2]
+        told = msgspec.json.decode(last)
+        if "failed" not in told:
+            return msgspec.convert(told, Arm)
+        if told.get("refused") and spec.who == "ours":
+            raise UserError(told["failed"])
+        return _shown(str(told["failed"]))
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode}" + (
+            ", probably for want of memory" if done.returncode == -9 else ""
+        )
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = errors[-1] if errors else f"exit code {done.returncode}"
+    return _shown(reason)
+
+
+def _shown(reason: str) -> str:
+    """A reason as it may be sent in."""
+    return printable(reason.replace(str(Path.home()), "~"))[:LONGEST_REASON]
+
+
+def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Who, Result]) -> dict[str, Any]:
+    """The document of the file. It names no path, host or user."""
+    whole = [arm for result in results.values() for arm in result.arms]
+    if not whole:
+        reasons = "; ".join(f"{NAMES[who]}: {result.failed}" for who, result in results.items())
+        raise UserError(f"nothing was measured: {reasons}")
+    one = whole[0]
+    is_local = Path(config.policy.model).expanduser().is_dir()
+    return {
+        "format": FORMAT,
+        "date": date.today().isoformat(),
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu": processor(),
+            "cores": cpus(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "device": one.device,
+            "device_gib": round(one.device_bytes / 2**30, 1),
+        },
+        "versions": {"swarm-node": __version__, "python": platform.python_version()} | _versions(),
+        "model": Path(config.policy.model).name if is_local else config.policy.model,
+        "quantize": config.policy.quantize,
+        "prompts": one.prompts,
+        "group_size": request.group_size,
+        "length": request.length,
+        "arms": {who: _figures(result) for who, result in results.items()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _figures(result: Result) -> dict[str, Any]:
+    if not result.arms:
+        return {"failed": result.failed}
+    steps = result.all(lambda arm: arm.step_s)
+    first = result.arms[0]
+    return {
+        "engine": first.engine,
+        "dtype": first.dtype,
+        "lora": first.lora,
+        "parameters": first.parameters,
+        "threads": first.threads,
+        "gradient_checkpointing": result.checkpointing,
+        "step_s": quartiles(steps),
+        "sampling_s": quartiles(result.all(lambda arm: arm.sampling_s)),
+        "tokens_s": quartiles([n / s for n, s in zip(result.all(lambda arm: arm.tokens), steps, strict=True)]),
+        "peak_mib": quartiles([arm.peak_bytes / MIB for arm in result.arms]),
+        "processes": msgspec.to_builtins(result.arms),
+    }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """[first quartile, median, third quartile]; empty without values."""
+    if len(values) < 2:
+        return [*values] * 3
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+COLUMNS = ["", "s a step", "sampling, s", "tokens/s", "peak MiB"]
+
+
+def table(document: Mapping[str, Any]) -> list[str]:
+    """Lines that show a document: on what, one row for each arm, and how much longer TRL takes."""
+    arms: Mapping[str, Any] = document["arms"]
+    measured = {who: arm for who, arm in arms.items() if "failed" not in arm}
+    one, machine = next(iter(measured.values())), document["machine"]
+    gpu = f"{machine['device']}, " if machine["device_gib"] else ""
+    kind = f"{'LoRA' if one['lora'] else 'all weights'}, {document['quantize'] or one['dtype']}"
+    size = f"{document['prompts']} x {document['group_size']} answers of {document['length']} tokens"
+    lines = [
+        f"{document['model']} ({one['parameters'] / 1e6:,.4g} M parameters, {kind}), a step of {size}",
+        f"{gpu}{machine['cpu']}, {one['threads']} of {machine['cores']:g} cores, {document['date']}",
+        "",
+        *_aligned([COLUMNS, *(_row(who, arm) for who, arm in arms.items())]),
+        "",
+    ]
+    if len(measured) == 2:
+        low, middle, high = quartiles(_ratios(measured))
+        lines.append(f"TRL takes {middle:.1f} times as long a step ({low:.1f} to {high:.1f})")
+    elif "trl" not in arms:
+        lines.append("TRL is not installed: `pip install trl` beside swarm-node adds its row")
+    return [
+        *lines,
+        "medians (quartiles) of all steps after the first of each process; tokens/s: of answers, by the whole step",
+    ]
+
+
+def _ratios(measured: Mapping[str, Any]) -> list[float]:
+    """The other arm's median step by ours, for each pair of processes that ran in turn."""
+    pairs = zip(measured["ours"]["processes"], measured["trl"]["processes"], strict=False)
+    return [statistics.median(trl["step_s"]) / statistics.median(ours["step_s"]) for ours, trl in pairs]
+
+
+def _row(who: str, arm: Mapping[str, Any]) -> list[str]:
+    name = NAMES[who]  # type: ignore[index]
+    if "failed" in arm:
+        return [name, f"failed: {arm['failed']}"]
+    name = f"swarm-node, {arm['engine']}" if who == "ours" else arm["engine"]
+    name += ", checkpointing" if arm["gradient_checkpointing"] else ""
+    step, sampling, tokens = arm["step_s"], arm["sampling_s"], arm["tokens_s"]
+    return [name, _spread(step), _spread(sampling), f"{tokens[1]:,.0f}", f"{arm['peak_mib'][1]:,.0f}"]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return "{1:.3g} ({0:.3g}-{2:.3g})".format(*values) if values else "not known"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns are as wide as their cells, but for the last cell of a short row."""
+    width = len(rows[0])
+    widths = [max(len(row[i]) for row in rows if len(row) == width) for i in range(width)]
+    whole = [[*row, *[""] * (width - len(row))] for row in rows]
+    lines = ["| " + " | ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) + " |" for row in whole]
+    lines.insert(1, "| " + " | ".join("-" * max(3, n) for n in widths) + " |")
+    return lines
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if named:
+            return named[0]
+    if sys.platform == "darwin" and (tool := shutil.which("sysctl")):
+        done = subprocess.run([tool, "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() or platform.machine()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,122 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from swarm_node.cli.commands import bench
+from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, Work, describe, quartiles, table
+from swarm_node.cli.commands.bench_arms import goes_on, rewards
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+
+REQUEST = BenchRequest(minutes=10.0, group_size=2, length=4, prompts=1, file=None)
+
+
+def arm(step: list[float], **values: Any) -> Arm:
+    usual = {
+        "engine": "native",
+        "device": "cpu",
+        "device_bytes": 0,
+        "threads": 1,
+        "dtype": "float32",
+        "parameters": 438_912,
+        "lora": False,
+        "prompts": 1,
+        "step_s": step,
+        "sampling_s": step,
+        "tokens": [8] * len(step),
+        "peak_bytes": 2**29,
+    }
+    return msgspec.convert(usual | values, Arm)
+
+
+def config(model: str = "starter") -> NodeConfig:
+    return NodeConfig.model_validate({"policy": {"model": model}})
+
+
+@pytest.mark.slow
+def test_both_arms_do_the_same_work() -> None:
+    results = bench.measure_arms(config(), REQUEST, lambda sentence: None, repeats=1)
+    ours, trl = results["ours"], results["trl"]
+    assert not ours.failed and not trl.failed
+    for result in (ours, trl):
+        [one] = result.arms
+        assert one.tokens == [8] * bench.STEPS == [8] * len(one.step_s)  # 2 answers of 4 tokens: no token ends them
+        assert all(0 < sampling < step for sampling, step in zip(one.sampling_s, one.step_s, strict=True))
+        assert 2**27 < one.peak_bytes < 2**32
+    assert (ours.arms[0].dtype, ours.arms[0].threads) == (trl.arms[0].dtype, trl.arms[0].threads)
+    document = json.loads(json.dumps(describe(config(), REQUEST, results)))
+    assert document["arms"]["ours"]["engine"] == "native" and document["arms"]["trl"]["engine"].startswith("TRL")
+    assert any(line.startswith("TRL takes ") for line in table(document))
+
+
+def test_a_length_beyond_the_model_is_refused() -> None:
+    with pytest.raises(UserError, match="--length 200: this model takes at most 128"):
+        bench.run(Spec("ours", config().policy.model_dump(mode="json"), Work(1, 2, 200)), 600)
+
+
+def test_a_process_that_dies_gives_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho 'OSError: {Path.home()}/model is gone' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert bench.run(Spec("trl", {}, Work(1, 2, 4)), 60) == "OSError: ~/model is gone"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    assert bench.run(Spec("trl", {}, Work(1, 2, 4)), 60) == "ended by signal 9, probably for want of memory"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    assert "no step ended in time" in str(bench.run(Spec("trl", {}, Work(1, 2, 4)), 1))
+
+
+def test_steps_end_when_another_would_be_late() -> None:
+    work = Work(1, 2, 4, steps=3, warmup=1, until=100.0)
+    assert goes_on(1, 50.0, work, now=99.0)  # one step after the warm-up is always done
+    assert goes_on(2, 50.0, work, now=50.0) and not goes_on(2, 50.0, work, now=50.1)
+    assert goes_on(3, 1.0, work, now=0.0) and not goes_on(4, 1.0, work, now=0.0)
+
+
+def test_rewards_give_each_group_a_signal() -> None:
+    assert rewards(4) == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_the_table_has_quartiles_and_ratios() -> None:
+    ours = Result([arm([1.0, 2.0, 3.0]), arm([2.0, 2.0, 2.0])])
+    trl = Result([arm([4.0, 4.0, 4.0], engine="TRL 1.16.0"), arm([8.0, 8.0, 8.0])], checkpointing=True)
+    lines = table(describe(config(), REQUEST, {"ours": ours, "trl": trl}))
+    assert any(line.startswith("| swarm-node, native") and "| 2 (2-2) " in line and "| 512" in line for line in lines)
+    assert any(line.startswith("| TRL 1.16.0, checkpointing") and "| 6 (4-8) " in line for line in lines)
+    assert "TRL takes 3.0 times as long a step (2.5 to 3.5)" in lines
+    assert quartiles([]) == [] and quartiles([1.0]) == [1.0, 1.0, 1.0]
+
+
+def test_a_failed_or_missing_rival_is_said() -> None:
+    ours = Result([arm([1.0, 2.0])])
+    lines = table(describe(config(), REQUEST, {"ours": ours, "trl": Result([], "out of memory")}))
+    assert any("failed: out of memory" in line for line in lines)
+    assert any("TRL is not installed" in line for line in table(describe(config(), REQUEST, {"ours": ours})))
+    with pytest.raises(UserError, match="nothing was measured: swarm-node: killed"):
+        describe(config(), REQUEST, {"ours": Result([], "killed")})
+
+
+def test_the_file_names_no_path(tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "my-model"
+    folder.mkdir(parents=True)
+    document = describe(config(str(folder)), REQUEST, {"ours": Result([arm([1.0])])})
+    assert document["model"] == "my-model"
+    assert "secret" not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "./nowhere"], "no model at nowhere"),
+        (["--quantize", "nf3"], "policy.quantize"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(args: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *args], prog_name="swarm-node")
+    assert done.exit_code == 2 and message in " ".join(done.stderr.split())
