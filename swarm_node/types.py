@@ -45,6 +45,7 @@ class Rollout(msgspec.Struct):
     reward: float = 0.0  # weighted sum of `rewards`: what training maximises
     correct: bool = False
     """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
+    checked: bool = True  # whether the task's own checker judged it; without that, `correct` says nothing
 
 
 class Group(msgspec.Struct):
@@ -66,6 +67,7 @@ class Score(msgspec.Struct, frozen=True):
     rewards: dict[str, float | None]  # reward by function name; `None` = not scored by that function
     reward: float  # weighted sum of the scored ones; 0.0 if none was
     correct: bool  # full marks from the task's own checker
+    checked: bool = True  # whether that checker judged it
 
 
 class Stop(Protocol):

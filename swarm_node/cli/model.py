@@ -17,7 +17,7 @@ from swarm_node.storage.rundir import RunDir, check_new_directory
 HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
 WhichCheckpoint = Annotated[
     Literal["newest", "best"],
-    option("--checkpoint", "Checkpoint of the run: `newest`, or `best` by held-out pass@1 while it trained."),
+    option("--checkpoint", "Checkpoint of the run: `newest`, or `best` by held-out figures while it trained."),
 ]
 NewModel = Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")]
 
@@ -50,7 +50,7 @@ def evaluate_model(
     checkpoint: WhichCheckpoint = "newest",
     json_output: Json = False,
 ) -> None:
-    """Measure pass@1 and pass@k on held-out questions."""
+    """Measure pass@1, pass@k and rewards on held-out questions."""
     from swarm_node.policy.model_path import checked
     from swarm_node.tasks.checking import check_specs
 

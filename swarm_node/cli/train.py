@@ -134,7 +134,7 @@ def sweep(
     settings.sort(
         key=lambda setting: bool(setting.failed)
     )  # numbered as in the comparison, which has the complete ones
-    print_table("settings, the best first", *table_of(whole.plan, settings))
+    print_table("settings, the best first", *table_of(whole, settings))
     complete = [setting for setting in settings if not setting.failed]
     runs = [whole.directory(setting, seed) for setting in complete for seed in whole.plan.seeds]
     if runs and (len(complete) <= MOST_COMPARED or csv or png):

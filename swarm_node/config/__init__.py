@@ -1,6 +1,7 @@
 """Configuration of a node: every option, its default and its reason; loading, writing, documenting it.
 
     training swarm network machine      the sections
+        -> figures                      the held-out figure that says how good a run is
         -> node                         all of them together: NodeConfig
         -> keys                         every key
         -> options                      the keys that have an option on the command line

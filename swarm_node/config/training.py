@@ -203,7 +203,7 @@ class EvalConfig(Section):
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
     every: int = Field(10, ge=0)
     """Rounds between two evaluations while the run trains; 0 = only before and after it. The best checkpoint by
-    held-out pass@1 is then kept beside the newest ones (docs/tasks.md)."""
+    held-out pass@1 (mean reward with `rewards.checker_weight` = 0) is then kept beside the newest ones."""
     share: float = Field(0.05, gt=0, le=1)
     """Most of the time that evaluations take while the run trains: one that would take more waits for a later round
     that is due. 1 = no limit."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from swarm_node.config.figures import WORDS, reports_reward
 from swarm_node.config.keys import flat
 from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, read_own, shown
 from swarm_node.errors import UserError
@@ -42,7 +43,8 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 """Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
 T_BEYOND = 1.96
 AXES = {"round": "round", "seconds": "seconds in rounds"}
-MEASURES = {"reward": "training reward", "pass_1": "held-out pass@1"}
+MEASURES = {"reward": "training reward", "pass_1": "held-out pass@1", "held_out_reward": "held-out mean reward"}
+MEASURED = {"pass_1": "pass_1", "held_out_reward": "reward"}  # measure -> held-out figure
 
 Curve = tuple[np.ndarray, np.ndarray]  # (x, y), both [n], x ascending
 
@@ -170,18 +172,18 @@ def read_run(path: Path) -> RunFigures:
         curves.add([{name: record.get(name) for name in (*KEPT, "rounds") if name in record} for record in some])
     if not tally.rounds:
         raise UserError(f"{path} has no round yet, so there is nothing to compare")
-    held = _held_out(run, tally.round)
+    held = _held_out(run, tally.round, reports_reward(config.rewards))
     final = _figures(tally, held, config.eval.samples)
     if (best := read_best(path)) is not None:
-        final |= {"held-out pass@1, best checkpoint": best.pass_1}
+        final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
     return RunFigures(path, config.seed, flat(table), final, _curves(curves, held))
 
 
-KEPT = ("round", "time", "reward", "step_time", "eval/pass_1")  # metrics that become curves
-HeldOut = Mapping[int, Mapping[str, float]]  # round -> pass_1 and pass_k
+KEPT = ("round", "time", "reward", "step_time", "eval/pass_1", "eval/reward")  # metrics that become curves
+HeldOut = Mapping[int, Mapping[str, float]]  # round -> questions, pass_1, pass_k and reward, as far as measured
 
 
-def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
+def _held_out(run: RunDir, last: int, with_reward: bool) -> dict[int, dict[str, float]]:
     """Held-out figures of all tasks from before training and from the end, as the newest checkpoint has them."""
     _, state = newest_checkpoint(run)
     found: dict[int, dict[str, float]] = {}
@@ -191,7 +193,8 @@ def _held_out(run: RunDir, last: int) -> dict[int, dict[str, float]]:
         for round, evaluation in tables.items():
             every = evaluation.get("table", {}).get("all") if isinstance(evaluation, dict) else None
             if isinstance(every, dict) and isinstance(round, int):
-                found[round] = {name: every[name] for name in ("questions", "pass_1", "pass_k") if name in every}
+                names = "questions", "pass_1", "pass_k", *(["reward"] if with_reward else [])
+                found[round] = {name: every[name] for name in names if every.get(name) is not None}
     elif isinstance(before := state.get("before"), dict) and len(before.get("all", [])) == 3:
         found[0] = {"pass_1": before["all"][1], "pass_k": before["all"][2]}
     return {round: figures for round, figures in found.items() if round <= last}
@@ -226,9 +229,8 @@ def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
     if last:  # after an earlier round if the evaluation at the end was interrupted
         ends["at the end" if last == tally.round else f"after round {last}"] = held[last]
     for when, figures in ends.items():
-        for name, k in (("pass_1", 1), ("pass_k", samples)):
-            if name in figures and (k > 1 or name == "pass_1"):
-                found[f"held-out pass@{k}, {when}"] = figures[name]
+        named = {"pass_1": "pass@1", "reward": "mean reward"} | ({"pass_k": f"pass@{samples}"} if samples > 1 else {})
+        found |= {f"held-out {word}, {when}": figures[name] for name, word in named.items() if name in figures}
     return found
 
 
@@ -242,11 +244,12 @@ def _curves(curves: Curves, held: HeldOut) -> dict[tuple[str, str], Curve]:
     measured = ~np.isnan(reward)
     smooth = np.asarray(moving_average(reward[measured].tolist(), max(1, int(measured.sum()) // SMOOTHED_SHARE)))
     series = {"reward": (rounds[measured], smooth)} if measured.any() else {}
-    passed = _column(points, "eval/pass_1")
-    at = {float(r): float(value) for r, value in zip(rounds, passed, strict=True) if not math.isnan(value)}
-    at |= {float(r): float(figures["pass_1"]) for r, figures in held.items() if "pass_1" in figures}
-    if at:
-        series["pass_1"] = (np.asarray(sorted(at)), np.asarray([at[r] for r in sorted(at)]))
+    for measure, figure in MEASURED.items():
+        between = _column(points, f"eval/{figure}")
+        at = {float(r): float(value) for r, value in zip(rounds, between, strict=True) if not math.isnan(value)}
+        at |= {float(r): float(figures[figure]) for r, figures in held.items() if figure in figures}
+        if at:
+            series[measure] = (np.asarray(sorted(at)), np.asarray([at[r] for r in sorted(at)]))
     found = {}
     for measure, (x, y) in series.items():
         found["round", measure] = (x, y)

@@ -1,7 +1,7 @@
 """Sentences about held-out figures that got worse by more than noise, each with a remedy.
 
     answers become alike    pass@k fell though pass@1 did not: fewer questions have a right answer among several tries
-    a task is unlearned     pass@1 of one task fell
+    a task is unlearned     pass@1 of one task fell, or its mean reward in a run that goes by that
 
 Both falls are judged by the paired bootstrap of `summary`. A task has few questions, for which percentile intervals are
 too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.summary import LEAST_QUESTIONS, interval
 
 LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
@@ -25,24 +26,32 @@ ALIKE = (
 FOR_ONE_RIGHT = "`--set grpo.advantage=pass_k` trains for one right answer in several"
 SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
 FELL = (
-    "held-out pass@1 of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {weigh}lower grpo.learning_rate"
+    "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {weigh}lower "
+    "grpo.learning_rate"
 )
+SURE = "more than noise"
 WEIGH = "give it more weight among the tasks (docs/tasks.md), or "
 
 
 def remarks(
-    labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int, for_one_right: bool = False
+    labels: Sequence[str],
+    before: Sequence[float],
+    now: Sequence[float],
+    samples: int,
+    for_one_right: bool = False,
+    figure: Figure = "pass_1",
 ) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
     or of fewer than LEAST_QUESTIONS.
 
-    For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right.
+    For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right, or
+    their mean reward if that is the `figure`.
     `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy.
     """
     if not LEAST_QUESTIONS <= len(labels) == len(before) == len(now):
         return {}
     found: dict[str, str] = {}
-    if samples > 1:
+    if samples > 1 and figure == "pass_1":
         any_before, any_now = ([float(share > 0) for share in shares] for shares in (before, now))
         fall = interval(any_before, any_now)
         if fall is not None and fall[1] < 0 and fmean(now) >= fmean(before):
@@ -54,19 +63,26 @@ def remarks(
         old, new = [before[i] for i in mine], [now[i] for i in mine]
         change = interval(old, new, LEAST_OF_TASK, 1 - 0.05 / len(tasks))
         if change is not None and change[1] < 0:
-            found[f"task {task}"] = FELL.format(
-                task=task, before=fmean(old), now=fmean(new), weigh=WEIGH if len(tasks) > 1 else ""
-            )
+            means = {"before": fmean(old), "now": fmean(new)}
+            weigh = WEIGH if len(tasks) > 1 else ""
+            found[f"task {task}"] = FELL.format(figure=WORDS[figure], task=task, weigh=weigh, **means)
     return found
 
 
-def lower_tasks(labels: Sequence[str], before: Sequence[float], now: Sequence[float], samples: int) -> list[str]:
+def lower_tasks(
+    labels: Sequence[str],
+    before: Sequence[float],
+    now: Sequence[float],
+    samples: int,
+    figure: Figure = "pass_1",
+) -> list[str]:
     """For each task of which a figure is notably lower than before: its figures, and whether that is more than noise.
-    Parameters are those of `remarks`."""
+    Rewards have any scale, so that a mean reward is notably lower if that is more than noise. Parameters are those of
+    `remarks`."""
     if not len(labels) == len(before) == len(now):
         return []
-    figures = {"pass@1": (list(before), list(now))}
-    if samples > 1:
+    figures = {WORDS[figure]: (list(before), list(now))}
+    if samples > 1 and figure == "pass_1":
         figures[f"pass@{samples}"] = ([float(x > 0) for x in before], [float(x > 0) for x in now])
     tasks = dict.fromkeys(labels)
     level, enough = 1 - 0.05 / (len(tasks) * len(figures)), len(labels) >= LEAST_QUESTIONS
@@ -76,8 +92,8 @@ def lower_tasks(labels: Sequence[str], before: Sequence[float], now: Sequence[fl
         fell = []
         for name, (was, then) in figures.items():
             old, new = [was[i] for i in mine], [then[i] for i in mine]
-            if fmean(old) - fmean(new) >= NOTABLE:
-                verdict = _verdict(interval(old, new, LEAST_OF_TASK, level) if enough else None)
+            verdict = _verdict(interval(old, new, LEAST_OF_TASK, level) if enough else None)
+            if verdict == SURE if figure == "reward" else fmean(old) - fmean(new) >= NOTABLE:
                 fell.append(f"{name} {fmean(old):.3f} -> {fmean(new):.3f}, {verdict}")
         if fell:
             lines.append(f"lower: {task}, {len(mine)} question{'s' * (len(mine) != 1)}: {'; '.join(fell)}")
@@ -87,14 +103,14 @@ def lower_tasks(labels: Sequence[str], before: Sequence[float], now: Sequence[fl
 def _verdict(change: tuple[float, float] | None) -> str:
     if change is None:
         return "too few questions to tell"
-    return "more than noise" if change[1] < 0 else "may be noise"
+    return SURE if change[1] < 0 else "may be noise"
 
 
-def withdrawn(key: str, samples: int) -> str:
+def withdrawn(key: str, samples: int, figure: Figure = "pass_1") -> str:
     """The sentence that takes back the remark of this key."""
     about = (
         f"pass@{samples} fell while pass@1 did not"
         if key == "pass_k"
-        else f"pass@1 of {key.removeprefix('task ')} fell"
+        else f"{WORDS[figure]} of {key.removeprefix('task ')} fell"
     )
     return f"the latest held-out figures no longer show that {about}"

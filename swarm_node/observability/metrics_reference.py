@@ -39,9 +39,11 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Held-out questions": {
         "eval/pass_1": "Share of right answers to held-out questions (pass@1), measured after the round. Only in "
-        "rounds with an evaluation (`eval.every`).",
-        "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k). Only in "
-        "rounds with an evaluation.",
+        "rounds with an evaluation (`eval.every`), and if a checker judges the answers.",
+        "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k). Missing "
+        "as `eval/pass_1`.",
+        "eval/reward": "Mean reward of the answers to held-out questions. Only in rounds with an evaluation, and with "
+        "`rewards.functions` or `rewards.partial`.",
     },
     "The update": {
         "loss": "The loss, summed over tokens with its normaliser; mean over the updates of the round.",

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from swarm_node.config.figures import WORDS
+from swarm_node.config.figures import Figure as HeldOutFigure
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
 from swarm_node.storage.rundir import os_errors_explained
@@ -28,13 +30,14 @@ def plot_reward(
     out: Path,
     title: str,
     held_out: tuple[float, float] | None = None,
+    named: HeldOutFigure = "pass_1",
 ) -> None:
     """Draw training reward over rounds into the PNG file `out`; `metrics` are records of metrics.jsonl.
 
     In a run of more than a thousand rounds, each point is the mean of equally many rounds. Thin lines are the tasks
-    (`reward/<label>`), if there are several. `held_out` is pass@1 on held-out questions before and after, drawn as two
-    points; where it was measured in between (`eval/pass_1`), a line goes through all of them. Raises UserError if there
-    is nothing to draw, `out` cannot be written, or the extra `plots` is not installed.
+    (`reward/<label>`), if there are several. `held_out` is the figure `named` on held-out questions before and after,
+    drawn as two points; where it was measured in between (`eval/<named>`), a line goes through all of them. Raises
+    UserError if there is nothing to draw, `out` cannot be written, or the extra `plots` is not installed.
     """
     if not CAN_DRAW:
         raise UserError(NO_PICTURE)
@@ -65,9 +68,10 @@ def plot_reward(
     marker = "o" if len(rounds) < 10 else None
     lines = axes.plot(rounds, moving_average(rewards, window), color=BLUE, lw=2.4, marker=marker, label=name)
     if held_out is not None:
-        name = f"held-out pass@1: {held_out[0]:.1%} before, {held_out[1]:.1%} after"
+        form = ".1%" if named == "pass_1" else ".3f"
+        name = f"held-out {WORDS[named]}: {held_out[0]:{form}} before, {held_out[1]:{form}} after"
         ends = [rounds[0], rounds[-1]]
-        between = [point for point in zip(*_series(points, "eval/pass_1"), strict=True) if point[0] < ends[1]]
+        between = [point for point in zip(*_series(points, f"eval/{named}"), strict=True) if point[0] < ends[1]]
         along = [(ends[0], held_out[0]), *between, (ends[1], held_out[1])]
         if between:
             axes.plot(*zip(*along, strict=True), color=ORANGE, lw=1.2, marker="o", ms=3)

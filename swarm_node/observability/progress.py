@@ -133,7 +133,8 @@ class ProgressDisplay:
         self._round = 0
         self._metrics: Mapping[str, float | None] = {}  # of the last round
         self._rewards: list[float] = []
-        self._held_out: float | None = None  # latest held-out pass@1
+        self.held_out = "eval/pass_1"  # the metric that is shown as held-out figure
+        self._held_out: float | None = None  # its latest value
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
         self._traffic: deque[tuple[float, float, float]] = deque()  # (when, total bytes in, total bytes out)
         self._averaged = ""
@@ -167,7 +168,7 @@ class ProgressDisplay:
             self._ended[-1] = self._rounds_at
         self._ended.append(now)
         self._updated_at = self._clock()
-        self._held_out = metrics.get("eval/pass_1", self._held_out)
+        self._held_out = metrics.get(self.held_out, self._held_out)
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -254,7 +255,7 @@ class ProgressDisplay:
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
-        reward = [*self._reward(), *self._pass_1()]
+        reward = [*self._reward(), *self._latest_held_out()]
         figures = [f"round {self._round}{self._of}", *reward, *self._speed(), *self._peers()[:1]]
         rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left(), self.usage()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
@@ -297,7 +298,7 @@ class ProgressDisplay:
         return f", {self._seconds_per_round():.2f} s each, {clock_face(self._clock() - self._started_at)} so far"
 
     def _reward_line(self, waiting: str) -> str:
-        figures = [waiting] if waiting else [*self._pass_1(), *self._speed()]  # the speed is of before that
+        figures = [waiting] if waiting else [*self._latest_held_out(), *self._speed()]  # the speed is of before that
         reward = self._reward()
         rest = self._console.width - cell_len("  ".join([*reward, *figures])) - 1
         if reward and rest >= LEAST_SPARK:
@@ -305,7 +306,7 @@ class ProgressDisplay:
             reward = [f"{reward[0]} {sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only)}"]
         return self._fitting(["  ".join([*reward, *figures]), *figures])
 
-    def _pass_1(self) -> list[str]:
+    def _latest_held_out(self) -> list[str]:
         return [] if self._held_out is None else [f"held-out {self._held_out:.3f}"]
 
     def _reward(self) -> list[str]:

@@ -122,7 +122,7 @@ def _record(round: int, group: Group) -> dict[str, Any]:
                 "text": without_middle(rollout.text, ANSWER_CHARS),
                 "extracted": None if rollout.extracted is None else without_middle(rollout.extracted, EXTRACTED_CHARS),
                 "reward": rollout.reward,
-                "correct": rollout.correct,
+                "correct": rollout.correct if rollout.checked else None,
                 "finished": rollout.finished,
             }
             for rollout in rollouts[:MAX_ANSWERS]

@@ -20,7 +20,8 @@ def shown_sample(record: Mapping[str, Any]) -> dict[str, Any]:
         judged = answer.get("extracted")
         one = _text(answer.get("text")), None if judged is None else _text(judged, NAME), number_in(answer, "reward")
         known = answers.setdefault(one, {"text": one[0], "judged": one[1], "reward": one[2], "times": 0})
-        known["correct"] = answer.get("correct") is True
+        correct = answer.get("correct")
+        known["correct"] = correct if isinstance(correct, bool) else None  # None = no checker judged it
         known["cut"] = answer.get("finished") is False
         known["times"] += 1
     right, peer = record.get("right"), record.get("peer")

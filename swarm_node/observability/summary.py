@@ -1,11 +1,11 @@
 """The summary of a run, as numbers and in words; for a resumed run, over all its starts.
 
-Whether held-out pass@1 changed by more than noise is judged by the 95 % percentile interval of a paired bootstrap over
-questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions rather than answers. The same
-questions are asked before and after, so easy and hard ones cancel. The change is more than noise if the interval
-excludes 0. That is noise of questions and of sampling, not of another seed. Below 50 questions no claim is made:
-without a change, one in twelve intervals of 30 questions excludes 0; of 50 and more about one in twenty, as it should
-be.
+Whether the held-out figure (pass@1 or mean reward) changed by more than noise is judged by the 95 % percentile interval
+of a paired bootstrap over questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions
+rather than answers. The same questions are asked before and after, so easy and hard ones cancel. The change is more
+than noise if the interval excludes 0. That is noise of questions and of sampling, not of another seed. Below 50
+questions no claim is made: without a change, one in twelve intervals of 30 questions excludes 0; of 50 and more about
+one in twenty, as it should be.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from protocol.errors import printable
+from swarm_node.config.figures import WORDS, Figure
 from swarm_node.install import own_command
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import words
@@ -50,11 +51,13 @@ class Answered(msgspec.Struct, frozen=True):
     question: str
     right: str  # empty if there is no reference answer
     before: str
-    before_correct: bool
+    before_correct: bool | None  # None = no checker judges answers to it
     after: str
-    after_correct: bool
-    right_before: float  # share of right ones among all answers to it
-    right_after: float
+    after_correct: bool | None
+    mean_before: float  # share of right ones among all answers to it, or their mean reward
+    mean_after: float
+    before_reward: float = 0.0
+    after_reward: float = 0.0
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -62,14 +65,23 @@ class HeldOut(msgspec.Struct, frozen=True):
 
     questions: int
     samples: int  # answers per question
-    pass_1: tuple[float, float]
-    pass_k: tuple[float, float]
-    interval: tuple[float, float] | None = None  # 95 % interval of the change of pass@1; None = too few questions
+    pass_1: tuple[float, float] | None  # None = no checker judges the answers
+    pass_k: tuple[float, float] | None
+    interval: tuple[float, float] | None = None  # 95 % interval of the change of `main`; None = too few questions
     round: int = 0  # the round after which the second figures were measured; 0 = the last one
     remarks: list[str] = []  # sentences about what got worse
-    best: tuple[int, float] | None = None  # the round of the best checkpoint, and its pass@1
+    best: tuple[int, float] | None = None  # the round of the best checkpoint, and the figure that chose it
     answers: list[Answered] = []  # the most, the middle and the least improved of the questions that were kept
     answers_of: int = 0  # questions that were kept
+    reward: tuple[float, float] | None = None  # mean reward; None = it says no more than pass@1
+    figure: Figure = "pass_1"  # the one that says how good the policy is
+
+    @property
+    def main(self) -> tuple[float, float]:
+        """That figure, before and after."""
+        found = self.pass_1 if self.figure == "pass_1" else self.reward
+        assert found is not None, "the figure that a run goes by is measured"
+        return found
 
 
 class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -212,10 +224,12 @@ def answered(held: HeldOut | None) -> list[str]:
     for one in held.answers:
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
         lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
-        before = "before", one.before, one.before_correct, one.right_before
-        after = "after", one.after, one.after_correct, one.right_after
-        for when, text, correct, share in (before, after):
-            verdict = f"{'right' if correct else 'wrong'} ({round(share * held.samples)} of {held.samples} right)"
+        before = "before", one.before, one.before_correct, one.before_reward, one.mean_before
+        after = "after", one.after, one.after_correct, one.after_reward, one.mean_after
+        for when, text, correct, reward, mean in (before, after):
+            verdict = f"{'right' if correct else 'wrong'} ({round(mean * held.samples)} of {held.samples} right)"
+            if held.figure == "reward":
+                verdict = f"reward {reward:.3f} (mean of {_counted(held.samples, 'answer')} {mean:.3f})"
             lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}")
     return _labelled({"answers": lines})
 
@@ -266,11 +280,11 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_learned(run: Figures) -> bool:
-    """Whether the reward rose, over more than a few rounds, and held-out pass@1 did not fall."""
+    """Whether the reward rose, over more than a few rounds, and the held-out figure did not fall."""
     first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
     if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS or run.alike:
         return False
-    return last > first and (held is None or held.pass_1[1] >= held.pass_1[0])
+    return last > first and (held is None or held.main[1] >= held.main[0])
 
 
 def _reward(run: Figures) -> list[str]:
@@ -285,9 +299,9 @@ def _reward(run: Figures) -> list[str]:
 def _held_out(held: HeldOut | None) -> list[str]:
     if held is None:
         return []
-    before, after = held.pass_1
+    before, after = held.main
     at = f" after round {held.round:,}" if held.round else ""
-    change = f"held-out pass@1 {before:.3f} -> {after:.3f}{at}, {after - before:+.3f}"
+    change = f"held-out {WORDS[held.figure]} {before:.3f} -> {after:.3f}{at}, {after - before:+.3f}"
     if held.interval is None:
         few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
         lines = [f"{change}: {few} too few to tell it from noise"]
@@ -295,19 +309,22 @@ def _held_out(held: HeldOut | None) -> list[str]:
         low, high = held.interval
         verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
         lines = [f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions)"]
-    if held.samples > 1:
-        before, after = held.pass_k
-        lines.append(f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}")
-    return lines
+    others = {
+        "pass@1": held.pass_1 if held.figure == "reward" else None,
+        f"pass@{held.samples}": held.pass_k if held.samples > 1 else None,
+        "mean reward": held.reward if held.figure == "pass_1" else None,
+    }
+    return lines + [f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}" for name, pair in others.items() if pair]
 
 
 def _best(held: HeldOut | None) -> list[str]:
     if held is None or held.best is None:
         return []
-    round, pass_1 = held.best
-    if pass_1 <= held.pass_1[0]:
-        return [f"none: no checkpoint has a better held-out pass@1 than the start, {held.pass_1[0]:.3f}"]
-    return [f"held-out pass@1 {pass_1:.3f} after round {round:,}: `export` and `eval` take it as --checkpoint best"]
+    round, value = held.best
+    name, at_first = f"held-out {WORDS[held.figure]}", held.main[0]
+    if value <= at_first:
+        return [f"none: no checkpoint has a better {name} than the start, {at_first:.3f}"]
+    return [f"{name} {value:.3f} after round {round:,}: `export` and `eval` take it as --checkpoint best"]
 
 
 def _counted(n: int, thing: str) -> str:

@@ -1,17 +1,19 @@
-"""Held-out pass@1 and pass@k of a policy.
+"""Held-out figures of a policy.
 
-pass@1 = mean over samples,   pass@k = any of the k samples is right, both averaged over questions
+pass@1 = mean over samples,   pass@k = any of the k samples is right, both averaged over questions with a checker
+reward = mean over samples, averaged over questions
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean
 
 import msgspec
 
-from swarm_node.config import RolloutsConfig
+from swarm_node.config import RewardsConfig, RolloutsConfig
+from swarm_node.config.figures import Figure, reports_reward
 from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect
@@ -32,8 +34,13 @@ class Held(msgspec.Struct):
     """Held-out figures of one task, or of all."""
 
     questions: int
-    pass_1: float
-    pass_k: float
+    pass_1: float | None  # None = no checker judges answers to these questions
+    pass_k: float | None
+    reward: float | None = None  # None = measured by an earlier version
+
+    def by(self, figure: Figure) -> float | None:
+        """That figure; None if it was not measured."""
+        return self.pass_1 if figure == "pass_1" else self.reward
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -43,7 +50,8 @@ class Shown(msgspec.Struct, frozen=True):
     question: str
     right: str  # reference answer; empty if there is none
     answer: str
-    correct: bool
+    correct: bool | None  # None = no checker judged it
+    reward: float = 0.0
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -53,6 +61,11 @@ class Evaluation(msgspec.Struct, frozen=True):
     by_question: list[float] = []  # share of right answers to each question, in the order asked
     labels: list[str] = []  # the task label of each question
     shown: list[Shown] = []  # the first SHOWN questions, each with its first answer
+    rewards: list[float] = []  # mean reward of the answers to each question; empty if measured by an earlier version
+
+    def by(self, figure: Figure) -> list[float]:
+        """That figure of each question."""
+        return self.by_question if figure == "pass_1" else self.rewards
 
 
 def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:
@@ -63,6 +76,7 @@ def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions
         [fmean(r.correct for r in g.rollouts) for g in groups],
         [g.task.label for g in groups],
         [_shown(g) for g in groups[:SHOWN]],
+        [fmean(r.reward for r in g.rollouts) for g in groups],
     )
 
 
@@ -70,7 +84,7 @@ def _shown(group: Group) -> Shown:
     first, task = group.rollouts[0], group.task
     texts = (without_middle(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
     question, right, answer = texts
-    return Shown(task.label, question, right, answer, first.correct)
+    return Shown(task.label, question, right, answer, first.correct if first.checked else None, first.reward)
 
 
 def evaluate_on(
@@ -98,17 +112,37 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
         mine = [g for g in groups if label in (g.task.label, "all")]
         if not mine:
             continue
-        right = [[r.correct for r in g.rollouts] for g in mine]
-        table[label] = Held(len(mine), pass_1=fmean(map(fmean, right)), pass_k=fmean(map(any, right)))
+        right = [[r.correct for r in g.rollouts] for g in mine if any(r.checked for r in g.rollouts)]
+        table[label] = Held(
+            len(mine),
+            pass_1=fmean(map(fmean, right)) if right else None,
+            pass_k=fmean(map(any, right)) if right else None,
+            reward=fmean(fmean(r.reward for r in g.rollouts) for g in mine),
+        )
     return table
 
 
-def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple[list[str], list[list[str]]]:
+def titles(tables: Sequence[Mapping[str, Held]], samples: int, rewards: RewardsConfig) -> dict[str, str]:
+    """Field of `Held` -> its title, for the figures that are shown of these tables."""
+    judged = any(held.pass_1 is not None for table in tables for held in table.values())
+    found = {"pass_1": "pass@1", "pass_k": f"pass@{samples}"} if judged else {}
+    return found | ({"reward": "reward"} if reports_reward(rewards) else {})
+
+
+def cells(held: Held | None, names: Mapping[str, str]) -> list[str]:
+    """The figures of those names with three decimals; `-` for one that was not measured."""
+    figures = [None if held is None else getattr(held, name) for name in names]
+    return ["-" if figure is None else f"{figure:.3f}" for figure in figures]
+
+
+def rows(
+    before: dict[str, Held], after: dict[str, Held], samples: int, rewards: RewardsConfig
+) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table before -> after."""
-    columns = ["task", "questions", "pass@1 before", "pass@1 after", f"pass@{samples} before", f"pass@{samples} after"]
+    names = titles([before, after], samples, rewards)
+    columns = ["task", "questions", *(f"{title} {when}" for title in names.values() for when in ("before", "after"))]
     table = []
     for label, new in sorted(after.items(), key=lambda item: item[0] == "all"):  # the rest stays in its order
-        old = before.get(label)
-        figures = [old and old.pass_1, new.pass_1, old and old.pass_k, new.pass_k]
-        table.append([label, str(new.questions), *("-" if x is None else f"{x:.3f}" for x in figures)])
+        pairs = zip(cells(before.get(label), names), cells(new, names), strict=True)
+        table.append([label, str(new.questions), *(cell for pair in pairs for cell in pair)])
     return columns, table

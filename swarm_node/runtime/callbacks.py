@@ -46,8 +46,9 @@ class Callback:
         """A round ended. `round` counts from 1; `metrics` is its record in metrics.jsonl. True ends the run here."""
 
     def on_evaluation(self, round: int, figures: Mapping[str, Held]) -> None:
-        """Held-out questions were answered after `round` rounds. `figures` has `questions`, `pass_1` and `pass_k` of
-        each task by its label, and of all tasks under `all`; pass_1 and pass_k are in [0, 1]."""
+        """Held-out questions were answered after `round` rounds. `figures` has `questions`, `pass_1`, `pass_k` and
+        `reward` (the mean) of each task by its label, and of all tasks under `all`. pass_1 and pass_k are in [0, 1],
+        or None if no checker judges answers to these questions."""
 
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint is complete; `path` is its directory."""

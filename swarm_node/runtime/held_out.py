@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from swarm_node.config import NodeConfig
+from swarm_node.config import NodeConfig, RewardsConfig
+from swarm_node.config.figures import Figure, figure_of, reports_reward
 from swarm_node.observability.falling import remarks, withdrawn
 from swarm_node.observability.summary import Answered, HeldOut, interval
 from swarm_node.policy.policy import Policy
@@ -55,6 +56,7 @@ class HeldOutFigures:
         self._show = show
         self._measured = measured
         self._allowed = allowed
+        self.figure = figure_of(config.rewards)
         self.figures = HeldOutRecord()
         self.keeps_best = whole and config.eval.every > 0 and config.eval.questions > 0
         self.best: Best | None = None  # without the name of its checkpoint
@@ -70,6 +72,10 @@ class HeldOutFigures:
         return self._config.eval.samples
 
     @property
+    def rewards(self) -> RewardsConfig:
+        return self._config.rewards
+
+    @property
     def _trains_for_one_right(self) -> bool:
         return self._config.grpo.advantage == "pass_k"
 
@@ -77,13 +83,16 @@ class HeldOutFigures:
     def conditions(self) -> dict[str, Any]:
         """The conditions that make two held-out figures comparable."""
         config = self._config
-        return {
+        found: dict[str, Any] = {
             "tasks": self._tasks.names,
             "answer": config.rewards.answer,
             "questions": config.eval.questions,
             "samples": config.eval.samples,
             "rollouts": [config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p],
         }
+        if self.figure == "reward":
+            found["rewards"] = [[function.path, function.weight] for function in config.rewards.functions]
+        return found
 
     def measure_before(self) -> None:
         """Measure before the first round."""
@@ -114,7 +123,10 @@ class HeldOutFigures:
             return {}
         self._remark(now)
         every = now.table["all"]
-        return {"eval/pass_1": every.pass_1, "eval/pass_k": every.pass_k}
+        found = {"eval/pass_1": every.pass_1, "eval/pass_k": every.pass_k}
+        if reports_reward(self._config.rewards):
+            found["eval/reward"] = every.reward
+        return {name: value for name, value in found.items() if value is not None}
 
     def measure_after(self, round: int, again: bool) -> None:
         """Measure after the last round. `again`: also if there are figures of that round."""
@@ -135,11 +147,12 @@ class HeldOutFigures:
     def compared(self, round: int) -> HeldOut | None:
         """The figures before and now, for the summary of a run that ended after `round`."""
         figures = self.figures
-        compared_now = compared(figures.before, figures.last, self.samples, self._trains_for_one_right)
+        both, with_reward = (figures.before, figures.last), reports_reward(self._config.rewards)
+        compared_now = compared(*both, self.samples, self._trains_for_one_right, self.figure, with_reward)
         if compared_now is None:
             return None
         at = 0 if figures.round == round else figures.round
-        best = None if self.best is None else (self.best.round, self.best.pass_1)
+        best = None if self.best is None else (self.best.round, self.best.value)
         return msgspec.structs.replace(compared_now, round=at, best=best)
 
     def _measure(self, when: str, round: int) -> Evaluation:
@@ -167,55 +180,87 @@ class HeldOutFigures:
             return
         self.figures.last, self.figures.round = now, round
         every = now.table["all"]
-        if self.keeps_best and (self.best is None or every.pass_1 > self.best.pass_1):
-            self.best = Best(round, every.pass_1, every.pass_k, self.conditions)
+        value = every.by(self.figure)
+        if self.keeps_best and value is not None and (self.best is None or value > self.best.value):
+            measured = every.pass_1, every.pass_k
+            self.best = Best(round, *measured, self.conditions, reward=every.reward, figure=self.figure)
             self.is_new_best = True
 
     def _remark(self, now: Evaluation) -> None:
         """Say what has got worse, once for each matter, when two evaluations in a row give reason for it; take it back
         when that is over."""
-        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right)
+        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right, self.figure)
         for key in sorted(self._said - found.keys()):
             self._said.remove(key)
-            say(withdrawn(key, self.samples), "held_out")
+            say(withdrawn(key, self.samples, self.figure), "held_out")
         for key in found.keys() & self._noticed - self._said:
             self._said.add(key)
             say(Warned(found[key]), "held_out")
         self._noticed = set(found)
 
 
-def compared(before: Evaluation, after: Evaluation, samples: int, for_one_right: bool = False) -> HeldOut | None:
-    """Held-out figures over all tasks, if they exist for before and after training. `for_one_right`: see `remarks`."""
+def compared(
+    before: Evaluation,
+    after: Evaluation,
+    samples: int,
+    for_one_right: bool = False,
+    figure: Figure = "pass_1",
+    with_reward: bool = False,
+) -> HeldOut | None:
+    """Held-out figures over all tasks, if `figure` exists for before and after training. `for_one_right`: see
+    `remarks`; `with_reward`: the mean reward is told as well."""
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]
-    answers = _answers(before, after)
+    if old.by(figure) is None or new.by(figure) is None:
+        return None
+    answers = _answers(before, after, figure)
     return HeldOut(
         questions=new.questions,
         samples=samples,
-        pass_1=(old.pass_1, new.pass_1),
-        pass_k=(old.pass_k, new.pass_k),
-        interval=interval(before.by_question, after.by_question),
-        remarks=list(worse(before, after, samples, for_one_right).values()),
+        pass_1=_pair(old.pass_1, new.pass_1),
+        pass_k=_pair(old.pass_k, new.pass_k),
+        interval=interval(before.by(figure), after.by(figure)),
+        remarks=list(worse(before, after, samples, for_one_right, figure).values()),
         answers=[answers[i] for i in sorted({0, len(answers) // 2, len(answers) - 1})] if answers else [],
         answers_of=len(answers),
+        reward=_pair(old.reward, new.reward) if with_reward else None,
+        figure=figure,
     )
 
 
-def _answers(before: Evaluation, after: Evaluation) -> list[Answered]:
+def _pair(before: float | None, after: float | None) -> tuple[float, float] | None:
+    return None if before is None or after is None else (before, after)
+
+
+def _answers(before: Evaluation, after: Evaluation, figure: Figure) -> list[Answered]:
     """The questions of which both evaluations kept an answer: the first ones asked, from the most to the least
-    improved."""
-    shares = zip(before.by_question, after.by_question, strict=False)
+    improved by `figure`."""
+    each = zip(before.by(figure), after.by(figure), strict=False)
     kept = [
-        Answered(then.task, then.question, then.right, then.answer, then.correct, now.answer, now.correct, *share)
-        for then, now, share in zip(before.shown, after.shown, shares, strict=False)
+        Answered(
+            then.task,
+            then.question,
+            then.right,
+            before=then.answer,
+            before_correct=then.correct,
+            after=now.answer,
+            after_correct=now.correct,
+            mean_before=mean_before,
+            mean_after=mean_after,
+            before_reward=then.reward,
+            after_reward=now.reward,
+        )
+        for then, now, (mean_before, mean_after) in zip(before.shown, after.shown, each, strict=False)
         if then.question == now.question
     ]
-    return sorted(kept, key=lambda one: one.right_before - one.right_after)
+    return sorted(kept, key=lambda one: one.mean_before - one.mean_after)
 
 
-def worse(before: Evaluation, now: Evaluation, samples: int, for_one_right: bool = False) -> dict[str, str]:
+def worse(
+    before: Evaluation, now: Evaluation, samples: int, for_one_right: bool = False, figure: Figure = "pass_1"
+) -> dict[str, str]:
     """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version."""
     if before.labels != now.labels:
         return {}
-    return remarks(now.labels, before.by_question, now.by_question, samples, for_one_right)
+    return remarks(now.labels, before.by(figure), now.by(figure), samples, for_one_right, figure)

@@ -106,6 +106,7 @@ class Run:
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
         telling = partial(say, kind="start"), self._measured
         self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, crew is None, stop.allowed)
+        self.progress.held_out = f"eval/{self.held_out.figure}"
         of_run = crew, self.own, self.cost, self.held_out
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
@@ -325,8 +326,9 @@ class Run:
 
     def _declare(self, found: Evaluation) -> None:
         """Let members know the latest held-out figures, if there are any."""
-        if self.node.member is not None and "all" in found.table:
-            self.node.member.held_out = found.table["all"].pass_1, found.table["all"].questions
+        every = found.table.get("all")
+        if self.node.member is not None and every is not None and every.pass_1 is not None:
+            self.node.member.held_out = every.pass_1, every.questions
 
     def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""

@@ -41,11 +41,12 @@ class RunReport:
         """Show the report in words; the other parameters are those of `next_steps`."""
         path = str(self.run.path)
         if self._before.table and self._now.table:
-            columns, table = rows(self._before.table, self._now.table, self.held_out.samples)
+            columns, table = rows(self._before.table, self._now.table, self.held_out.samples, self.held_out.rewards)
             console.progress.table("held-out questions", columns, table)
             if self._before.labels == self._now.labels:
-                shares = self._before.by_question, self._now.by_question
-                console.progress.paragraphs(lower_tasks(self._now.labels, *shares, self.held_out.samples), indent=2)
+                figure, samples = self.held_out.figure, self.held_out.samples
+                values = self._before.by(figure), self._now.by(figure)
+                console.progress.paragraphs(lower_tasks(self._now.labels, *values, samples, figure), indent=2)
         if not self.figures.rounds_recorded:
             return
         written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
@@ -54,7 +55,7 @@ class RunReport:
         console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
         held = self.figures.held_out
-        best = held is not None and held.best is not None and held.best[1] > max(held.pass_1)
+        best = held is not None and held.best is not None and held.best[1] > max(held.main)
         for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
@@ -81,4 +82,4 @@ class RunReport:
         held = self.figures.held_out
         if CAN_DRAW and last_record(self.run.metrics) is not None:
             records = each_record(self.run.metrics)
-            plot_reward(records, self._plot, str(self.run.path), held.pass_1 if held else None)
+            plot_reward(records, self._plot, str(self.run.path), held.main if held else None, self.held_out.figure)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,10 +20,18 @@ class Best(msgspec.Struct, frozen=True):
     """The held-out figures of one checkpoint."""
 
     round: int
-    pass_1: float
-    pass_k: float
+    pass_1: float | None  # None = no checker judges the answers
+    pass_k: float | None
     conditions: dict[str, Any] = {}  # tasks and sampling; figures under others are not comparable
     checkpoint: str = ""  # name of its directory below checkpoints/; the writer of the checkpoint sets it
+    reward: float | None = None  # mean reward; None = written by an earlier version
+    figure: Literal["pass_1", "reward"] = "pass_1"  # the one that chose it
+
+    @property
+    def value(self) -> float:
+        """The figure that chose it; -inf if a damaged file lacks it."""
+        value = self.pass_1 if self.figure == "pass_1" else self.reward
+        return -math.inf if value is None else value
 
 
 def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | None:

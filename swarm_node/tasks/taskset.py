@@ -153,13 +153,13 @@ class TaskSet:
         functions = self._functions.items()
         rewards = {name: _call(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
-            whole = [value if value is None else float(value >= FULL_MARKS) for value in checked]
+            whole = [value if value is None else float(_is_right(value)) for value in checked]
             rewards[CHECKER] = checked if self._partial else whole
         weights, scores = self.reward_weights, []
         for i, answer in enumerate(answers):
             mine = {name: column[i] for name, column in rewards.items()}
             total = sum(weights[name] * value for name, value in mine.items() if value is not None)
-            scores.append(Score(answer, mine, float(total), correct=(checked[i] or 0.0) >= FULL_MARKS))
+            scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
 
     def _step(self, task: Task, completion: str) -> float | None:
@@ -344,13 +344,18 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
     return counts
 
 
+def _is_right(checked: float | None) -> bool:
+    """Whether the checker gave full marks."""
+    return checked is not None and checked >= FULL_MARKS
+
+
 def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
     """Score the rollouts of one task in place."""
     n = len(rollouts)
     scores = score([task] * n, [prompt] * n, [r.text for r in rollouts])
     for rollout, verdict in zip(rollouts, scores, strict=True):
         rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
-        rollout.reward, rollout.correct = verdict.reward, verdict.correct
+        rollout.reward, rollout.correct, rollout.checked = verdict.reward, verdict.correct, verdict.checked
 
 
 def has_signal(rollouts: Sequence[Rollout]) -> bool:

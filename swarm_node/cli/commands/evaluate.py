@@ -20,7 +20,7 @@ from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, cells, evaluate, titles
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.option_limits import check_options
@@ -60,11 +60,10 @@ def main(
     if json_output:
         print(json.dumps({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}))
         return
-    shown = Table(
-        "task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}", box=SIMPLE_HEAD
-    )
+    names = titles([table], samples, config.rewards)
+    shown = Table("task", "questions", *names.values(), title=f"held-out questions, {target}", box=SIMPLE_HEAD)
     for label, held in table.items():
-        shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
+        shown.add_row(label, str(held.questions), *cells(held, names))
     Console().print(shown)
 
 

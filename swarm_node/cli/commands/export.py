@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.config.figures import WORDS
 from swarm_node.config.own import read_own
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.policy.loading import load_policy, load_tokenizer
@@ -67,7 +68,7 @@ def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tupl
         except CheckpointError as error:
             tried, problem = best, f"{best.checkpoint} is not usable: {error}"
             continue
-        say(f"best held-out pass@1 {best.pass_1:.3f}, after round {best.round}")
+        say(f"best held-out {WORDS[best.figure]} {best.value:.3f}, after round {best.round}")
         return checkpoint, as_trained(config, checkpoint.state.get("settings"))
     if tried is not None:
         raise UserError(f"the best checkpoint of {run.path}, {problem}; leave out --checkpoint to take the newest")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from swarm_node.averaging.merge import State, check_alike, clip_factors, task_ar
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
+from swarm_node.config.figures import WORDS, Figure, figure_of
 from swarm_node.config.own import read_own
 from swarm_node.config.training import EvalConfig
 from swarm_node.errors import UserError
@@ -35,7 +36,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.rollouts import fit_length
-from swarm_node.rollouts.evaluate import Held, evaluate_on
+from swarm_node.rollouts.evaluate import Held, cells, evaluate_on
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
@@ -68,7 +69,7 @@ class RunWeights(NamedTuple):
 
 class Tried(msgspec.Struct):
     scale: float
-    pass_1: float  # success on the questions for choosing
+    value: float  # the figure on the questions for choosing
 
 
 class Merged(msgspec.Struct):
@@ -83,10 +84,15 @@ class Merged(msgspec.Struct):
     tried: list[Tried] = []  # empty if the scale was given
     questions: int = 0
     samples: int = 0
+    figure: Figure = "pass_1"  # the held-out figure that chooses
     runs: dict[str, dict[str, Held]] = {}  # source -> held-out figures; empty without questions
-    mean_pass_1: float | None = None  # mean over the sources
+    mean: float | None = None  # mean of the figure over the sources
     merged: dict[str, Held] = {}
     better: str = ""  # the best source, if it is better than the merged model
+
+    def of(self, table: Mapping[str, Held]) -> float:
+        """The figure that chooses, over all tasks; 0 if it could not be measured."""
+        return table["all"].by(self.figure) or 0.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,8 @@ def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
     kind, out = "runs" if cohort.rounds else "members", request.out
     say(f"merged {len(cohort.weights)} {kind} into {out}; load it with {loaded_with(out, cohort.policy.is_lora)}")
     if result.better:
-        figures = f"pass@1 {result.runs[result.better]['all'].pass_1:.3f} against {result.merged['all'].pass_1:.3f}"
+        values = result.of(result.runs[result.better]), result.of(result.merged)
+        figures = f"{WORDS[result.figure]} {values[0]:.3f} against {values[1]:.3f}"
         run, where = (result.better, "") if cohort.rounds else ("RUN", " on its machine")
         say(
             f"{result.better} alone is better on these questions ({figures}): "
@@ -137,6 +144,7 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
     policy, sources = cohort.policy, cohort.weights
     out, scale = request.out, 1 / len(sources) if request.scale is None else request.scale
     result = Merged(str(out), request.method, scale, cohort.rounds, cohort.versions)
+    result.figure = figure_of(cohort.config.rewards)
     exam = None if request.questions == 0 else Exam.of(cohort, request.questions, say)
     for_choice: list[Task] = []
     asked = [] if exam is None else exam.questions
@@ -158,10 +166,10 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
         result.questions, result.samples = len(asked), exam.samples
         result.merged = exam.sit(merged, asked)
         result.runs = {name: exam.sit(weights, asked) for name, weights in sources.items()}
-        ones = {name: held["all"].pass_1 for name, held in result.runs.items()}
-        result.mean_pass_1 = fmean(ones.values())
+        ones = {name: result.of(held) for name, held in result.runs.items()}
+        result.mean = fmean(ones.values())
         best = max(ones, key=lambda name: ones[name])
-        result.better = best if ones[best] > result.merged["all"].pass_1 else ""
+        result.better = best if ones[best] > result.of(result.merged) else ""
     return result
 
 
@@ -177,9 +185,9 @@ def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choi
     combined = partial(task_arithmetic, sources, base, factors=factors)
     if exam and for_choice:
         for scale in scales(len(sources)):
-            result.tried.append(Tried(scale, exam.sit(combined(scale), for_choice)["all"].pass_1))
-            say(f"scale {scale:.3g}: pass@1 {result.tried[-1].pass_1:.3f}")
-        result.scale = max(result.tried, key=lambda tried: tried.pass_1).scale
+            result.tried.append(Tried(scale, result.of(exam.sit(combined(scale), for_choice))))
+            say(f"scale {scale:.3g}: {WORDS[result.figure]} {result.tried[-1].value:.3f}")
+        result.scale = max(result.tried, key=lambda tried: tried.value).scale
     return combined(result.scale)
 
 
@@ -278,19 +286,21 @@ def _check_written(out: Path, cohort: Cohort) -> None:
 def print_result(result: Merged, console: Console) -> None:
     """Print the scales tried, and the figures of sources and merged model."""
     if result.tried:
-        tried = Table("scale tried", "pass@1 on other questions", box=SIMPLE_HEAD)
+        tried = Table("scale tried", f"{WORDS[result.figure]} on other questions", box=SIMPLE_HEAD)
         for row in result.tried:
             chosen = " *" if row.scale == result.scale else ""
-            tried.add_row(f"{row.scale:.3g}{chosen}", f"{row.pass_1:.3f}")
+            tried.add_row(f"{row.scale:.3g}{chosen}", f"{row.value:.3f}")
         console.print(tried)
     if not result.merged:
         return
     behind, counts = ("rounds", result.rounds) if result.rounds else ("version", result.versions)
-    titles = "source", behind, "pass@1", f"pass@{result.samples}"
+    names = {"pass_1": "pass@1", "pass_k": f"pass@{result.samples}"}
+    if result.figure == "reward":
+        names = {"reward": WORDS["reward"]}
+    titles = "source", behind, *names.values()
     shown = Table(*titles, title=f"{result.questions} held-out questions", box=SIMPLE_HEAD)
     for name, held in result.runs.items():
-        shown.add_row(name, str(counts[name]), f"{held['all'].pass_1:.3f}", f"{held['all'].pass_k:.3f}")
-    shown.add_row("mean of these", "", f"{result.mean_pass_1:.3f}", "", end_section=True)
-    merged = result.merged["all"]
-    shown.add_row(f"merged ({result.method})", "", f"{merged.pass_1:.3f}", f"{merged.pass_k:.3f}")
+        shown.add_row(name, str(counts[name]), *cells(held["all"], names))
+    shown.add_row("mean of these", "", f"{result.mean:.3f}", end_section=True)
+    shown.add_row(f"merged ({result.method})", "", *cells(result.merged["all"], names))
     console.print(shown)

@@ -30,6 +30,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from swarm_node.config import NodeConfig
 from swarm_node.config.explaining import did_you_mean
+from swarm_node.config.figures import WORDS, figure_of
 from swarm_node.config.keys import Table, all_keys, flat, merged, nest
 from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
@@ -40,8 +41,6 @@ from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
-OBJECTIVES = {"held_out": "held-out pass@1, at the end", "reward": "reward, last tenth"}
-"""Name in the file -> figure of a run."""
 LEAVE_S = 20.0  # time that a run has to save when the sweep is stopped
 MAX_SLUG = 60  # most characters of the settings in a directory's name
 USER_ERROR = 2  # exit code of a run that needs its user
@@ -75,7 +74,8 @@ class SweepFile(Section):
 
     folder: str | None = None  # directory of the runs; unset = runs/NAME, after the file
     method: Literal["grid", "optuna"] = "grid"
-    objective: Literal["held_out", "reward"] = "held_out"  # figure that the table is ordered by, and Optuna raises
+    objective: Literal["held_out", "reward"] = "held_out"
+    """Figure that the table is ordered by, and that Optuna raises: the held-out one, or the reward of training."""
     trials: PositiveInt = 20  # `optuna`: number of settings that are tried
     seeds: list[int] = Field([0], min_length=1)
     parallel: PositiveInt = 1  # runs at a time
@@ -110,8 +110,13 @@ class Sweep:
         self._ended = threading.Event()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
-        for setting in self._first_settings():
-            self._check(setting)
+        figures = {self._checked(setting) for setting in self._first_settings()}
+        if len(figures) > 1:
+            raise UserError(
+                "rewards.checker_weight is 0 in some settings, which have mean reward as held-out figure, and not in "
+                'others, which have pass@1: no table compares them; set objective = "reward", or search without it'
+            )
+        self.objective = figures.pop()  # as `read_run` names it
 
     def run(self) -> list[SweepSetting]:
         """Run all that is missing; the settings, the best first. What failed stands in them. Raises UserError."""
@@ -148,13 +153,17 @@ class Sweep:
         for chosen in product(*values):
             yield self.setting(dict(zip(self.plan.search, chosen, strict=True)))
 
-    def _check(self, setting: SweepSetting) -> None:
-        """Raise UserError for a setting that no run would take, or one whose runs have no end."""
+    def _checked(self, setting: SweepSetting) -> str:
+        """The figure that is the objective in this setting. Raises UserError for a setting that no run would take, or
+        one whose runs have no end."""
         config = self._config(setting, self.plan.seeds[0])
         if math.isinf(config.total_rounds):
             raise UserError("a run of a sweep ends after a number of rounds: set `rounds` in [config]")
-        if self.plan.objective == "held_out" and not config.eval.questions:
+        if self.plan.objective == "reward":
+            return "reward, last tenth"
+        if not config.eval.questions:
             raise UserError('eval.questions = 0 leaves no held-out figure: set objective = "reward"')
+        return f"held-out {WORDS[figure_of(config.rewards)]}, at the end"
 
     def _config(self, setting: SweepSetting, seed: int) -> NodeConfig:
         own = {"seed": seed, "run_dir": str(self.directory(setting, seed))}
@@ -204,7 +213,7 @@ class Sweep:
                 setting.failed.append(problem)
                 return
         if not self._ended.is_set():
-            figure = read_run(self.directory(setting, seed)).final.get(OBJECTIVES[self.plan.objective])
+            figure = read_run(self.directory(setting, seed)).final.get(self.objective)
             setting.scores += [] if figure is None else [figure]
 
     def is_complete(self, setting: SweepSetting, seed: int) -> bool:
@@ -254,10 +263,10 @@ class Sweep:
             end_children(processes, LEAVE_S)
 
 
-def table_of(plan: SweepFile, settings: Sequence[SweepSetting]) -> tuple[list[str], list[list[str]]]:
+def table_of(sweep: Sweep, settings: Sequence[SweepSetting]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the numbered settings, the best first, with the mean of the objective, half of its 95 %
     interval over seeds, and whether that mean is within noise of the best."""
-    columns = ["", *plan.search, OBJECTIVES[plan.objective], "against the best", "runs"]
+    columns = ["", *sweep.plan.search, sweep.objective, "against the best", "runs"]
     return columns, [
         [
             str(number),

@@ -204,10 +204,15 @@ def test_adapters_are_merged_too(tmp_path: Path) -> None:
 def test_the_table_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
     held = {"all": Held(8, 0.5, 0.75)}
     result = Merged("out", "uniform", 0.5, versions={"ann …12345678": 417}, questions=8, samples=4)
-    result.runs, result.merged, result.mean_pass_1 = {"ann …12345678": held}, held, 0.5
+    result.runs, result.merged, result.mean = {"ann …12345678": held}, held, 0.5
     merging.print_result(result, Console(width=100))
     shown = capsys.readouterr().out
     assert "version" in shown and "rounds" not in shown and "ann …12345678" in shown and "417" in shown
+    unchecked = {"all": Held(8, None, None, 0.375)}
+    result.runs, result.merged, result.figure = {"ann …12345678": unchecked}, unchecked, "reward"
+    merging.print_result(result, Console(width=100))
+    shown = capsys.readouterr().out
+    assert "mean reward" in shown and "0.375" in shown and "pass@" not in shown
 
 
 def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def test_a_file_that_makes_no_sense_starts_nothing(change: tuple[str, str], mess
     assert not Path("runs").exists()
 
 
+def test_the_objective_goes_by_own_rewards() -> None:
+    Path("judge.py").write_text("def brief(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    text = GRID.replace(HEAD, "").replace("eval.questions = 0", 'rewards.functions = ["judge.py:brief"]')
+    assert Sweep(write(text)).objective == "held-out pass@1, at the end"
+    weights = '"rewards.checker_weight" = [0.0{}]\n'
+    assert Sweep(write(text + weights.format(""))).objective == "held-out mean reward, at the end"
+    with pytest.raises(UserError, match=r"rewards\.checker_weight is 0 in some settings.*objective = \"reward\""):
+        Sweep(write(text + weights.format(", 1.0")))
+
+
 def test_ranges_become_values() -> None:
     assert SearchRange(low=1e-4, high=1e-2, log=True, steps=3).values() == [1e-4, 1e-3, 1e-2]
     assert SearchRange(low=0, high=3, steps=4).values() == [0, 1, 2, 3]
@@ -64,9 +74,9 @@ def test_ranges_become_values() -> None:
 
 
 def test_settings_are_numbered_and_told_from_noise() -> None:
-    plan = Sweep(write(GRID)).plan
+    whole = Sweep(write(GRID))
     scores = [[0.50, 0.52], [0.48, 0.50], [0.10, 0.10], [0.3]]
-    columns, rows = table_of(plan, [SweepSetting({"grpo.loss": "x"}, {}, "x", each) for each in scores])
+    columns, rows = table_of(whole, [SweepSetting({"grpo.loss": "x"}, {}, "x", each) for each in scores])
     assert columns == ["", "grpo.loss", "reward, last tenth", "against the best", "runs"]
     assert rows == [
         ["1", "x", "0.510 ± 0.127", "best", "2"],

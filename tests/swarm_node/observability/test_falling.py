@@ -80,5 +80,17 @@ def test_each_lower_task_has_a_verdict() -> None:
     assert few == ["lower: gcd, 49 questions: pass@1 0.500 -> 0.250, too few questions to tell"]
 
 
+def test_falling_rewards_are_named_as_such() -> None:
+    fell = evaluations(("poems", 60, 12.0, 11.5), ("odes", 20, 1.0, 1.0))
+    found = remarks(*fell, SAMPLES, figure="reward")
+    assert list(found) == ["task poems"], "pass@k says nothing of rewards"
+    assert found["task poems"].startswith("held-out mean reward of poems fell by more than noise, from 12.000 to 11.5")
+    assert withdrawn("task poems", SAMPLES, "reward").endswith("mean reward of poems fell")
+    assert lower_tasks(*fell, SAMPLES, "reward") == [
+        "lower: poems, 60 questions: mean reward 12.000 -> 11.500, more than noise"
+    ]
+    assert lower_tasks(["poems"] * 60, [9.0, 0.0] * 30, [0.0, 8.9] * 30, SAMPLES, "reward") == []
+
+
 def test_rows_of_other_questions_have_no_verdict() -> None:
     assert lower_tasks(["gcd"] * 60, [1.0] * 60, [0.0] * 59, SAMPLES) == []

@@ -294,6 +294,33 @@ def test_a_run_that_was_stopped_says_of_which_round_its_figures_are() -> None:
     )
 
 
+OWN_REWARD = HeldOut(60, 4, None, None, (0.05, 0.15), reward=(-0.2, -0.1), figure="reward", best=(30, -0.05))
+
+
+def test_a_run_with_own_rewards_goes_by_mean_reward() -> None:
+    one = Answered("poems", "Write.", "", "a", None, "b", None, 0.25, 0.5, before_reward=0.1, after_reward=0.6)
+    held = msgspec.structs.replace(OWN_REWARD, answers=[one], answers_of=1)
+    words = summary(figures(rounds([i / 20 for i in range(20)]), held_out=held))
+    assert words[:3] == [
+        "learned   reward 0.025 -> 0.925, first and last tenth of 20 rounds",
+        "          held-out mean reward -0.200 -> -0.100, +0.100: more than noise (95 % interval +0.050 to +0.150, "
+        "60 questions)",
+        "best      held-out mean reward -0.050 after round 30: `export` and `eval` take it as --checkpoint best",
+    ]
+    assert summaries.answered(held)[-2:] == [
+        "            before a -> reward 0.100 (mean of 4 answers 0.250)",
+        "            after  b -> reward 0.600 (mean of 4 answers 0.500)",
+    ]
+
+
+def test_rewards_stand_beside_what_a_checker_finds() -> None:
+    both = msgspec.structs.replace(OWN_REWARD, pass_1=(0.5, 0.25), pass_k=(0.75, 0.75))
+    lines = summary(Figures(held_out=both))
+    assert lines[1:3] == ["          held-out pass@1 0.500 -> 0.250", "          held-out pass@4 0.750 -> 0.750"]
+    beside = summary(Figures(held_out=msgspec.structs.replace(HELD, reward=(0.25, 0.5))))
+    assert beside[2] == "          held-out mean reward 0.250 -> 0.500" and "pass@1" in beside[0]
+
+
 def test_a_best_checkpoint_competes_with_the_start() -> None:
     held = msgspec.structs.replace(HELD, pass_1=(0.033, 0.0), best=(10, 0.033))
     assert "best      none: no checkpoint has a better held-out pass@1 than the start, 0.033" in summary(

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from swarm_node.rollouts.evaluate import Held, rows
+from protocol.messages import TaskName
+from swarm_node.config import RewardsConfig
+from swarm_node.config.training import RewardFunctionConfig
+from swarm_node.rollouts.evaluate import Held, rows, summarise
+from swarm_node.types import Group, Rollout, Task
+
+OWN = RewardsConfig(checker_weight=0.0, functions=[RewardFunctionConfig(path="mine.py:f")])
 
 
 def test_the_row_of_all_tasks_is_the_last() -> None:
     table = {"all": Held(4, 0.5, 1.0), "gcd": Held(2, 0.5, 1.0), "lcm": Held(2, 0.5, 1.0)}  # as a checkpoint sorts them
-    assert [row[0] for row in rows(table, table, 8)[1]] == ["gcd", "lcm", "all"]
+    assert [row[0] for row in rows(table, table, 8, RewardsConfig())[1]] == ["gcd", "lcm", "all"]
+
+
+def answered(label: str, rewards: list[float], checked: bool) -> Group:
+    rollouts = [Rollout([1], [0.0], True, reward=r, correct=checked and r == 1.0, checked=checked) for r in rewards]
+    return Group(Task(TaskName("jsonl", "0" * 16, "jsonl 1", 0, 0), label, "?", None), [1], rollouts)
+
+
+def test_questions_without_a_checker_have_rewards_alone() -> None:
+    groups = [answered("poems", [0.25, 0.75], False), answered("gcd", [1.0, 0.0], True)]
+    table = summarise(groups, ["poems", "gcd"])
+    assert table == {
+        "poems": Held(1, None, None, 0.5),
+        "gcd": Held(1, 0.5, 1.0, 0.5),
+        "all": Held(2, 0.5, 1.0, 0.5),
+    }
+    columns, lines = rows({}, {"poems": table["poems"]}, 8, OWN)
+    assert columns == ["task", "questions", "reward before", "reward after"]
+    assert lines == [["poems", "1", "-", "0.500"]]
+    columns, lines = rows(table, table, 8, OWN)
+    assert columns[-2:] == ["reward before", "reward after"] and lines[0][2:] == ["-"] * 4 + ["0.500"] * 2

@@ -60,6 +60,46 @@ def evaluated(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return document
 
 
+POEMS = """
+def vowels(prompts, completions, **columns):
+    return [sum(c in "aeiou" for c in text) / (1 + len(text)) - 0.25 for text in completions]
+"""
+
+
+def test_a_run_with_own_rewards_goes_by_mean_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("poems.py").write_text(POEMS)
+    Path("q.jsonl").write_text("".join(f'{{"question": "Write poem {n}."}}\n' for n in range(60)))
+    own = {"tasks": ["q.jsonl"], "rewards": {"checker_weight": 0, "functions": ["poems.py:vowels"]}}
+    for rounds in (1, 2):
+        assert train_locally(settings(rounds, **own, metrics={"samples_every": 1}), json_output=True) == 0
+        out, words = capsys.readouterr()
+    document, words = json.loads(out), " ".join(words.split())
+    held, curve = document["held_out"], [line["eval/reward"] for line in read_jsonl(Path("run/metrics.jsonl"))]
+    assert (held["figure"], held["pass_1"], held["interval"]) == ("reward", None, None)
+    assert len(curve) == 2 and held["reward"][1] == pytest.approx(curve[-1], rel=1e-5)
+    assert document["held_out_before"]["all"]["pass_k"] is None
+    assert "held-out mean reward" in words and "reward before" in words and "pass@" not in words
+    assert not any(name.startswith("eval/pass") for name in read_jsonl(Path("run/metrics.jsonl"))[0])
+    best = json.loads(Path("run", BEST).read_text())
+    assert best["round"] == curve.index(max(curve)) + 1 and best["figure"] == "reward"
+    assert held["best"] == [best["round"], best["reward"]]
+    final = read_run(Path("run")).final
+    assert final["held-out mean reward, best checkpoint"] == best["reward"]
+    assert final["held-out mean reward, before"] == held["reward"][0] and not any("pass@" in name for name in final)
+    assert [x for x in read_run(Path("run")).curves["round", "held_out_reward"][0]] == [0, 1, 2]
+    answers = [answer for record in read_jsonl(Path("run/samples.jsonl")) for answer in record["answers"]]
+    assert answers and all(answer["correct"] is None for answer in answers)
+    evaluate_main("run", None, None, None, True, "best")
+    out, words = capsys.readouterr()
+    assert json.loads(out)["held_out"]["all"] == {
+        "questions": held["questions"],
+        "pass_1": None,
+        "pass_k": None,
+        "reward": best["reward"],
+    }
+    assert f"best held-out mean reward {best['reward']:.3f}" in words
+
+
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "policy.safetensors")
 

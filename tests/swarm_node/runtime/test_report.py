@@ -101,7 +101,7 @@ def test_shown_questions_span_all_changes() -> None:
     after = Evaluation(table, [0.5, 0.25, 1.0, 1.0, 0.75], shown=kept)
     held = compared(before, after, 8)
     assert held is not None and held.answers_of == 5
-    changes = [(one.question, one.right_before, one.right_after) for one in held.answers]
+    changes = [(one.question, one.mean_before, one.mean_after) for one in held.answers]
     assert changes == [("c", 0.25, 1.0), ("a", 0.5, 0.5), ("b", 0.5, 0.25)]
     one = compared(msgspec.structs.replace(before, shown=kept[:1]), after, 8)
     assert one is not None and [answer.question for answer in one.answers] == ["a"]

@@ -110,6 +110,7 @@ def test_figures_from_before_forms_of_answers_stay(
         earlier.setattr(CheckpointStore, "save", without_form)
         start(1, **asks)
     first = json.loads(capsys.readouterr().out)["held_out_before"]
+    first = {label: figures | {"reward": None} for label, figures in first.items()}  # which they did not measure
     said = start(2, rewards={"answer": form}, **asks)
     assert json.loads(capsys.readouterr().out)["held_out_before"] == (first if kept else {})
     assert first and (NO_FIGURES in said) != kept

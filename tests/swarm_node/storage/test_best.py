@@ -62,6 +62,14 @@ def test_figures_of_other_questions_do_not_count(store: CheckpointStore) -> None
     assert read_best(Path("run"), {"questions": 9}) is None
 
 
+def test_a_file_of_an_earlier_version_goes_by_pass_1(store: CheckpointStore) -> None:
+    save(store, 1, 0.25)
+    document = json.loads(Path("run", BEST).read_text())
+    Path("run", BEST).write_text(json.dumps({k: v for k, v in document.items() if k not in ("reward", "figure")}))
+    found = read_best(Path("run"))
+    assert found is not None and (found.figure, found.value) == ("pass_1", 0.25)
+
+
 @pytest.mark.parametrize("name", ["round-00000009", "../checkpoints/round-00000001", ".", ""])
 def test_a_name_of_no_checkpoint_is_not_taken(store: CheckpointStore, name: str) -> None:
     save(store, 1, 0.25)

@@ -363,6 +363,7 @@ const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
   { title: "Held-out questions", note: "share of right answers", plainly: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
+  { title: "Held-out questions: reward", note: "mean of all answers", plainly: true, dots: true, series: [["eval/reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
   { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
   { title: "Network", note: "bytes a second", ...rate, series: [["swarm/bytes_in", "in"], ["swarm/bytes_out", "out"]] },

@@ -7,7 +7,7 @@ import { element } from "./nodes.js";
 function answer({ text, judged, reward, times, correct, cut }) {
   const notes = [times > 1 ? `${times} times` : "", cut ? "cut off" : "", judged === null ? "no answer found" : judged !== text.trim() ? `judged: ${judged}` : ""];
   return element("li", {},
-    element("span", { class: correct ? "up" : "down" }, reward.toFixed(2)), " ",
+    element("span", { class: correct === null ? null : correct ? "up" : "down" }, reward.toFixed(2)), " ",
     element("span", { class: "text" }, text || "(empty)"),
     ...notes.filter(Boolean).map((note) => element("small", {}, ` ${note}`)));
 }
