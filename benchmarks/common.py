@@ -18,13 +18,11 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """Date, processor, cores, versions."""
-    name = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+    from swarm_node.cli.commands.bench import processor
+
     return {
         "date": date.today().isoformat(),
-        "cpu": name,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers")},

@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common import median, table, write
+from swarm_node.cli.commands.bench import Work
 
 ANSWERS, PROMPT, WARMUP = 8, 64, 2
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,121 +52,60 @@ def make_model(shape: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def question(k: int, i: int) -> str:
-    """A question of PROMPT tokens, another for each step and place."""
-    return ("abcdef" * PROMPT)[k + i : k + i + PROMPT - 1]
+def work_of(spec: dict[str, Any]) -> Work:
+    return Work(spec["prompts"], ANSWERS, spec["new"], spec["steps"], WARMUP)
 
 
-def run_ours(spec: dict[str, Any]) -> dict[str, list[float]]:
-    import torch
+def questions(work: Work) -> list[str]:
+    """Questions of PROMPT tokens, another for each step and place."""
+    places = ((k, i) for k in range(work.warmup + work.steps) for i in range(work.prompts))
+    return [("abcdef" * PROMPT)[k + i : k + i + PROMPT - 1] for k, i in places]
 
-    from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
-    from swarm_node.grpo.trainer import Trainer
+
+def run_ours(spec: dict[str, Any]) -> Any:
+    from swarm_node.cli.commands.bench_arms import our_steps
+    from swarm_node.config import PolicyConfig, RolloutsConfig
     from swarm_node.policy.engines.native import NativeEngine
     from swarm_node.policy.loading import load_policy
-    from swarm_node.rollouts import collect
-    from swarm_node.types import Sampling, Score, Task
+    from swarm_node.types import Task
 
-    rollouts = RolloutsConfig(groups=spec["prompts"], group_size=ANSWERS, max_new_tokens=spec["new"])
+    work = work_of(spec)
+    rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
     settings = PolicyConfig(model=spec["path"], lora=True, lora_rank=16, dtype="bfloat16", prompt_template="{question}")
     policy = load_policy(settings, rollouts, lambda text: print(text, file=sys.stderr))
     if spec["who"] == "without graphs":
         policy.engine = policy.engine_of(NativeEngine)
-    trainer = Trainer(policy, GrpoConfig(learning_rate=1e-5), Sampling(spec["new"]))
-
-    def score(tasks: Any, prompts: Any, completions: list[str]) -> list[Score]:
-        return [Score(None, {"turn": float(i % 2)}, float(i % 2), False) for i in range(len(completions))]
-
-    times: dict[str, list[float]] = {"step": [], "sampling": [], "update": [], "tokens": []}
-    for k in range(WARMUP + spec["steps"]):
-        tasks = [Task(None, "x", question(k, i), None) for i in range(spec["prompts"])]  # type: ignore[arg-type]
-        judge: Any = SimpleNamespace(prompt=lambda task: task.question, score=score)
-        start = time.perf_counter()
-        collected = collect(policy, lambda n, tasks=tasks: tasks, judge, rollouts, str(k))
-        middle = time.perf_counter()
-        trainer.step(collected.groups)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        end = time.perf_counter()
-        found = {"step": end - start, "sampling": collected.seconds, "update": end - middle}
-        for name, value in (found | {"tokens": float(collected.num_tokens)}).items():
-            times[name].append(value)
-    return {name: values[WARMUP:] for name, values in times.items()}
+    tasks = [Task(None, "x", question, None) for question in questions(work)]  # type: ignore[arg-type]
+    return our_steps(policy, tasks, work)
 
 
-def run_trl(spec: dict[str, Any]) -> dict[str, list[float]]:
-    import datasets
+def run_trl(spec: dict[str, Any]) -> Any:
     import torch
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from swarm_node.cli.commands.bench_arms import trl_steps
+
+    work = work_of(spec)
     model = AutoModelForCausalLM.from_pretrained(spec["path"], dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(spec["path"], padding_side="left")
-    count = (WARMUP + spec["steps"]) * spec["prompts"]
-    data = datasets.Dataset.from_list([{"prompt": question(i, 0)} for i in range(count)])
-    ends: list[float] = []
-    sampling: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: object, **kwargs: object) -> None:
-            ends.append(time.perf_counter())
-
-    class Timed(GRPOTrainer):
-        def _generate(self, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            made = super()._generate(*args, **kwargs)
-            sampling.append(time.perf_counter() - start)
-            return made
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=spec["prompts"] * ANSWERS,
-            num_generations=ANSWERS,
-            max_completion_length=spec["new"],
-            learning_rate=1e-5,
-            beta=0.0,
-            loss_type="dapo",
-            max_steps=WARMUP + spec["steps"],
-            logging_steps=1000,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=not torch.cuda.is_available(),
-            bf16=False,
-            temperature=1.0,
-            top_k=0,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            shuffle_dataset=False,
-        )
-        trainer = Timed(
-            model=model,
-            reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
-            args=config,
-            train_dataset=data,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    steps = [b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)]
-    tokens = [float(spec["prompts"] * ANSWERS * spec["new"])] * len(steps)
-    sampled = sampling[WARMUP:]
-    update = [a - b for a, b in zip(steps, sampled, strict=True)]
-    return {"step": steps, "sampling": sampled, "update": update, "tokens": tokens}
+    if torch.cuda.is_available():
+        model = model.cuda()
+    tokenizer = AutoTokenizer.from_pretrained(spec["path"])
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    return trl_steps(model, tokenizer, questions(work), work, lora)
 
 
 def child(spec: dict[str, Any]) -> None:
     """One contestant in this process: times and peak memory as JSON on the last line."""
     import torch
 
-    times = (run_trl if spec["who"] == "TRL" else run_ours)(spec)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_reserved() / 2**20
+    from swarm_node.cli.commands.bench_arms import peak_bytes
+
+    found = (run_trl if spec["who"] == "TRL" else run_ours)(spec)
+    update = [whole - sampling for whole, sampling in zip(found.step, found.sampling, strict=True)]
+    times = {"step": found.step, "sampling": found.sampling, "update": update, "tokens": found.tokens}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(json.dumps({"times": times, "peak_mib": peak, "device": device}))
+    print(json.dumps({"times": times, "peak_mib": peak_bytes() / 2**20, "device": device}))
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

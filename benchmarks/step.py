@@ -1,13 +1,18 @@
 """One GRPO step (sample, score, update): this package, TRL's GRPOTrainer and a plain Hugging Face loop.
 
-    python -m benchmarks.step [--steps 12] [--repeats 3] [--seed 0]
+    python -m benchmarks.step [--sizes 0.44M 3.2M] [--threads 1 2] [--steps 12] [--repeats 3] [--seed 0] [--quick]
 
-8 tasks x 8 completions of at most 16 tokens, the small tasks' own prompts, AdamW, DAPO loss, no KL. Two policies of
-each size: `trained` ones answer like the starter (about 4 tokens), `fresh` ones have random weights, so that nearly
-every completion runs to its 16 tokens. Rewards alternate 0, 1, 0, 1 within each group: every group has a signal,
-nothing is skipped by anyone. Each contestant runs in a process of its own, in turn; figures are the median step (CPU
-time with one thread, which a busy machine disturbs least; wall time with two) and the process's peak memory. At the
-end, peak memory of the update alone at a vocabulary of 152k, where logits dominate.
+8 tasks x 8 completions of at most 16 tokens, the small tasks' own prompts, all weights trained, AdamW, DAPO loss, no
+KL. Two policies of each size: `trained` ones answer like the starter (about 4 tokens), `fresh` ones have random
+weights, so that nearly every completion runs to its 16 tokens. The size 0.5B has the shape of Qwen2.5-0.5B with random
+weights in bfloat16, LoRA of rank 16 on all linear layers, and 1 task x 8 completions of 64 tokens; `tiny` is a tiny one
+like it.
+
+Rewards alternate 0, 1, 0, 1 within each group: every group has a signal, nothing is skipped by anyone. Each contestant
+runs in a process of its own, in turn, with the same number of threads and the malloc settings of this package. Figures
+are the median step with quartiles over all steps (CPU time with one thread, which a busy machine disturbs least; wall
+time with two or more), ratios of the medians with quartiles over the repeats, and the process's peak memory. At the end
+(of a run with the size 0.44M), peak memory of the update alone at a vocabulary of 152k, where logits dominate.
 """
 
 from __future__ import annotations
@@ -16,103 +21,140 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 from benchmarks.common import median, table, write
+from swarm_node.cli.commands.bench import Work, quartiles
 
-GROUPS, GROUP_SIZE, NEW, WARMUP = 8, 8, 16, 2
-SIZES = {"0.44M": (128, 2), "3.2M": (256, 4)}
+GROUPS, GROUP_SIZE, WARMUP = 8, 8, 2
 TEACHING_STEPS = 80
 """Supervised steps of the trained policies: enough to answer in the right form."""
 MEMORY = {"vocabulary": 152_064, "hidden": 64, "layers": 2, "prompt": 32, "new": 64}
 LEARNING_RATE = 1e-4
+LEAVES = "answers end early, and their rows leave"
+"""Beside trained rows. The other two compute every row until the longest answer has ended."""
 
 
-def make_policies(folder: Path) -> None:
-    """Both policies of both sizes, once for all contestants."""
+@dataclass(frozen=True)
+class Size:
+    """A model and the work of its step."""
+
+    hidden: int = 0  # 0 = the shape that real_model calls by the name of the size
+    layers: int = 0
+    groups: int = GROUPS
+    new: int = 16
+
+    @property
+    def lora(self) -> bool:
+        return not self.hidden
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.lora else "float32"
+
+    @property
+    def policies(self) -> list[str]:
+        return ["fresh"] if self.lora else ["fresh", "trained"]
+
+
+SIZES = {"0.44M": Size(128, 2), "3.2M": Size(256, 4), "0.5B": Size(groups=1, new=64), "tiny": Size(groups=1, new=8)}
+
+
+def make_policies(folder: Path, sizes: list[str]) -> None:
+    """The policies of these sizes, once for all contestants."""
     from transformers import AutoTokenizer
 
+    from benchmarks.real_model import make_model
     from swarm_node.cli.commands.starter import make_starter
     from swarm_node.policy.starter import build_model
 
-    for size, (hidden, layers) in SIZES.items():
-        print(f"teaching the {size} policy for {TEACHING_STEPS} steps", flush=True)
-        trained = make_starter(folder / f"{size} trained", layers, hidden, TEACHING_STEPS, progress=False)
+    for name in sizes:
+        size = SIZES[name]
+        if size.lora:
+            make_model(name, folder / f"{name} fresh")
+            continue
+        print(f"teaching the {name} policy for {TEACHING_STEPS} steps", flush=True)
+        trained = make_starter(folder / f"{name} trained", size.layers, size.hidden, TEACHING_STEPS, progress=False)
         tokenizer = AutoTokenizer.from_pretrained(trained)
-        build_model(len(tokenizer), layers, hidden, seed=0).save_pretrained(folder / f"{size} fresh")
-        tokenizer.save_pretrained(folder / f"{size} fresh")
-
-
-def load(path: str, seed: int):
-    """(model, tokenizer, tasks) of a contest."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from swarm_node.config import RewardsConfig
-    from swarm_node.tasks import load_tasks
-
-    tasks = load_tasks(["small"], RewardsConfig()).sample(random.Random(seed), 2000)
-    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), tasks
-
-
-def rewards(n: int) -> list[float]:
-    """0, 1, 0, 1, …"""
-    return [float(i % 2) for i in range(n)]
+        build_model(len(tokenizer), size.layers, size.hidden, seed=0).save_pretrained(folder / f"{name} fresh")
+        tokenizer.save_pretrained(folder / f"{name} fresh")
 
 
 # --------------------------------------------------------------------- contestants
 
 
-def run_ours(path: str, steps: int, seed: int) -> list[float]:
-    from swarm_node.config import GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig
-    from swarm_node.grpo.trainer import Trainer
-    from swarm_node.policy.loading import load_policy
-    from swarm_node.rollouts import collect
+def work_of(spec: dict) -> Work:
+    size = SIZES[spec["size"]]
+    return Work(size.groups, GROUP_SIZE, size.new, spec["steps"], WARMUP, LEARNING_RATE, spec["seed"])
+
+
+def tasks_of(work: Work) -> list:
+    """The tasks of all steps."""
+    from swarm_node.config import RewardsConfig
     from swarm_node.tasks import load_tasks
-    from swarm_node.types import Sampling, Score
 
-    tasks = load_tasks(["small"], RewardsConfig()).sample(random.Random(seed), 2000)
-    rollouts = RolloutsConfig(groups=GROUPS, group_size=GROUP_SIZE, max_new_tokens=NEW)
-    threads = int(os.environ["OMP_NUM_THREADS"])
-    policy = load_policy(PolicyConfig(model=path, lora=False, threads=threads), rollouts, lambda text: None)
-    trainer = Trainer(policy, GrpoConfig(learning_rate=LEARNING_RATE), Sampling(NEW))
-
-    def score(tasks, prompts, completions):
-        return [Score(None, {"turn": r}, r, False) for r in rewards(len(completions))]
-
-    judge = SimpleNamespace(prompt=lambda task: task.question, score=score)
-
-    def step(k: int) -> None:
-        part = tasks[k * GROUPS : (k + 1) * GROUPS]
-        trainer.step(collect(policy, lambda n: part, judge, rollouts, str(k)).groups)
-
-    return _timed(step, steps)
+    count = work.prompts * (work.warmup + work.steps)
+    return load_tasks(["small"], RewardsConfig()).sample(random.Random(work.seed), count)
 
 
-def run_plain(path: str, steps: int, seed: int) -> list[float]:
+def load(spec: dict):
+    """(model, tokenizer, LoRA settings or None) of a contestant that is not this package."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from swarm_node.config import PolicyConfig
+    from swarm_node.policy.adapters import lora_config
+
+    size = SIZES[spec["size"]]
+    model = AutoModelForCausalLM.from_pretrained(spec["path"], dtype=size.dtype)
+    return model, AutoTokenizer.from_pretrained(spec["path"]), lora_config(PolicyConfig()) if size.lora else None
+
+
+def run_ours(spec: dict):
+    from swarm_node.cli.commands.bench_arms import our_steps
+    from swarm_node.config import PolicyConfig, RolloutsConfig
+    from swarm_node.policy.loading import load_policy
+
+    work, size = work_of(spec), SIZES[spec["size"]]
+    settings = PolicyConfig(
+        model=spec["path"], lora=size.lora, dtype=size.dtype, threads=int(os.environ["OMP_NUM_THREADS"])
+    )
+    rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
+    policy = load_policy(settings, rollouts, lambda text: None)
+    return our_steps(policy, tasks_of(work), work, _now)
+
+
+def run_plain(spec: dict):
     """What one writes first: `generate`, a forward pass over the same rows, the loss, AdamW."""
     import torch
 
-    model, tokenizer, tasks = load(path, seed)
-    torch.manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    from swarm_node.cli.commands.bench_arms import Times, rewards
 
-    def step(k: int) -> None:
-        part = tasks[k * GROUPS : (k + 1) * GROUPS]
+    work, tasks = work_of(spec), tasks_of(work_of(spec))
+    model, tokenizer, lora = load(spec)
+    torch.manual_seed(work.seed)
+    if lora is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(k: int) -> int:
+        part = tasks[k * work.prompts : (k + 1) * work.prompts]
         texts = [task.question.strip() + "<sep>" for task in part for _ in range(GROUP_SIZE)]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
         model.eval()
         with torch.no_grad():
             ids = model.generate(
-                inputs["input_ids"],
+                input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
-                max_new_tokens=NEW,
+                max_new_tokens=work.new,
                 do_sample=True,
                 top_k=0,
             )
@@ -121,85 +163,42 @@ def run_plain(path: str, steps: int, seed: int) -> list[float]:
         ended = (completions == tokenizer.eos_token_id).cumsum(1)
         mask = ((ended - (completions == tokenizer.eos_token_id).long()) == 0).float()
         tokenizer.batch_decode(completions, skip_special_tokens=True)
-        grouped = torch.tensor(rewards(len(completions))).view(GROUPS, GROUP_SIZE)
+        grouped = torch.tensor(rewards(len(completions))).view(work.prompts, GROUP_SIZE)
         advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         attention = torch.cat([inputs["attention_mask"], mask.long()], 1)
         keep = completions.shape[1] + 1
         logits = model(input_ids=ids, attention_mask=attention, logits_to_keep=keep, use_cache=False).logits[:, :-1]
-        logprobs = torch.log_softmax(logits, -1).gather(2, completions[..., None])[..., 0]
+        logprobs = torch.log_softmax(logits.float(), -1).gather(2, completions[..., None])[..., 0]
         ratio = (logprobs - logprobs.detach()).exp()
         loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         optimizer.zero_grad()
         ((loss * mask).sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
+        return int(mask.sum())
 
-    return _timed(step, steps)
+    times = Times()
+    for k in range(work.warmup + work.steps):
+        start = _now()
+        tokens = step(k)
+        if k >= work.warmup:
+            times.step.append(_now() - start)
+            times.tokens.append(tokens)
+    return times
 
 
-def run_trl(path: str, steps: int, seed: int) -> list[float]:
-    import datasets
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def run_trl(spec: dict):
+    from swarm_node.cli.commands.bench_arms import trl_steps
 
-    model, tokenizer, tasks = load(path, seed)
-    tokenizer.padding_side = "left"
-    tokenizer.chat_template = None
-    data = datasets.Dataset.from_list([{"prompt": task.question.strip() + "<sep>"} for task in tasks])
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: object, **kwargs: object) -> None:
-            ends.append(_now())
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=GROUPS * GROUP_SIZE,
-            num_generations=GROUP_SIZE,
-            max_completion_length=NEW,
-            learning_rate=LEARNING_RATE,
-            adam_beta2=0.95,
-            beta=0.0,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            loss_type="dapo",
-            max_steps=steps + WARMUP,
-            logging_steps=1000,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            temperature=1.0,
-            top_k=0,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            seed=seed,
-        )
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=lambda completions, **kwargs: rewards(len(completions)),
-            args=config,
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    return [b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)]
+    work = work_of(spec)
+    model, tokenizer, lora = load(spec)
+    prompts = [task.question.strip() + "<sep>" for task in tasks_of(work)]
+    clipping = {"adam_beta2": 0.95, "epsilon": 0.2, "epsilon_high": 0.28}
+    return trl_steps(model, tokenizer, prompts, work, lora, _now, **clipping)
 
 
 def _now() -> float:
     return time.process_time() if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter()
-
-
-def _timed(step, steps: int) -> list[float]:
-    times = []
-    for k in range(WARMUP + steps):
-        start = _now()
-        step(k)
-        times.append(_now() - start)
-    return times[WARMUP:]
 
 
 # --------------------------------------------------------------------- memory at a large vocabulary
@@ -292,13 +291,16 @@ CONTESTANTS = {"ours": run_ours, "plain": run_plain, "trl": run_trl}
 
 def child(spec: dict) -> None:
     """One contestant in this process: times and peak memory as JSON on the last line."""
+    from swarm_node.cli.commands.bench_arms import Times, peak_bytes
+    from swarm_node.policy.oom import keep_freed_memory
+
     if spec["what"] == "step":
-        times = CONTESTANTS[spec["who"]](spec["path"], spec["steps"], spec["seed"])
+        keep_freed_memory()  # of this package for all, since it changes the speed of the others too
+        times = CONTESTANTS[spec["who"]](spec)
     else:
-        times = []
+        times = Times()
         update_memory(spec["who"])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(json.dumps({"times": times, "peak_mib": peak}))
+    print("\n" + json.dumps({"times": times.step, "tokens": times.tokens, "peak_mib": peak_bytes() / 2**20}))
 
 
 def run(spec: dict, threads: int) -> dict:
@@ -309,49 +311,86 @@ def run(spec: dict, threads: int) -> dict:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     command = [sys.executable, "-m", "benchmarks.step", "--child", json.dumps(spec)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(f"{spec} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def compete(folder: Path, size: str, policy: str, threads: int, args: argparse.Namespace) -> dict:
+    """The figures of all contestants, in turn, for one policy."""
+    results: dict[str, list[dict]] = {who: [] for who in CONTESTANTS}
+    for seed in range(args.seed, args.seed + args.repeats):
+        for who in CONTESTANTS:
+            path = str(folder / f"{size} {policy}")
+            spec = {"what": "step", "who": who, "path": path, "steps": args.steps, "seed": seed, "size": size}
+            results[who].append(run(spec, threads))
+    ours = [median(each["times"]) for each in results["ours"]]
+    answers = SIZES[size].groups * GROUP_SIZE
+    return {
+        "policy": f"{size} {policy}",
+        "threads": threads,
+        "tokens_an_answer": median([n / answers for each in results["ours"] for n in each["tokens"]]),
+        "ms": {who: quartiles([1e3 * t for each in part for t in each["times"]]) for who, part in results.items()},
+        "times_ours": {
+            who: quartiles([median(each["times"]) / mine for each, mine in zip(results[who], ours, strict=True)])
+            for who in CONTESTANTS
+        },
+        "peak_mib": {who: median([each["peak_mib"] for each in part]) for who, part in results.items()},
+    }
+
+
+COLUMNS = ["policy", "threads", "tokens an answer", "ours, ms", "plain loop", "TRL", "plain / ours", "TRL / ours"]
+COLUMNS += ["peak MiB: ours / plain / TRL", ""]
+
+
+def row(figures: dict) -> list[str]:
+    """The row of a policy in the table: medians with quartiles."""
+    ms = ["{1:.0f} ({0:.0f}-{2:.0f})".format(*figures["ms"][who]) for who in CONTESTANTS]
+    ratios = ["{1:.1f}x ({0:.1f}-{2:.1f})".format(*figures["times_ours"][who]) for who in ("plain", "trl")]
+    peaks = " / ".join(f"{figures['peak_mib'][who]:.0f}" for who in CONTESTANTS)
+    why = LEAVES if figures["policy"].endswith("trained") else ""
+    tokens = f"{figures['tokens_an_answer']:.1f}"
+    return [figures["policy"], str(figures["threads"]), tokens, *ms, *ratios, peaks, why]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.44M", "3.2M"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="0.44M and tiny, one thread, 2 steps; writes no figures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--make", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.threads, args.steps, args.repeats = ["0.44M", "tiny"], [1], 2, 1
     if args.child:
         child(json.loads(args.child))
         return
     if args.make:
-        make_policies(Path(args.make))
+        make_policies(Path(args.make), args.sizes)
         return
-    figures, rows = [], []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        # in a process of its own: children inherit the peak memory that their parent had when it forked
-        subprocess.run([sys.executable, "-m", "benchmarks.step", "--make", folder], check=True)
-        for policy, threads in product(sorted(os.listdir(folder)), (1, 2)):
-            results: dict[str, list[dict]] = {who: [] for who in CONTESTANTS}
-            for seed in range(args.seed, args.seed + args.repeats):
-                for who in CONTESTANTS:
-                    path = str(Path(folder) / policy)
-                    spec = {"what": "step", "who": who, "path": path, "steps": args.steps, "seed": seed}
-                    results[who].append(run(spec, threads))
-            ms = {who: 1e3 * median([t for r in part for t in r["times"]]) for who, part in results.items()}
-            peak = {who: median([r["peak_mib"] for r in part]) for who, part in results.items()}
-            figures.append({"policy": policy, "threads": threads, "ms": ms, "peak_mib": peak})
-            ratios = [f"{ms[who] / ms['ours']:.1f}x" for who in ("trl", "plain")]
-            peaks = " / ".join(f"{peak[who]:.0f}" for who in CONTESTANTS)
-            rows.append([policy, threads, *(f"{ms[who]:.0f}" for who in CONTESTANTS), *ratios, peaks])
-            print(rows[-1], flush=True)
-    columns = ["policy", "threads", "ours, ms", "plain", "TRL", "TRL / ours", "plain / ours", "peak MiB o/p/T"]
-    print(table(columns, rows))
-    memory = {who: run({"what": "memory", "who": who}, 1)["peak_mib"] for who in CONTESTANTS}
-    print(table(["peak MiB at 152k vocabulary", *CONTESTANTS], [["", *(f"{m:.0f}" for m in memory.values())]]))
-    write("step", {"seed": args.seed, "steps": figures, "update_at_152k_vocabulary_peak_mib": memory})
+        # in a process of its own: this one stays small, and so do its children's peaks where the system adds them
+        make = [sys.executable, "-m", "benchmarks.step", "--make", folder, "--sizes", *args.sizes]
+        subprocess.run(make, check=True)
+        for size in args.sizes:
+            found = []
+            for policy, threads in product(SIZES[size].policies, args.threads):
+                found.append(compete(Path(folder), size, policy, threads, args))
+                rows.append(row(found[-1]))
+                print(rows[-1], flush=True)
+            if not args.quick:
+                write(f"step/{size}", {"seed": args.seed, "steps": args.steps, "repeats": args.repeats, "rows": found})
+    print(table(COLUMNS, rows))
+    if "0.44M" in args.sizes and not args.quick:
+        memory = {who: run({"what": "memory", "who": who}, 1)["peak_mib"] for who in CONTESTANTS}
+        print(table(["peak MiB at 152k vocabulary", *CONTESTANTS], [["", *(f"{m:.0f}" for m in memory.values())]]))
+        write("step/update", {"update_at_152k_vocabulary_peak_mib": memory})
 
 
 if __name__ == "__main__":
