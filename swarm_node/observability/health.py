@@ -4,7 +4,8 @@
     GET /healthz    200 and a status text while rounds end or the node waits for its crew; else 503 and the reason
     GET /metrics    Prometheus text: `swarm_node_training`, the node's identity (`swarm_node_info`), and the numbers of
                     the last round under sanitised names, with meaning and type from `metrics_reference`;
-                    `swarm/rejected/age` is `swarm_node_swarm_rejected_total{reason="age"}`
+                    `swarm/rejected/age` is `swarm_node_swarm_rejected_total{reason="age"}`, `step_time` is
+                    `swarm_node_step_time_seconds`
 
 A process that runs but does not train answers 503 at /healthz: before the first round, when a round takes far longer
 than those before it, and while it leaves. At /livez all these are 200, because a new start would mend none of them.
@@ -63,11 +64,11 @@ OWN = {
     "info": "Who this is; always 1.",
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
-    "seconds_since_round": "Seconds since the last round ended, waiting included.",
+    "since_round_seconds": "Seconds since the last round ended, waiting included.",
     "start_time_seconds": "Unix time, in seconds, at which this process began its run.",
     "disk_free_bytes": "Free space on the disk of the run directory.",
-    "seconds_since_checkpoint": "Seconds since a checkpoint was written, or since the start if none was since then.",
-    "seconds_since_copy": "Seconds since a checkpoint was copied to `checkpoints.to`, or since the start if none was "
+    "since_checkpoint_seconds": "Seconds since a checkpoint was written, or since the start if none was since then.",
+    "since_copy_seconds": "Seconds since a checkpoint was copied to `checkpoints.to`, or since the start if none was "
     "since then. Missing without `checkpoints.to`.",
 }
 """Metrics besides the numbers of a round, and their meanings."""
@@ -108,9 +109,10 @@ class Health:
         self._info = {"name": name, "swarm": swarm, "version": __version__}
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Record that `round` has ended, with its numbers."""
+        """Record that `round` has ended, with its numbers. Most rounds have no held-out figures: the latest stay."""
         self.look()
-        self._numbers = {"round": float(round), **numbers}
+        held_out = {name: value for name, value in self._numbers.items() if name.startswith("eval/")}
+        self._numbers = {"round": float(round), **held_out, **numbers}
         self._last = self._clock()
         self._ended.append(self._last - self._waited)
 
@@ -168,7 +170,7 @@ class Health:
         own["start_time_seconds"] = self._start_time
         own |= {name: measure() for name, measure in list(self.measures.items())}
         if self._ended:
-            own["seconds_since_round"] = self._clock() - self._last
+            own["since_round_seconds"] = self._clock() - self._last
         if self._info:
             yield InfoMetricFamily(PREFIX.rstrip("_"), OWN["info"], value=self._info)
         families: dict[str, Metric] = {}
@@ -183,7 +185,7 @@ class Health:
 
 
 def metric_name(name: str) -> str:
-    """The name at /metrics, without the `_total` of counters: `swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
+    """The name at /metrics, without the `_total` of counters: `swarm/groups_sent` -> `swarm_node_swarm_groups_sent`."""
     return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
 
 

@@ -39,11 +39,11 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Held-out questions": {
         "eval/pass_1": "Share of right answers to held-out questions (pass@1), measured after the round. Only in "
-        "rounds with an evaluation (`eval.every`), and if a checker judges the answers.",
+        "rounds with an evaluation (`eval.every`), and if a checker judges the answers; /metrics has the latest.",
         "eval/pass_k": "Share of held-out questions of which any of `eval.samples` answers is right (pass@k). Missing "
         "as `eval/pass_1`.",
         "eval/reward": "Mean reward of the answers to held-out questions. Only in rounds with an evaluation, and with "
-        "`rewards.functions` or `rewards.partial`.",
+        "`rewards.functions` or `rewards.partial`; /metrics has the latest.",
     },
     "The update": {
         "loss": "The loss, summed over tokens with its normaliser; mean over the updates of the round.",
@@ -89,7 +89,7 @@ METRICS: dict[str, dict[str, str]] = {
         "swarm/rejected/<reason>": "What did not pass, by reason ([reasons](../sharing.md#what-is-admitted)), and "
         "whatever else of others was refused.",
         "swarm/payloads": "Groups of other peers of which answers were left out because they carry a payload "
-        "([why](../sharing.md#payloads)). Missing while 0.",
+        "([why](../sharing.md#payloads)): a running total. Missing while 0.",
         "swarm/groups_waiting": "Groups of other peers that wait in the pool now.",
         "swarm/bytes_waiting": "Bytes of memory of the groups that wait in the pool now.",
         "swarm/success_by_others_first": "Share of right answers among the first 128 own groups, on the kinds of task "
@@ -171,10 +171,10 @@ OF_BOOTSTRAPS = {
 
 COUNTERS = frozenset(
     "tasks/scorer_errors swarm/bytes_in swarm/bytes_out swarm/groups_sent swarm/bytes_sent swarm/unsent/<reason> "
-    "swarm/groups_received swarm/groups_admitted swarm/rejected/<reason> stages/lost stages/recovered/<way> "
-    "stages/given_up stages/unable stages/stuck stages/gave_way stages/late stages/unsent stages/stray "
-    "stages/refused/<reason> averaging/refused/<reason> swarm/messages_in swarm/messages_out swarm/dropped "
-    "swarm/restarts/<process> swarm/loose_ends".split()
+    "swarm/groups_received swarm/groups_admitted swarm/rejected/<reason> swarm/payloads stages/lost "
+    "stages/recovered/<way> stages/given_up stages/unable stages/stuck stages/gave_way stages/late stages/unsent "
+    "stages/stray stages/refused/<reason> averaging/refused/<reason> swarm/messages_in swarm/messages_out "
+    "swarm/dropped swarm/restarts/<process> swarm/loose_ends".split()
 )
 """Totals that begin at 0 with each process, so they are counters to Prometheus. Totals that a resumed run restores are
 not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0, and add the
@@ -185,6 +185,22 @@ LAST_VALUE = COUNTERS | frozenset(
     "cost/groups cost/per_admitted_group cost/per_reward_point swarm/unsolved_taught swarm/declared_used".split()
 )
 """Totals and positions: a line of several rounds has their values at its end. For all other numbers it has means."""
+
+EXPORTED = {
+    "time": "round_end_timestamp_seconds",
+    "step_time": "step_time_seconds",
+    "reward/<task>": "task_reward",
+    "perf/generated_tok_s": "perf_generated_tokens_per_second",
+    "perf/trained_tok_s": "perf_trained_tokens_per_second",
+    "swarm/bytes_in": "swarm_receive_bytes",
+    "swarm/bytes_out": "swarm_transmit_bytes",
+    "swarm/bytes_sent": "swarm_groups_sent_bytes",
+    "swarm/bytes_waiting": "swarm_groups_waiting_bytes",
+    "swarm/staleness_mean": "swarm_staleness_mean_seconds",
+    "averaging/bytes": "averaging_sent_bytes",
+}
+"""Names at /metrics where that of metrics.jsonl does not follow the conventions of Prometheus: base units, written out,
+at the end of the name. https://prometheus.io/docs/practices/naming"""
 
 _MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
 
@@ -213,9 +229,10 @@ def has_last_value(key: str) -> bool:
 
 
 def labelled(key: str) -> tuple[str, dict[str, str]]:
-    """The name and the labels of `key` at /metrics: keys that differ only by a reason are one metric there."""
-    name = find_metric(key)
-    if name is None or not name.endswith("/<reason>"):
+    """The name (without `_total` and what all names begin with) and the labels of `key` at /metrics. What `<…>` stands
+    for is a label there: `reward/gcd` -> `task_reward`, {"task": "gcd"}."""
+    name = find_metric(key, [*_MEANINGS, *OF_BOOTSTRAPS])
+    if name is None:
         return key, {}
-    stem = name.removesuffix("/<reason>")
-    return stem, {"reason": key.removeprefix(f"{stem}/")}
+    found = re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(name)), key)
+    return EXPORTED.get(name) or re.sub(r"/<\w+>", "", name), found.groupdict() if found else {}

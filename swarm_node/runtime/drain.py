@@ -61,8 +61,8 @@ def open_mirror(
 
 def saved_ages(checkpoints: CheckpointStore, mirror: Mirror | None) -> Measures:
     """The ages of the last checkpoint and of its last copy elsewhere, for /metrics."""
-    ages: Measures = {"seconds_since_checkpoint": lambda: checkpoints.age_s}
-    return ages if mirror is None else ages | {"seconds_since_copy": lambda: mirror.age_s}
+    ages: Measures = {"since_checkpoint_seconds": lambda: checkpoints.age_s}
+    return ages if mirror is None else ages | {"since_copy_seconds": lambda: mirror.age_s}
 
 
 def finish_mirror(mirror: Mirror | None, stop: Stopper) -> None:

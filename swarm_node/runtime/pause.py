@@ -113,7 +113,9 @@ def _check_run(run: RunDir, verb: str) -> None:
             "node hands its stage over to another"
         )
     if verb == "pause" and run.read_role() == BOOTSTRAP:
-        raise UserError(f"{run.path} is a bootstrap, which others join by at any time: `swarm-node stop {run.quoted}` instead")
+        raise UserError(
+            f"{run.path} is a bootstrap, which others join by at any time: `swarm-node stop {run.quoted}` instead"
+        )
 
 
 def pause_asked(path: Path, now: float) -> str:

@@ -61,6 +61,7 @@ def run_crew(
 
     refuse_in_a_crew(config, run)
     with ExitStack() as stack:
+        stack.callback(run.abandon)  # unless it has begun by then
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say, ADVICE))
         stack.enter_context(stopping_when_asked(run, stop, say))

@@ -70,6 +70,7 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
             whole.last_resort()
 
     with ExitStack() as stack:
+        stack.callback(run.abandon)  # unless it has begun by then
         console = Console(config, run, manner.json_output, stack, manner.quiet)
         stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say))
         stack.enter_context(stopping_when_asked(run, stop, say))

@@ -305,10 +305,10 @@ class RunDir(AbstractContextManager["RunDir"]):
                 parent.rmdir()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Release the lock. A start that was refused, or stopped before it wrote anything, leaves no directory."""
+        """Release the lock. A start that was refused, or interrupted before it wrote anything, leaves no directory."""
         if isinstance(error, SwarmNodeError):
             self._remove()
-        elif error is None or isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
             self.abandon()
         self.close()
 

@@ -19,7 +19,7 @@ from swarm_node.storage.rundir import RunDir
 from tests.support.ports import free_port
 from tests.support.virtual_time import VirtualTime
 
-SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({reason=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
+SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({[a-z]+=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
 
 
 def get(port: int, path: str) -> tuple[int, str, str]:
@@ -191,9 +191,18 @@ def test_it_is_answered_over_http() -> None:
         'swarm_node_swarm_rejected_total{reason="size"} 2.0',
         'swarm_node_swarm_rejected_total{reason="age"} 3.0',
     ]
-    assert {"swarm_node_kl NaN", "swarm_node_reward_gcd -Inf", "swarm_node_training 1.0"} < set(samples)
+    assert {"swarm_node_kl NaN", 'swarm_node_task_reward{task="gcd"} -Inf', "swarm_node_training 1.0"} < set(samples)
     with pytest.raises(OSError):
         get(port, "/healthz")
+
+
+def test_held_out_figures_stay_until_newer_ones() -> None:
+    health = Health()
+    for round, numbers in enumerate([{"eval/pass_1": 0.25, "kl": 1.0}, {}, {"eval/pass_1": 0.5}], start=1):
+        health.write(round, numbers)
+        shown = health.metrics()
+        assert f"swarm_node_eval_pass_1 {0.5 if round == 3 else 0.25}" in shown
+        assert ("swarm_node_kl" in shown) == (round == 1)
 
 
 def test_names_that_differ_in_signs_only_are_one() -> None:

@@ -21,8 +21,15 @@ from tests.support.repository import ROOT
 
 DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
 EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
-MEASURED = {"disk_free_bytes", "seconds_since_checkpoint", "seconds_since_copy"}
-ROWS = ["Is it training?", "Reward", "Groups", "Averaging", "Stages", "Traffic", "Speed", "Cost"]
+MEASURED = {"disk_free_bytes", "since_checkpoint_seconds", "since_copy_seconds"}
+ROWS = [
+    *("Is it training?", "Reward", "Held-out questions", "Groups", "What the swarm is worth", "Averaging", "Stages"),
+    *("Traffic", "Speed", "The machine", "Cost"),
+]
+SHOWN = ["eval/", "machine/", "swarm/success_", "swarm/declared_", "swarm/unsolved_taught"]
+UNITS = ("seconds", "bytes")
+ABBREVIATED = re.compile(r"_(s|ms|us|ns|sec|b|kb|mb|gb|tb|m|h|d|mbit|bits|tok)(_|$)")
+"""Units that promtool refuses (its promlint), and two of ours."""
 
 
 def example(name: str) -> str:
@@ -46,7 +53,7 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
     found = families()
     for each in EVERY:
         name, labels = labelled(example(each))
-        assert bool(labels) == each.endswith("/<reason>")
+        assert labels == {kind: f"some_{kind}" for kind in re.findall(r"<(\w+)>", each)}
         family = found.pop(metric_name(name))
         assert family.type == ("counter" if each in COUNTERS else "gauge"), each
         assert family.documentation and "`" not in family.documentation and "](" not in family.documentation, each
@@ -54,9 +61,26 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
             (metric_name(name) + "_total" * (each in COUNTERS), labels)
         ]
     assert all(family.documentation for family in found.values())
-    own = {"info", "training", "waiting", "seconds_since_round", "start_time_seconds"} | MEASURED
+    own = {"info", "training", "waiting", "since_round_seconds", "start_time_seconds"} | MEASURED
     assert set(found) == {f"swarm_node_{name}" for name in own}
     assert set(EVERY) >= COUNTERS
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for name, family in families().items():
+        assert not ABBREVIATED.search(name), name
+        assert not name.endswith(("_sum", "_count", "_bucket", "_total")), f"{name}: that is a histogram's, or added"
+        units = [unit for unit in UNITS if f"_{unit}" in name and f"{unit}_per_" not in name]
+        assert all(name.endswith(unit) for unit in units), f"{name}: the unit comes last"
+        assert all(sample.name.endswith("_total") == (family.type == "counter") for sample in family.samples), name
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_promtool_finds_no_fault_in_the_names() -> None:
+    health = Health()
+    health.identify("alice", "0" * 64)
+    health.write(1, {example(each): 0.5 for each in EVERY})
+    subprocess.run(["promtool", "check", "metrics"], input=health.metrics(), text=True, check=True)
 
 
 def test_any_node_name_survives_in_labels() -> None:
@@ -128,6 +152,9 @@ def test_every_expression_names_what_a_node_can_say() -> None:
             used.add(name)
         assert "swarm_node_" in expression
     assert len(used) > 30
+    late = {each for each in EVERY if each.startswith(tuple(SHOWN))}
+    assert {metric_name(labelled(each)[0]) for each in late} <= used
+    assert {f"swarm_node_{each}" for each in MEASURED} <= used
 
 
 def test_every_panel_is_of_the_chosen_nodes() -> None:
