@@ -41,21 +41,32 @@ def evaluate_model(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run directory, model path or hub id.")],
     tasks: Annotated[
         list[str] | None,
-        option("--tasks", f"{explanation('tasks')} By default those of the run.", metavar="NAME|FILE"),
+        option(
+            "--tasks",
+            f"{explanation('tasks')} By default `eval.tasks` of the run, else those it trains on.",
+            metavar="NAME|FILE",
+        ),
     ] = None,
     samples: Annotated[
         int | None, option("--samples", "Samples per question; by default as many as the run takes, else 8.", min=1)
     ] = None,
     questions: Annotated[int | None, option("--questions", HELD_OUT_HELP, min=1)] = None,
+    every: Annotated[
+        bool, option("--all", "Ask every question of the tasks, which are files, once each.", "ALL_QUESTIONS")
+    ] = False,
     checkpoint: WhichCheckpoint = "newest",
     json_output: Json = False,
 ) -> None:
-    """Measure pass@1, pass@k and rewards on held-out questions."""
+    """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file."""
     from swarm_node.policy.model_path import checked
-    from swarm_node.tasks.checking import check_specs
+    from swarm_node.tasks.checking import check_finite, check_specs
 
     names = split_names(tasks)
     check_specs(names or [], answer_needed=False)
+    if every:
+        check_finite(names or [])
+        if questions is not None:
+            raise UserError("--all asks every question, and --questions some: leave out one of them")
     if Path(target).parts[:1] == ("runs",):
         RunDir(target).check_exists()
     elif not RunDir(target).exists and target != "starter":
@@ -63,7 +74,7 @@ def evaluate_model(
     starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, names, samples, questions, json_output, checkpoint)
+    main(target, names, samples, questions, json_output, checkpoint, every)
 
 
 def export(

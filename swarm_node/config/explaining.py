@@ -15,6 +15,7 @@ from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
 EXAMPLES = {
     "tasks[]": '{ env = "gcd", weight = 2 }',
+    "eval.tasks[]": '{ file = "test.jsonl", question = "prompt" }',
     "rewards.functions[]": '{ path = "mine.py:reward", weight = 1 }',
 }
 """Key of a table in a list -> one that could stand there."""

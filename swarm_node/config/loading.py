@@ -105,13 +105,14 @@ def _resolved(layers: Layers) -> NodeConfig:
 
 def _check_together(config: NodeConfig) -> None:
     """Raises UserError for values that contradict each other."""
-    for i, task in enumerate(config.tasks):
-        if isinstance(task, TaskConfig) and (task.env is None) == (task.file is None):
-            raise UserError(f"tasks[{i}] must have either `env` or `file`")
-        if isinstance(task, TaskConfig) and task.file is not None and task.config:
-            raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
-        if isinstance(task, TaskConfig) and task.file is None and task.columns != COLUMNS:
-            raise UserError(f"tasks[{i}] must not name columns, which are for `file`")
+    for key, tasks in (("tasks", config.tasks), ("eval.tasks", config.eval.tasks)):
+        for i, task in enumerate(tasks):
+            if isinstance(task, TaskConfig) and (task.env is None) == (task.file is None):
+                raise UserError(f"{key}[{i}] must have either `env` or `file`")
+            if isinstance(task, TaskConfig) and task.file is not None and task.config:
+                raise UserError(f"{key}[{i}] must not have `config`, which is for `env`")
+            if isinstance(task, TaskConfig) and task.file is None and task.columns != COLUMNS:
+                raise UserError(f"{key}[{i}] must not name columns, which are for `file`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
     correction, top_p = config.grpo.correction, config.rollouts.top_p

@@ -201,6 +201,9 @@ class EvalConfig(Section):
     """Held-out questions, over all tasks; 0 = no held-out figures."""
     samples: PositiveInt = 8
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
+    tasks: list[str | TaskConfig] = []
+    """Tasks and files of the evaluation, as in `tasks`; empty = the part of `tasks` that is held out of training. All
+    questions of a file count as held out, in their order: name one that is not trained on, such as test.jsonl."""
     every: int = Field(10, ge=0)
     """Rounds between two evaluations while the run trains; 0 = only before and after it. The best checkpoint by
     held-out pass@1 (mean reward with `rewards.checker_weight` = 0) is then kept beside the newest ones."""

@@ -30,6 +30,7 @@ FORMAT = 1
 MAX_BYTES = 1 << 20  # largest such file: prompts and names take kilobytes
 PROMPTS = ("system_prompt", "prompt_template")
 SAMPLING = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p")
+EVALUATION = ("questions", "samples")
 WITH_SYSTEM_ROLE = (
     "{% if not messages or messages[0]['role'] != 'system' %}"
     "{% set messages = [{'role': 'system', 'content': SYSTEM}] + messages %}{% endif %}"
@@ -69,7 +70,7 @@ def write_prompt_format(
         "answer": config.rewards.answer,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
         "question_files": len(tasks) - len(public),
-        "eval": config.eval.model_dump(include={"questions", "samples"}),
+        "eval": config.eval.model_dump(include=set(EVALUATION)),
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = out / "README.md"  # of an adapter, PEFT has begun one
@@ -96,7 +97,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         config = NodeConfig(
             policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}),
             rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
-            eval=EvalConfig(**document["eval"]),
+            eval=EvalConfig(**{key: document["eval"][key] for key in EVALUATION}),
             rewards=RewardsConfig(answer=document.get("answer", "any")),
             tasks=document["tasks"],
         )

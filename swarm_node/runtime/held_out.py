@@ -22,7 +22,7 @@ from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evalua
 from swarm_node.runtime.console import say
 from swarm_node.say import Warned
 from swarm_node.storage.best import Best
-from swarm_node.tasks import TaskSet
+from swarm_node.tasks import TaskSet, load_tasks
 
 
 class HeldOutRecord(msgspec.Struct):
@@ -52,7 +52,7 @@ class HeldOutFigures:
         can be kept. In the context of `allowed`, a signal may raise StopRequested: questions are asked in it."""
         self._config = config
         self._policy = policy
-        self._tasks = tasks
+        self.tasks = evaluation_tasks(config, tasks)
         self._show = show
         self._measured = measured
         self._allowed = allowed
@@ -84,12 +84,14 @@ class HeldOutFigures:
         """The conditions that make two held-out figures comparable."""
         config = self._config
         found: dict[str, Any] = {
-            "tasks": self._tasks.names,
+            "tasks": self.tasks.names,
             "answer": config.rewards.answer,
             "questions": config.eval.questions,
             "samples": config.eval.samples,
             "rollouts": [config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p],
         }
+        if config.eval.tasks:
+            found["whole"] = True
         if self.figure == "reward":
             found["rewards"] = [[function.path, function.weight] for function in config.rewards.functions]
         return found
@@ -98,7 +100,7 @@ class HeldOutFigures:
         """Measure before the first round."""
         if self._config.eval.questions == 0:
             return
-        if self._tasks.held_out(1):
+        if self.tasks.held_out(1):
             self._show("held-out questions, before training")
         else:
             say(NONE_HELD_OUT, "held_out")
@@ -132,7 +134,7 @@ class HeldOutFigures:
         """Measure after the last round. `again`: also if there are figures of that round."""
         if self.figures.round == round and self.figures.last.table and not again:
             return
-        if self._config.eval.questions and self._tasks.held_out(1):
+        if self._config.eval.questions and self.tasks.held_out(1):
             self._show("held-out questions, after training")
         self._measure("after training", round)
 
@@ -158,13 +160,13 @@ class HeldOutFigures:
     def _measure(self, when: str, round: int) -> Evaluation:
         """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay."""
         settings = self._config.eval
-        if settings.questions == 0 or not self._tasks.held_out(1):
+        if settings.questions == 0 or not self.tasks.held_out(1):
             return Evaluation()
         self.doing = f"held-out questions, {when}"
         began = time.monotonic()
         try:
             with self._allowed():
-                found = evaluate(self._policy, self._tasks, self._config.rollouts, settings.questions, settings.samples)
+                found = evaluate(self._policy, self.tasks, self._config.rollouts, settings.questions, settings.samples)
         finally:
             self.doing = ""
         self._since = time.monotonic()
@@ -197,6 +199,18 @@ class HeldOutFigures:
             self._said.add(key)
             say(Warned(found[key]), "held_out")
         self._noticed = set(found)
+
+
+def evaluation_tasks(config: NodeConfig, tasks: TaskSet) -> TaskSet:
+    """The tasks whose questions an evaluation asks: `eval.tasks`, else what is held out of `tasks`, the run's own.
+    Raises UserError."""
+    if not config.eval.tasks:
+        return tasks
+    found = load_tasks(config.eval.tasks, config.rewards, whole=True)
+    if known := found.overlap(tasks):
+        of = f"{known} question{'' if known == 1 else 's'} of eval.tasks"
+        say(Warned(f"{of} can be drawn in training too, so held-out figures may show what was remembered"), "held_out")
+    return found
 
 
 def compared(

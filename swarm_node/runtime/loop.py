@@ -335,7 +335,7 @@ class Run:
         worth = None if self.node.member is None else self.node.member.final_worth()
         told = RunReport(self.run, self.state.tally, self.began_at, self.node.round, self.held_out, worth)
         whole = self.crew is None or self.crew.leaving.complete
-        evaluates = self.crew is None and bool(self.tasks.held_out(1))
+        evaluates = self.crew is None and bool(self.held_out.tasks.held_out(1))
         told.tell(self.console, whole, evaluates, 2 * self.node.round if self.finished else None)
         if self.console.json_output:
             told.dump()

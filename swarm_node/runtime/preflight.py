@@ -40,8 +40,8 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
     """Raise UserError for tasks, a model or a package that are not there, and for a disk without room for its
     checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its
     swarm."""
-    if own_tasks:
-        check_specs(config.tasks, config.rewards.checker_weight > 0 or not config.rewards.functions)
+    answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
+    check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
     for function in config.rewards.functions:
         file = Path(function.path.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():

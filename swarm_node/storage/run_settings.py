@@ -21,8 +21,9 @@ from swarm_node.storage.rundir import RunDir
 
 CHECKPOINT_KEYS = {"tasks", "policy", "rollouts", "eval"}
 """Settings in a checkpoint. None of them names code, since a checkpoint may come back from a bucket."""
-OF_THE_MACHINE = {"model", "revision", "device", "threads"}
-"""Keys of `policy` that no checkpoint holds: a run may move to another machine, and a digest identifies the model."""
+OF_THE_MACHINE = {"policy": {"model", "revision", "device", "threads"}, "eval": {"tasks"}}
+"""Keys that no checkpoint holds, by section: a run may move to another machine, where files are elsewhere; a digest
+identifies the model."""
 KEPT = re.compile(r"config-(\d{4,})\.toml")
 
 
@@ -90,7 +91,7 @@ class RunSettings:
     def _for_checkpoints(self, config: NodeConfig) -> dict[str, Any]:
         """Settings for checkpoints; without the tasks if the swarm, not the user, chose them."""
         include = CHECKPOINT_KEYS - self._without
-        return config.model_dump(mode="json", include=include, exclude={"policy": OF_THE_MACHINE})
+        return config.model_dump(mode="json", include=include, exclude=OF_THE_MACHINE)
 
     def _changed(self) -> list[tuple[str, tuple[Any, Any]]]:
         if self._before is None:
@@ -112,9 +113,9 @@ def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:
     theirs = {key: found[key] for key in CHECKPOINT_KEYS & found.keys()}
     if config.swarm:
         theirs.setdefault("tasks", [])
-    policy = theirs.get("policy")
-    if isinstance(policy, dict):
-        theirs["policy"] = policy | config.policy.model_dump(mode="json", include=OF_THE_MACHINE)
+    for section, keys in OF_THE_MACHINE.items():
+        if isinstance(there := theirs.get(section), dict):
+            theirs[section] = there | getattr(config, section).model_dump(mode="json", include=keys)
     try:
         read = NodeConfig.model_validate(theirs)
     except ValidationError as error:

@@ -40,6 +40,7 @@ class TaskSource(Environment):
     label: str  # short name for people
     path: str  # how the user asked for it, for example `small/gcd`
     size: int  # indices of tasks run from 0 to here
+    finite = False  # whether all of them can be asked, as those of a file
 
     def task(self, index: int) -> Task | None:
         """Task number `index`; None if there is none."""

@@ -9,9 +9,16 @@ from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import unknown_task
+from swarm_node.tasks.names import endless, unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
 from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
+
+
+def check_finite(specs: Sequence[str | TaskConfig]) -> None:
+    """Raise UserError for tasks that make questions without end, as far as their names tell."""
+    names = [spec if isinstance(spec, str) else spec.env or "" for spec in specs]
+    if found := [name for name in names if name and ":" not in name and not is_question_file(name)]:
+        raise endless(found)
 
 
 def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:

@@ -34,6 +34,7 @@ class QuestionFile(OneTurn):
 
     environment = "jsonl"
     generator = "jsonl 1"
+    finite = True
 
     def __init__(self, path: str, answer_needed: bool = True, columns: tuple[str, str] = COLUMNS) -> None:
         try:

@@ -22,6 +22,14 @@ def numbered(name: str, taken: Container[str]) -> str:
     return next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
 
 
+def endless(names: Collection[str]) -> UserError:
+    """The error about tasks of which all questions are wanted, and that make questions without end."""
+    return UserError(
+        f"--all asks every question, and {', '.join(names)} has no last one: name question files (--tasks test.jsonl), "
+        "or a number of questions (--questions 1000)"
+    )
+
+
 def unknown_task(name: str, known: Collection[str]) -> UserError:
     """The error about a name that is neither a task nor a question file; `known` are the names of tasks and sets."""
     ending = Path(name).suffix.lower()

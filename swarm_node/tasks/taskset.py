@@ -30,7 +30,7 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import numbered, unknown_task
+from swarm_node.tasks.names import endless, numbered, unknown_task
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
 from swarm_node.types import Rollout, Score, Task
@@ -55,8 +55,10 @@ ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list
 class TaskSet:
     """The tasks of a run, from one or more sources, each with a weight. `load_tasks` makes one."""
 
-    def __init__(self, sources: dict[TaskSource, float], rewards: RewardsConfig) -> None:
+    def __init__(self, sources: dict[TaskSource, float], rewards: RewardsConfig, whole: bool = False) -> None:
+        """`whole`: nothing is trained on, so that all questions of a source with an end are for evaluation."""
         self._sources = list(sources)
+        self._whole = whole
         self._weights = list(sources.values())
         self._by_name = {(source.environment, source.config): source for source in sources}
         self._partial = rewards.partial
@@ -134,10 +136,28 @@ class TaskSet:
         return task
 
     def held_out(self, n: int) -> list[Task]:
-        """Up to `n` different evaluation questions from the sources in turn; the same at every call."""
-        streams = [_evaluation_tasks(source) for source in self._sources]
+        """Up to `n` evaluation questions from the sources in turn; the same at every call."""
+        streams = [_each(s) if self._whole and s.finite else _evaluation_tasks(s) for s in self._sources]
         in_turn = chain.from_iterable(zip_longest(*streams))
         return list(islice((task for task in in_turn if task is not None), n))
+
+    def every(self) -> list[Task]:
+        """All questions in their order, one source after the other. UserError if a source has no end."""
+        if without_end := [source.label for source in self._sources if not source.finite]:
+            raise endless(without_end)
+        return [task for source in self._sources for task in _each(source)]
+
+    def overlap(self, training: TaskSet) -> int:
+        """The number of this set's questions that `training` may draw, as far as sources of both have an end."""
+        drawn = {
+            normalise(task.question)
+            for source in training._sources
+            if source.finite
+            for task in _each(source)
+            if not is_held_out(task.question)
+        }
+        mine = (task for source in self._sources if source.finite for task in _each(source))
+        return sum(normalise(task.question) in drawn for task in mine)
 
     def prompt(self, task: Task) -> str:
         """The question that the task's environment begins with. UserError if it begins with more than that."""
@@ -178,10 +198,11 @@ class TaskSet:
         return None if reward is None else min(1.0, max(0.0, reward))
 
 
-def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> TaskSet:
+def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig, whole: bool = False) -> TaskSet:
     """Tasks of environments, sets (`small`), their members (`small/gcd`), JSONL files and tables with options.
 
-    A source that is named twice counts once, with both weights. UserError if one cannot be used.
+    A source that is named twice counts once, with both weights. `whole`: see `TaskSet`. UserError if one cannot be
+    used.
     """
     if not specs:
         raise UserError("no tasks: name at least one, for example `small`")
@@ -197,9 +218,9 @@ def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> Tas
             sources.setdefault(key, source)
             weights[key] += table.weight
     _make_labels_distinct(list(sources.values()))
-    for source in sources.values():
+    for source in sources.values() if not whole else ():
         _draw(source, random.Random(0))  # raises now, rather than in the middle of a run
-    return TaskSet({source: weights[key] for key, source in sources.items()}, rewards)
+    return TaskSet({source: weights[key] for key, source in sources.items()}, rewards, whole)
 
 
 def _table(spec: str) -> TaskConfig:
@@ -307,7 +328,13 @@ def _seeded(source: TaskSource, key: str) -> Task:
     return _draw(source, random.Random(f"{key}/{source.environment}/{source.config}"))
 
 
+def _each(source: TaskSource) -> Iterator[Task]:
+    """Every task of a source that has an end."""
+    return (task for index in range(source.size) if (task := source.task(index)) is not None)
+
+
 def _evaluation_tasks(source: TaskSource) -> Iterator[Task]:
+    """The different questions of a source that belong to evaluation."""
     seen: set[str] = set()
     misses = 0
     for index in range(source.size):

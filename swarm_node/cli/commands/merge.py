@@ -216,7 +216,8 @@ class Exam:
     def of(cls, cohort: Cohort, questions: int | None, say: Say) -> Exam:
         """An exam of up to `questions` questions, over all tasks of the cohort. Raises UserError if there is none."""
         config = cohort.config
-        tasks = load_tasks(cohort.tasks, config.rewards)
+        own = config.eval.tasks
+        tasks = load_tasks(own or cohort.tasks, config.rewards, whole=bool(own))
         wanted = config.eval.questions or EvalConfig().questions if questions is None else questions
         held_out = tasks.held_out(wanted)
         if not held_out:

@@ -134,13 +134,14 @@ def test_every_option_has_an_environment_variable() -> None:
             name = parameter.opts[0].removeprefix("--")
             if not parameter.opts[0].startswith("--") or name == "help":
                 continue
-            if any(option.flag == f"--{name}" and option.value for option in OPTIONS):
+            if parameter.envvar is None and any(o.flag == f"--{name}" and o.value for o in OPTIONS):
                 continue  # a flag for one value of a key, whose own variable is SWARM_NODE_RESOURCES__PRESET
             is_key = name.replace("-", "_") in keys
             if is_key and parameter.envvar is None:  # load_config reads it
                 assert variable(name) in known
             elif name != "set":
-                read = "dashboard-port" if (words, name) == (("dashboard",), "port") else name  # not the node's port
+                others = {("dashboard", "port"): "dashboard-port", ("eval", "all"): "all-questions"}
+                read = others.get((words[0], name), name)  # not the node's port, nor a preset of its resources
                 assert parameter.envvar == variable(read)
                 variables.add(parameter.envvar)
                 load_config(env={parameter.envvar: "3"}, others=COMMAND_VARIABLES)  # nobody takes it for a mistyped key

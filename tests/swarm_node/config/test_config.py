@@ -202,6 +202,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("tasks=[{env='gcd', weight=0}]", "tasks[0].weight = 0 in --set: must be greater than 0"),
         ("tasks=[{env='gcd', file='a.jsonl'}]", "tasks[0] must have either `env` or `file`"),
         ("tasks=[{weight=2}]", "tasks[0] must have either `env` or `file`"),
+        ("eval.tasks=['a.jsonl', {weight=2}]", "eval.tasks[1] must have either `env` or `file`"),
         ("tasks=[{file='a.jsonl', config={a=1}}]", "tasks[0] must not have `config`, which is for `env`"),
         ("tasks=[{env='gcd', answer='a'}]", "tasks[0] must not name columns, which are for `file`"),
         ("rewards.functions=[{weight=1}]", "rewards.functions[0].path is missing in --set"),

@@ -127,6 +127,10 @@ def test_a_stranger_s_file_gives_only_data(tmp_path: Path, change: dict[str, Any
     file.write_text(json.dumps(json.loads(file.read_text()) | rewards))
     found = read_prompt_format(tmp_path)
     assert found is not None and found[0].rewards == NodeConfig().rewards
+    told = {"questions": 3, "samples": 2, "tasks": ["evil.py:Task"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eval": told}))
+    found = read_prompt_format(tmp_path)
+    assert found is not None and found[0].eval.questions == 3 and found[0].eval.tasks == []
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=f"cannot use .*{PROMPT_FORMAT}"):
         read_prompt_format(tmp_path)

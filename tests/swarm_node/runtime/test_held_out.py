@@ -100,6 +100,38 @@ def test_a_run_with_own_rewards_goes_by_mean_reward(capsys: pytest.CaptureFixtur
     assert f"best held-out mean reward {best['reward']:.3f}" in words
 
 
+def test_a_test_file_is_asked_while_training(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in range(40)]
+    Path("test.jsonl").write_text("".join(lines[:13]))
+    Path("train.jsonl").write_text("".join(lines[13:]))
+    asked = ALWAYS | {"questions": 100, "tasks": ["test.jsonl"]}
+    assert train_locally(settings(1, eval=asked, tasks=["train.jsonl"]), json_output=True) == 0
+    out, words = capsys.readouterr()
+    document = json.loads(out)
+    assert document["held_out_before"].keys() == {"test", "all"} and document["held_out"]["questions"] == 13
+    assert "drawn in training too" not in words
+    _, state = newest_checkpoint(RunDir(Path("run")))
+    assert "tasks" not in state["settings"]["eval"], "a checkpoint names no file of one machine"
+    for target, tasks, whole in (
+        ("run", None, False),
+        ("run", ["test.jsonl"], True),
+        ("starter", ["test.jsonl"], True),
+    ):
+        evaluate_main(target, tasks, 1, None, True, every=whole)
+        out, words = capsys.readouterr()
+        assert json.loads(out)["held_out"]["all"]["questions"] == 13
+        many = "all 13 questions" if whole else "13 held-out questions"
+        assert f"asking {many} of test, 1 answers to each\n" in words
+    evaluate_main("run", ["train.jsonl"], 1, None, True)
+    assert "; --all asks every question of a file" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="gcd has no last one"):
+        evaluate_main("starter", ["gcd"], 1, None, True, every=True)
+    assert train_locally(settings(2, eval=asked | {"tasks": ["train.jsonl"]}, tasks=["train.jsonl"])) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "questions of eval.tasks can be drawn in training too" in said
+    assert "no figures from before training" in said, "other questions are not compared"
+
+
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "policy.safetensors")
 

@@ -245,6 +245,32 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
 # --- files ---
 
 
+def test_a_test_file_is_asked_whole_and_in_order(tmp_path: Path) -> None:
+    lines = [*rows(30), rows(30)[0]]
+    file = write_lines(tmp_path / "test.jsonl", lines)
+    tasks = load_tasks([file], REWARDS, whole=True)
+    assert [task.question for task in tasks.held_out(100)] == [line["question"] for line in lines]
+    assert tasks.every() == tasks.held_out(100) == load_tasks([file], REWARDS).every()
+    assert [task.name.index for task in tasks.held_out(3)] == [0, 1, 2]
+    mixed = load_tasks(["small/gcd", file], REWARDS, whole=True)
+    assert mixed.held_out(4)[0].label == "gcd", "of what has no end, the held-out part is asked"
+    with pytest.raises(UserError, match="gcd has no last one"):
+        mixed.every()
+
+
+def test_questions_that_training_may_draw_are_counted(tmp_path: Path) -> None:
+    training = load_tasks([write_lines(tmp_path / "train.jsonl", rows(60)), "small/gcd"], REWARDS)
+    test = load_tasks([write_lines(tmp_path / "test.jsonl", rows(80))], REWARDS, whole=True)
+    held_out = len(training.only([str(tmp_path / "train.jsonl")]).held_out(100))
+    assert test.overlap(training) == 60 - held_out
+    assert load_tasks([write_lines(tmp_path / "new.jsonl", rows(80)[60:])], REWARDS, whole=True).overlap(training) == 0
+
+
+def test_one_question_may_be_all_of_a_test_file(tmp_path: Path) -> None:
+    [task] = load_tasks([write_lines(tmp_path / "one.jsonl", rows(1))], REWARDS, whole=True).every()
+    assert task.label == "one"
+
+
 def test_a_file_of_questions(tmp_path: Path) -> None:
     tasks = load_tasks([write_lines(tmp_path / "sums.jsonl", rows(60))], REWARDS)
     assert tasks.labels == ["sums"]
