@@ -21,6 +21,7 @@ from swarm_node.policy.engines import find_engine
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
+from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
@@ -72,6 +73,9 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
         policy.engine = policy.engine_of(GraphEngine)
     else:
         policy.engine = policy.engine_of(NativeEngine)
+    if native:
+        layout = layout_of(policy.base)
+        policy.report(Detail(f"sampling multiplies with {layout.name} weights: {layout.why}"))
 
 
 def is_windowed(text_config: Any, longest: int) -> bool:
@@ -113,7 +117,7 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
     prompts = [prompt, prompt + two[:2]]
     own_rows = [rows[0], _logits(policy, prompts[1] + one)]
     try:
-        decoder = Decoder(policy.model)
+        decoder = Decoder(policy.model, layout_of(policy.base).name)
         cache = decoder.slice.cache([len(p) for p in prompts], 2, len(one))
         ours = [decoder.prefill(cache, prompts).repeat_interleave(2, 0)]
         for step, token in enumerate(one):

@@ -19,7 +19,8 @@ from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.tensor_codec import sendable
 from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_node.policy.engines.base import sample
-from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, fusable, head_of, last_of
+from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, head_of, last_of
+from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.probes import is_windowed
 from swarm_node.types import Sampling
@@ -36,16 +37,16 @@ class _Wave:
 
 
 class _Engine:
-    """Decodes with the present weights of a stage; valid for one turn, since it may hold fused copies of them."""
+    """Decodes with the present weights of a stage; valid for one turn, since it may hold copies of them."""
 
     def __init__(self, stage: Stage, native: bool) -> None:
-        backbone, fuse = stage.base.get_decoder(), fusable(stage.base)
-        self.slice = Slice(backbone, fuse) if native else ModelSlice(backbone)
+        backbone, layout = stage.base.get_decoder(), layout_of(stage.base).name
+        self.slice = Slice(backbone, layout) if native else ModelSlice(backbone)
         self.logits: Callable[[Tensor], Tensor] | None = None
         """At the last stage: output of the last layer [W, H] -> logits [W, V]."""
         if stage.norm is not None and stage.head is not None:
             head, final = stage.head, stage.final
-            self.logits = head_of(stage.norm, head, fuse) if native else lambda hidden: head(final(hidden))
+            self.logits = head_of(stage.norm, head, layout) if native else lambda hidden: head(final(hidden))
 
 
 @dataclass
@@ -128,7 +129,7 @@ def is_native_exact(stage: Stage, rollouts: RolloutsConfig) -> bool:
     x = torch.randn(1, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
     x = x.to(stage.device, stage.dtype)
     outs = []
-    for engine in (Slice(backbone, False), ModelSlice(backbone)):
+    for engine in (Slice(backbone, "own"), ModelSlice(backbone)):
         cache = engine.cache([5], 2, 2)
         outs.append([cache.prefill(x), cache.forward(x[:, :2].flatten(0, 1), 0)])
     tolerance = 1e-3 if stage.dtype == torch.float32 else 0.25

@@ -5,8 +5,7 @@
 What makes it faster than a general `generate`:
 - the G samples of a prompt share its keys and values: attention is one product over the shared prompt (a matrix
   with G rows) and one over each sample's own tokens; the prompt is never repeated;
-- q, k, v and gate, up are one matrix each, laid out for products with few rows (a copy per call, while the model
-  is small);
+- q, k, v and gate, up are one matrix each, laid out for products with few rows (`products`);
 - one uniform number a token (`sampling`), no logits processors, no per-step bookkeeping in Python objects;
 - rows that finished leave the batch, and so do prompts with no row left.
 
@@ -18,7 +17,7 @@ engine with the model itself and falls back to `engines.transformers` when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,15 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
-from swarm_node.policy.packed import is_packed, plain_weight, values_of
+from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, Sample, sample
+from swarm_node.policy.engines.products import Linear, Name, joined, layout_of
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-FUSED_COPY_BYTES = 512 * 2**20  # fuse (that is copy) weights per call only while the copy is at most this big
 COMPACT_BELOW = 0.8  # move the surviving rows together when the grid shrinks to this share of its cells
-
-Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,19 +63,19 @@ class LayerCache(Protocol):
 
 
 class Slice:
-    """A view of consecutive decoder layers, good for one round (it may hold fused copies of their weights).
+    """A view of consecutive decoder layers, good for one round (it may hold copies of their weights).
 
     `backbone` is a Hugging Face one of a `SUPPORTED` type; of it only `config`, `layers` and `rotary_emb` are used.
     """
 
-    def __init__(self, backbone: nn.Module, fuse: bool) -> None:
+    def __init__(self, backbone: nn.Module, layout: Name) -> None:
         config = backbone.config
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.act = backbone.layers[0].mlp.act_fn
         self.rotary = backbone.rotary_emb
-        self.layers = [_layer(layer, fuse) for layer in backbone.layers]
+        self.layers = [_layer(layer, layout) for layer in backbone.layers]
 
     def cache(self, lengths: list[int], n: int, limit: int) -> Cache:
         """A cache for `n` completions of at most `limit` tokens after each of the prompts with these lengths."""
@@ -87,14 +83,13 @@ class Slice:
 
 
 class Decoder:
-    """A view of a Hugging Face decoder's own weights, good for one round (it may hold fused copies of them)."""
+    """A view of a Hugging Face decoder's own weights, good for one round (it may hold copies of them)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: Name) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        fuse = fusable(base)
         self.embed = base.model.embed_tokens
-        self.slice = Slice(base.model, fuse)
-        self.head = head_of(base.model.norm, base.lm_head, fuse)
+        self.slice = Slice(base.model, layout)
+        self.head = head_of(base.model.norm, base.lm_head, layout)
 
     def prefill(self, cache: Cache, prompts: list[list[int]]) -> Tensor:
         """Run the prompts; logits after each [P, V]."""
@@ -112,12 +107,13 @@ class NativeEngine(BatchEngine):
     def __init__(self, model: nn.Module, eos: list[int], pad_id: int) -> None:
         super().__init__()
         self._model, self._eos = model, torch.tensor(eos)
+        self.layout = layout_of(model)
         self._decoder: Decoder | None = None
 
     @property
     def decoder(self) -> Decoder:
         """The decoder of this round."""
-        self._decoder = self._decoder or Decoder(self._model)
+        self._decoder = self._decoder or Decoder(self._model, self.layout.name)
         return self._decoder
 
     @torch.inference_mode()
@@ -145,6 +141,13 @@ class NativeEngine(BatchEngine):
             if step < limit - 1:
                 logits = decoder.forward(cache, token, step)
         return rows.samples()
+
+    def samples(self) -> Iterator[Sample]:
+        try:
+            yield from super().samples()
+        finally:
+            if self.layout.name == "packed":
+                self._decoder = None  # its copy of the weights is not in the way of an update
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         super().update(weights, version)
@@ -305,18 +308,9 @@ def picked(rows: Tensor, width: int, alive: Tensor, column: Tensor) -> Tensor:
     return rows.view(-1, width, *rows.shape[1:])[alive[:, None], column].flatten(0, 1)
 
 
-def fusable(model: nn.Module) -> bool:
-    """Whether the weights are few enough to be copied for each round: on a GPU, if the copy fits into half of what is
-    free, since a merged adapter saves two thirds of the operations."""
-    weights = next(model.parameters())
-    limit = torch.cuda.mem_get_info(weights.device)[0] // 2 if weights.is_cuda else FUSED_COPY_BYTES
-    itemsize = weights.element_size()  # of the embedding, which is never quantised
-    return sum(values_of(p) * (itemsize if is_packed(p) else p.element_size()) for p in model.parameters()) <= limit
-
-
-def head_of(norm: nn.Module, head: nn.Module, fuse: bool) -> Linear:
+def head_of(norm: nn.Module, head: nn.Module, layout: Name) -> Linear:
     """Final norm and head of a `SUPPORTED` model as one function, hidden states [R, hidden] to logits [R, V]."""
-    normed, logits = _rms(norm), _joined([head], fuse)
+    normed, logits = _rms(norm), joined([head], layout)
     return lambda x: logits(normed(x))
 
 
@@ -347,52 +341,21 @@ def _mlp(d: Slice, layer: _Layer, x: Tensor) -> Tensor:
     return layer.down(d.act(gate) * up)
 
 
-def _layer(layer: nn.Module, fuse: bool) -> _Layer:
+def _layer(layer: nn.Module, layout: Name) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return _Layer(
         norm1=_rms(layer.input_layernorm),
-        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj], fuse),
+        qkv=joined([attention.q_proj, attention.k_proj, attention.v_proj], layout),
         q_norm=None if q_norm is None else _rms(q_norm),
         k_norm=None if k_norm is None else _rms(k_norm),
-        out=_joined([attention.o_proj], fuse),
+        out=joined([attention.o_proj], layout),
         norm2=_rms(layer.post_attention_layernorm),
-        gate_up=_joined([mlp.gate_proj, mlp.up_proj], fuse),
-        down=_joined([mlp.down_proj], fuse),
+        gate_up=joined([mlp.gate_proj, mlp.up_proj], layout),
+        down=joined([mlp.down_proj], layout),
     )
 
 
 def _rms(norm: nn.Module) -> Linear:
     weight, eps = norm.weight, norm.variance_epsilon
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
-    """One function for several linear modules side by side: a fused copy with adapters merged, or the modules."""
-    if not fuse:
-        return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
-    with torch.no_grad():
-        weights = [_merged(m) for m in modules]
-        bias = None
-        biases = [getattr(m, "base_layer", m).bias for m in modules]
-        if any(b is not None for b in biases):
-            pairs = zip(biases, weights, strict=True)
-            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for b, w in pairs])
-        if weights[0].is_cuda:  # cuBLAS takes either layout
-            joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-            return lambda x: F.linear(x, joined, bias)
-        weight = torch.cat([w.t() for w in weights], 1).contiguous()  # [in, out]: 15 % faster at 64 rows
-    return (lambda x: x @ weight) if bias is None else lambda x: x @ weight + bias
-
-
-def _merged(module: nn.Module) -> Tensor:
-    """Weight of a linear module, dequantised, with its active LoRA adapter added."""
-    if not hasattr(module, "base_layer"):
-        return plain_weight(module)
-    weight = plain_weight(module.base_layer)
-    if module.disable_adapters:
-        return weight
-    for name in module.active_adapters:
-        if name in module.lora_A:
-            weight = weight + module.get_delta_weight(name).to(weight.dtype)
-    return weight

@@ -95,7 +95,9 @@ def test_a_step_makes_no_wait_for_the_device():
             return function(*args, **kwargs or {})
 
     with torch.no_grad():
-        batch = Batch(Decoder(make("qwen2")), PROMPTS, 3, Sampling(8), uniforms([1, 2, 3, 4], 3, 8), torch.tensor(EOS))
+        batch = Batch(
+            Decoder(make("qwen2"), "joined"), PROMPTS, 3, Sampling(8), uniforms([1, 2, 3, 4], 3, 8), torch.tensor(EOS)
+        )
         with Watch():
             batch.advance()
     assert {"aten::mm", "aten::index_copy_"} <= seen

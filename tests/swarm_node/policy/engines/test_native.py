@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from swarm_node.policy.engines import native as decode
 from swarm_node.policy.engines.base import sample, uniforms
-from swarm_node.policy.engines.native import Decoder, NativeEngine, Rows, Slice
+from swarm_node.policy.engines.native import NativeEngine, Rows, Slice
+from swarm_node.policy.engines.products import Layout, Name
 from swarm_node.policy.engines.transformers import ModelSlice, TransformersEngine
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
@@ -19,7 +21,15 @@ PROMPTS = [[5, 9, 200, 31], [7], [40, 41, 42, 43, 44, 45, 46, 47, 300], [17, 18]
 EOS = list(range(2, 384, 30))
 OFTEN = list(range(2, 384, 8))
 """So many that rows end, and are moved, all the time."""
+LAYOUTS = get_args(Name)
 NATIVE = ["llama", "llama_bias", "qwen2", "qwen3", "mistral"]
+
+
+def engine(model, eos, layout):
+    """A native engine with that layout, whatever is best here."""
+    native = NativeEngine(model, eos, 0)
+    native.layout = Layout(layout, "")
+    return native
 
 
 def full_logprobs(model, prompt, tokens, sampling):
@@ -82,14 +92,13 @@ def test_both_engines_make_the_same_samples(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fused_bytes", [2**40, 0])
-def test_the_adapter_is_part_of_what_is_sampled(fused_bytes, monkeypatch):
-    monkeypatch.setattr("swarm_node.policy.engines.native.FUSED_COPY_BYTES", fused_bytes)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_adapter_is_part_of_what_is_sampled(layout):
     model = get_peft_model(make("qwen2"), LoraConfig(r=4, target_modules="all-linear"))
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.3)
-    samples = NativeEngine(model, EOS, 0).decode(PROMPTS, 2, Sampling(10), uniforms([1, 2, 3, 4], 2, 10), tuple)
+    samples = engine(model, EOS, layout).decode(PROMPTS, 2, Sampling(10), uniforms([1, 2, 3, 4], 2, 10), tuple)
     for i, (tokens, logprobs, _) in enumerate(samples):
         expected = full_logprobs(model, PROMPTS[i // 2], tokens, Sampling(10))
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
@@ -137,18 +146,17 @@ def generate_in_slices(slices, embed, head, prompts, n, sampling, uniform, eos):
     return rows.samples(), moves
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", NATIVE)
-def test_layers_in_two_places_make_equal_samples(kind, fuse, monkeypatch):
-    monkeypatch.setattr("swarm_node.policy.engines.native.FUSED_COPY_BYTES", 2**40 if fuse else 0)
+def test_layers_in_two_places_make_equal_samples(kind, layout):
     model, sampling = make(kind), Sampling(20)
     uniform = uniforms([1, 2, 3, 4], 5, 20)
-    embed = Decoder(model).embed
-    slices = [Slice(backbone_of(model, i), fuse) for i in range(2)]
-    head = decode.head_of(model.model.norm, model.lm_head, fuse)
+    embed = model.get_input_embeddings()
+    slices = [Slice(backbone_of(model, i), layout) for i in range(2)]
+    head = decode.head_of(model.model.norm, model.lm_head, layout)
     samples, moves = generate_in_slices(slices, embed, head, PROMPTS, 5, sampling, uniform, OFTEN)
     assert moves > 1
-    assert samples == NativeEngine(model, OFTEN, 0).decode(PROMPTS, 5, sampling, uniform, tuple)
+    assert samples == engine(model, OFTEN, layout).decode(PROMPTS, 5, sampling, uniform, tuple)
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen3", "mistral_window"])

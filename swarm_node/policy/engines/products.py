@@ -1,0 +1,142 @@
+"""Products of a few rows with the weights of linear layers: in which layout a decoder holds these, copied or not.
+
+    own        the modules as they are: no copy, an adapter is computed beside its layer
+    joined     a copy with adapters merged, modules with one input side by side: [in, out] on a CPU, [out, in] on a GPU
+    packed     such a copy in the blocks of oneDNN, on a CPU: 1.2 to 2 times as fast as `own`, most with few rows
+
+Small models are `joined`: at their sizes `packed` gains little. For others `packed` is measured once in a process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarm_node.policy.packed import is_packed, plain_weight, values_of
+
+JOINED_BYTES = 512 * 2**20  # a CPU copies the weights of a round unmeasured only while the copy is at most this big
+ROWS = 8  # of the products that are measured; oneDNN chooses its blocks for as many
+WORTH = 1.15  # times as fast as `own`: below, packing costs more than it gains
+REPEATS = 5
+
+Linear = Callable[[Tensor], Tensor]
+Name = Literal["own", "joined", "packed"]
+
+
+class Layout(NamedTuple):
+    """How a decoder holds its weights, and a sentence that says why."""
+
+    name: Name
+    why: str
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout for `model` here: a copy may take half of the free memory."""
+    weights = next(model.parameters())
+    itemsize = weights.element_size()  # of the embedding, which is never quantised
+    copy = sum(values_of(p) * (itemsize if is_packed(p) else p.element_size()) for p in model.parameters())
+    size = f"a copy of the weights takes {copy / 2**30:.1f} GiB"
+    if weights.is_cuda:
+        fits = copy <= torch.cuda.mem_get_info(weights.device)[0] // 2
+        return Layout("joined", size) if fits else Layout("own", f"{size}, more than half of what is free")
+    if copy <= JOINED_BYTES:
+        return Layout("joined", size)
+    if any(is_packed(p) for p in model.parameters()):
+        return Layout("own", f"{size}, which quantised weights are there to save")
+    if weights.device.type != "cpu":
+        return Layout("own", f"{size}, and its gain is not known on {weights.device.type}")
+    if copy > psutil.virtual_memory().available // 2:
+        return Layout("own", f"{size}, more than half of what is free")
+    gain = packing_gain(model.config.get_text_config().hidden_size, weights.dtype)
+    if gain < WORTH:
+        return Layout(
+            "own", f"packed weights measured {gain:.1f} times as fast here" if gain else "no packed weights here"
+        )
+    return Layout("packed", f"packed weights measured {gain:.1f} times as fast here; {size}")
+
+
+@lru_cache
+def packing_gain(hidden: int, dtype: torch.dtype) -> float:
+    """How many times as fast the product of `ROWS` rows with a packed weight [4 hidden, hidden] is as with the weight
+    itself; 0 if this processor has no such product, or another result."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, hidden, generator=random).to(dtype) for n in (ROWS, 4 * hidden))
+    with torch.inference_mode():
+        try:
+            blocks = _packed(weight)
+            own, packed = F.linear(x, weight), _product(x, blocks, None)
+        except RuntimeError:  # torch without oneDNN, or a dtype that this processor does not multiply
+            return 0.0
+        if not torch.allclose(own.float(), packed.float(), rtol=1e-2, atol=0.1):  # of values about hidden ** 0.5
+            return 0.0
+        return _best_of(lambda: F.linear(x, weight)) / _best_of(lambda: _product(x, blocks, None))
+
+
+def joined(modules: list[nn.Module], layout: Name) -> Linear:
+    """One function for several linear modules with one input, [..., in] to [..., out of all modules]."""
+    if layout == "own":
+        return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
+    with torch.no_grad():
+        weights = [_merged(m) for m in modules]
+        bias = None
+        biases = [getattr(m, "base_layer", m).bias for m in modules]
+        if any(b is not None for b in biases):
+            pairs = zip(biases, weights, strict=True)
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for b, w in pairs])
+        if layout == "packed":
+            packed = _packed(weights[0] if len(weights) == 1 else torch.cat(weights))
+            del weights
+            return lambda x: _product(x, packed, bias)
+        if weights[0].is_cuda:  # cuBLAS takes either layout
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            return lambda x: F.linear(x, whole, bias)
+        weight = torch.cat([w.t() for w in weights], 1).contiguous()  # [in, out]: 15 % faster at 64 rows
+    return (lambda x: x @ weight) if bias is None else lambda x: x @ weight + bias
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """A copy of a weight [out, in] in oneDNN's blocks, for `_product` alone."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _best_of(product: Callable[[], Tensor]) -> float:
+    """Seconds of the fastest of REPEATS calls."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _merged(module: nn.Module) -> Tensor:
+    """Weight of a linear module, dequantised, with its active LoRA adapter added."""
+    if not hasattr(module, "base_layer"):
+        return plain_weight(module)
+    weight = plain_weight(module.base_layer)
+    if module.disable_adapters:
+        return weight
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            weight = _with_adapter(weight, module, name)
+    return weight
+
+
+def _with_adapter(weight: Tensor, module: nn.Module, name: str) -> Tensor:
+    """A copy of `weight` [out, in] with an adapter of `module` added."""
+    if weight.dtype == torch.float32 or module.fan_in_fan_out or name in module.lora_variant:
+        return weight + module.get_delta_weight(name).to(weight.dtype)
+    # in one pass: the sum is rounded to the weight's dtype, which is coarser than the adapter's rounding
+    up, down = (part[name].weight.to(weight.dtype) for part in (module.lora_B, module.lora_A))
+    return torch.addmm(weight, up, down, alpha=module.scaling[name])

@@ -1,0 +1,86 @@
+"""Layouts of weights in a decoder: the same products, and which layout is taken."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import get_args
+
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from swarm_node.policy.engines import products
+from swarm_node.policy.engines.base import Request
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.products import Layout, Name, joined, layout_of, packing_gain
+from swarm_node.types import Sampling
+from tests.support.tiny_models import make
+
+Memory = namedtuple("Memory", "available")
+
+
+@pytest.mark.parametrize("layout", get_args(Name))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 48), (8, 48), (2, 9, 48)])
+def test_every_layout_has_the_modules_products(layout, dtype, shape):
+    torch.manual_seed(0)
+    modules = [nn.Linear(48, 32, bias=True), nn.Linear(48, 16, bias=False), nn.Linear(48, 24, bias=True)]
+    modules, x = [m.to(dtype) for m in modules], torch.randn(shape, dtype=dtype)
+    with torch.inference_mode():
+        expected = torch.cat([m(x) for m in modules], -1)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(joined(modules, layout)(x), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["joined", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_merged(layout, dtype):
+    torch.manual_seed(0)
+    model = get_peft_model(
+        make("qwen2").to(dtype), LoraConfig(r=4, target_modules=["up_proj"]), autocast_adapter_dtype=True
+    )
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    x = torch.randn(3, layer.in_features, dtype=dtype)
+    with torch.inference_mode():
+        plain, expected = layer.base_layer(x), layer(x)
+        found = joined([layer], layout)(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert (plain - expected).abs().max() > 10 * tolerance
+
+
+def test_a_small_model_is_joined():
+    assert layout_of(make("qwen2")).name == "joined"
+
+
+@pytest.mark.parametrize(
+    ("gain", "free", "name", "why"),
+    [
+        (1.6, 2**40, "packed", "measured 1.6 times as fast"),
+        (1.1, 2**40, "own", "measured 1.1 times as fast"),
+        (0.0, 2**40, "own", "no packed weights here"),
+        (1.6, 1000, "own", "more than half of what is free"),
+    ],
+)
+def test_a_large_model_is_packed_where_that_pays(gain, free, name, why, monkeypatch):
+    monkeypatch.setattr(products, "JOINED_BYTES", 0)
+    monkeypatch.setattr(products, "packing_gain", lambda hidden, dtype: gain)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(free))
+    layout = layout_of(make("qwen2"))
+    assert layout.name == name and why in layout.why
+
+
+def test_packed_weights_give_way_to_an_update():
+    engine = NativeEngine(make("qwen2"), [1], 0)
+    engine.layout = Layout("packed", "")
+    assert engine.decoder is engine.decoder
+    engine.submit([Request(0, [3, 4], Sampling(4), n=2)])
+    assert len([*engine.samples()]) == 2 and engine._decoder is None
+
+
+def test_the_gain_is_positive_or_unknown():
+    assert packing_gain(64, torch.float32) >= 0.0
+    assert packing_gain(64, torch.float64) == 0.0  # oneDNN has no such product
