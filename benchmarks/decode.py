@@ -1,71 +1,155 @@
-"""Sampled tokens per CPU second: the native engine, our transformers engine, and Hugging Face `generate`.
+"""Sampled tokens a second: the native engine, our transformers engine, `generate`, and its continuous batching.
 
-    python -m benchmarks.decode [--repeats 5] [--seed 0]
+    python -m benchmarks.decode [--sizes 0.44M 3M 0.5B] [--rows 1 16 64] [--new 32 256] [--repeats 3] [--threads 1]
+    python -m benchmarks.decode --quick          # the smallest size, few tokens; nothing is stored
 
-0.44M-parameter Llama, random weights, one thread; every completion runs to its full length (no end token), so that
-all three do the same work. Our engines record log-probabilities as they must for training; `generate` does not.
+Random weights, prompts of 24 tokens, groups of eight; every completion runs to its full length (no end token), so that
+all do the same work. 0.5B has the shape of Qwen2.5-0.5B in bfloat16. Our engines record log-probabilities as they must
+for training; the others do not. `limit` is what this machine could do at most: the weights are read once a step, or
+multiplied with all rows, whichever takes longer at the rates measured here. Seconds are wall time: leave the machine
+idle. What was measured is kept by size, and replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.common import interleaved, median, table, write
+from benchmarks.common import RESULTS, machine, median, table
+from benchmarks.real_model import SHAPES
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling
 
-GROUP = 8
-SETTINGS = [(32, 32, 24), (64, 32, 24), (32, 64, 24), (64, 64, 24), (64, 32, 100)]
-"""(completions at once, new tokens each, prompt tokens)"""
+SIZES = {"0.44M": (2, 128), "3M": (4, 256)}
+"""Layers and width of the small ones."""
+ALL = *SIZES, "0.5B"
+PROMPT, VOCABULARY = 24, 384
+FOLDER = RESULTS / "decode"
+
+
+def model_of(size: str) -> PreTrainedModel:
+    if size in SIZES:
+        layers, hidden = SIZES[size]
+        return build_model(vocabulary=VOCABULARY, layers=layers, hidden=hidden, seed=0).eval()
+    config = Qwen2Config(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True, **SHAPES[size])
+    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def best_s(work: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest of some calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def limit_of(model: PreTrainedModel) -> Callable[[int], float]:
+    """A function from rows to the tokens a second that no engine exceeds: keys and values are not even counted."""
+    dtype = model.dtype
+    memory = torch.ones(2**27)  # 512 MiB: more than any cache
+    square = torch.randn(2048, 2048).to(dtype)
+    bytes_s = memory.nbytes / best_s(memory.sum)
+    products_s = 2 * 2048**3 / best_s(lambda: square @ square)
+    values = sum(p.numel() for p in model.parameters())
+    return lambda rows: rows / max(values * dtype.itemsize / bytes_s, 2 * values * rows / products_s)
+
+
+def contestants(model: PreTrainedModel, rows: int, new: int) -> dict[str, Callable[[], object]]:
+    """Name -> what samples `rows` completions of `new` tokens."""
+    n = min(rows, 8)
+    prompts = torch.randint(3, VOCABULARY, (rows // n, PROMPT)).tolist()
+    ids = torch.tensor([p for p in prompts for _ in range(n)])
+    never, pad = [model.config.vocab_size], 0  # an end token outside of the vocabulary
+    shared = prompts, n, Sampling(new), uniforms(list(range(len(prompts))), n, new), tuple
+    drawn: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+    length: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new}
+    blocks = {"num_blocks": 2 * rows + 8, "max_batch_tokens": max(256, 2 * rows), "use_cuda_graph": False}
+
+    def generate() -> object:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **drawn, **length)
+
+    def continuous() -> object:
+        settings = GenerationConfig(max_new_tokens=new, eos_token_id=never, pad_token_id=pad, **drawn)
+        batching = ContinuousBatchingConfig(**blocks)
+        found = model.generate_batch(ids.tolist(), generation_config=settings, continuous_batching_config=batching)
+        assert all(len(one.generated_tokens) == new for one in found.values())
+        return found
+
+    return {
+        "native": lambda: NativeEngine(model, never, pad).decode(*shared),
+        "transformers engine": lambda: TransformersEngine(model, never, pad).decode(*shared),
+        "generate": generate,
+        "continuous batching": continuous,
+    }
+
+
+def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Seconds of each contestant, in turn after a short warm-up, for each number of rows and tokens."""
+    model = model_of(size)
+    limit, found = limit_of(model), []
+    for batch in rows:
+        for warm in contestants(model, batch, 2).values():
+            warm()
+        for new in lengths:
+            times: dict[str, list[float]] = {}
+            for _ in range(repeats):
+                for name, work in contestants(model, batch, new).items():
+                    times.setdefault(name, []).append(best_s(work, 1))
+            row = {"size": size, "rows": batch, "new": new, "limit_tok_s": limit(batch), "seconds": times}
+            print(line_of(row), flush=True)
+            found.append(row)
+    return found
+
+
+def line_of(row: dict[str, Any]) -> list[str]:
+    """A line of the table: tokens a second, and two ratios."""
+    speeds = {name: row["rows"] * row["new"] / median(times) for name, times in row["seconds"].items()}
+    native = speeds["native"]
+    ratios = f"{native / speeds['generate']:.1f}x", f"{native / row['limit_tok_s']:.0%}"
+    head = row["size"], str(row["rows"]), str(row["new"])
+    return [*head, *(f"{speed:,.0f}" for speed in (*speeds.values(), row["limit_tok_s"])), *ratios]
+
+
+COLUMNS = ["model", "rows", "new", "native", "transformers engine", "generate", "continuous batching", "limit"]
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    return table([*COLUMNS, "native / generate", "of the limit"], [line_of(row) for row in rows])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=ALL, default=list(ALL))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--new", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    model = build_model(vocabulary=384, layers=2, hidden=128, seed=args.seed).eval()
-    never = [384]  # outside the vocabulary
-    figures, rows = [], []
-    for batch, new, length in SETTINGS:
-        prompts = torch.randint(3, 384, (batch // GROUP, length)).tolist()
-        ids = torch.tensor([p for p in prompts for _ in range(GROUP)])
-        uniform, sampling = uniforms(list(range(len(prompts))), GROUP, new), Sampling(new)
-
-        def generate(ids: torch.Tensor = ids, new: int = new) -> None:
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=1.0,
-            )
-
-        shared = (prompts, GROUP, sampling, uniform, tuple)
-        times = interleaved(
-            {
-                "native": lambda shared=shared: NativeEngine(model, never, 0).decode(*shared),
-                "fallback": lambda shared=shared: TransformersEngine(model, never, 0).decode(*shared),
-                "generate": generate,
-            },
-            args.repeats,
-        )
-        speed = {name: batch * new / median(t) for name, t in times.items()}
-        figures.append({"batch": batch, "new_tokens": new, "prompt": length, "tok_s": speed, "seconds": times})
-        ratio = speed["native"] / speed["generate"]
-        rows.append([batch, new, length, *(f"{speed[n]:,.0f}" for n in speed), f"{ratio:.2f}x"])
-    print(table(["rows", "new", "prompt", "native", "fallback", "HF generate", "native / generate"], rows))
-    write("decode", {"seed": args.seed, "settings": figures})
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    if args.quick:
+        print(report(measure("0.44M", [1, 16], [8], 1)))
+        return
+    rows = []
+    for size in args.sizes:
+        found = measure(size, args.rows, args.new, args.repeats)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        told = {"machine": machine(), "threads": args.threads, "rows": found}
+        (FOLDER / f"{size}.json").write_text(json.dumps(told, indent=1) + "\n")
+        rows += found
+    print(report(rows))
 
 
 if __name__ == "__main__":
