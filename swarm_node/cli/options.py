@@ -43,10 +43,14 @@ def option(flag: str, help: str, variable: str = "", short: str = "", **settings
 
 Json = Annotated[
     bool,
-    option("--json", 'Print one JSON document, {"error": "…"} on failure. All other text goes to standard error.'),
+    option(
+        "--json",
+        'Print one JSON document, {"error": "…"} on failure. All other text goes to standard error.',
+        metavar="",
+    ),
 ]
 DryRun = Annotated[
-    bool, option("--dry-run", "Print the resolved configuration and exit.", rich_help_panel=CONFIGURATION)
+    bool, option("--dry-run", "Print the resolved configuration and exit.", metavar="", rich_help_panel=CONFIGURATION)
 ]
 ConfigFile = Annotated[
     Path | None, option("--config", "Configuration file (TOML).", metavar="FILE", rich_help_panel=CONFIGURATION)
@@ -63,8 +67,8 @@ Sets = Annotated[
 ]
 
 
-Verbose = Annotated[bool, option("--verbose", "Also show technical details.", short="-v")]
-Quiet = Annotated[bool, option("--quiet", "Show results, warnings and errors only.", short="-q")]
+Verbose = Annotated[bool, option("--verbose", "Also show technical details.", short="-v", metavar="")]
+Quiet = Annotated[bool, option("--quiet", "Show results, warnings and errors only.", short="-q", metavar="")]
 
 
 def note(sentence: str, err: bool = True) -> None:
@@ -149,8 +153,8 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
         yield Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
         for parameter in declared:
             if parameter.annotation is CommandSettings:
-                yield Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
                 yield from (_parameter(row, command) for row in rows)
+                yield Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
                 yield Parameter("sets", Parameter.KEYWORD_ONLY, default=None, annotation=Sets)
             else:
                 yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
@@ -213,7 +217,9 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
         kind = list[str]
         settings["help"] += " Repeatable or comma-separated."
     elif row.value:
-        kind, settings["metavar"] = bool, None
+        kind, settings["metavar"] = bool, ""
+    elif kind is bool:
+        settings["metavar"] = ""  # a flag takes no value
     elif more or kind not in (bool, int, float):
         kind = str
     if not row.flag.startswith("--"):

@@ -15,6 +15,9 @@ from swarm_node.config.keys import VARIABLE_PREFIX, all_keys
 NETWORK = "Network"
 CLOUD = "Cloud"
 LIMITS = "Resource limits"
+TRAINING = "Training"
+STAGES = "Pipeline stages"
+LOGS = "Logs"
 OF_A_SWARM = "Merging a swarm"
 
 
@@ -41,7 +44,7 @@ def preset(name: str, meaning: str) -> KeyOption:
     """The flag for a preset of resource limits."""
     commands = "local join resume"
     says = dict.fromkeys(commands.split(), f"{meaning} (resources.preset = {name})")
-    return KeyOption("resources.preset", f"--{name}", commands, LIMITS, says=says, value=name)
+    return KeyOption("resources.preset", f"--{name}", commands, says=says, value=name)
 
 
 OPTIONS = (
@@ -65,33 +68,52 @@ OPTIONS = (
     KeyOption(
         "tasks",
         "--tasks",
-        "local join new bootstrap",
+        "local new bootstrap",
         metavar="NAME|FILE",
         says={
-            "join": "Train only on these of the swarm's tasks; or your copy of one of its question files.",
             "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl, .csv), or an https address.",
             "bootstrap": "Question file of the swarm, to give it to members.",
         },
     ),
-    KeyOption("rewards.answer", "--answer", "local new tasks", metavar="any|tags|boxed"),
-    KeyOption("rewards.functions", "--reward", "local join", metavar="FILE.py:FUNCTION"),
-    KeyOption("sharing.own", "--own", "join"),
-    KeyOption("sharing.foreign", "--foreign", "join"),
-    KeyOption("sharing.record", "--record", "join"),
-    KeyOption("rounds", "--rounds", "local join resume"),
+    KeyOption("rewards.answer", "--answer", "new tasks", metavar="any|tags|boxed"),
+    preset("gentle", "Lowest priority, half of the cores, pause on battery"),
+    preset("normal", "Lower priority, all cores"),
+    preset("all", "No limit, also where `join` would be gentle"),
     KeyOption("minutes", "--minutes", "local join resume"),
+    KeyOption("rounds", "--rounds", "local join resume"),
     KeyOption("run_dir", "--run-dir", "local join bootstrap identity", metavar="DIR"),
-    KeyOption("seed", "--seed", "local join"),
-    KeyOption("policy.lora", "--lora", "local join bench"),
-    KeyOption("policy.quantize", "--quantize", "local join bench", metavar="nf4|int8"),
+    KeyOption("resources.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
+    KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
+    KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
+    KeyOption("network.max_download_mbit", "--max-download", "join bootstrap", LIMITS, "MBIT/S"),
+    KeyOption("resources.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
+    KeyOption("resources.pause_on", "--pause-on", "local join", LIMITS),
+    KeyOption("resources.nice", "--nice", "local join bootstrap", LIMITS),
+    KeyOption(
+        "tasks",
+        "--tasks",
+        "join",
+        TRAINING,
+        "NAME|FILE",
+        {"join": "Train only on these of the swarm's tasks; or your copy of one of its question files."},
+    ),
+    KeyOption("rewards.answer", "--answer", "local", TRAINING, "any|tags|boxed"),
+    KeyOption("rewards.functions", "--reward", "local join", TRAINING, "FILE.py:FUNCTION"),
+    KeyOption("policy.lora", "--lora", "local join bench", TRAINING),
+    KeyOption("policy.quantize", "--quantize", "local join bench", TRAINING, "nf4|int8"),
+    KeyOption("sharing.own", "--own", "join", TRAINING),
+    KeyOption("sharing.foreign", "--foreign", "join", TRAINING),
+    KeyOption("sharing.record", "--record", "join", TRAINING),
+    KeyOption("seed", "--seed", "local join", TRAINING),
     KeyOption(
         "pipeline.stages",
         "--stages",
         "local join",
+        STAGES,
         says={"local": "Number of pipeline stages that the policy is split into, each in its own process."},
     ),
-    KeyOption("pipeline.crew", "--crew", "join", metavar="NAME"),
-    KeyOption("pipeline.stage", "--stage", "join", metavar="auto|K"),
+    KeyOption("pipeline.crew", "--crew", "join", STAGES, "NAME"),
+    KeyOption("pipeline.stage", "--stage", "join", STAGES, "auto|K"),
     KeyOption("network.identity", "--identity", "join bootstrap identity", NETWORK, "FILE"),
     KeyOption("network.listen", "--listen", "join bootstrap", NETWORK, "IP"),
     KeyOption("network.announce", "--announce", "join bootstrap", NETWORK, "IP|HOST"),
@@ -104,19 +126,10 @@ OPTIONS = (
     KeyOption("checkpoints.to", "--checkpoint-to", "local join", CLOUD, "URL"),
     KeyOption("health.port", "--health-port", "local join bootstrap", CLOUD),
     KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
-    KeyOption("log", "--log", "local join"),
-    KeyOption("log_format", "--log-format", "local join resume bootstrap"),
-    preset("gentle", "Lowest priority, half of the cores, pause on battery"),
-    preset("normal", "Lower priority, all cores"),
-    preset("all", "No limit, also where `join` would be gentle"),
-    KeyOption("resources.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
-    KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
-    KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
-    KeyOption("network.max_download_mbit", "--max-download", "join bootstrap", LIMITS, "MBIT/S"),
-    KeyOption("resources.nice", "--nice", "local join bootstrap", LIMITS),
-    KeyOption("resources.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
-    KeyOption("resources.pause_on", "--pause-on", "local join", LIMITS),
+    KeyOption("log", "--log", "local join", LOGS),
+    KeyOption("log_format", "--log-format", "local join resume bootstrap", LOGS),
 )
+"""What a volunteer needs comes first. What is for others has a panel of its own, in the order of the rows."""
 
 
 def keys_by_name() -> dict[str, str]:

@@ -3,7 +3,7 @@
 On a terminal, below the sentences that have scrolled by:
 
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
-    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tok/s
+    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tokens/s
     3 others, 1 of the crew, 4.0 of their groups a round
     12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
@@ -13,7 +13,7 @@ that is alone has no lines about others.
 
 Plain, at each tenth of the run, but at least five seconds apart, and at most a minute (after ten minutes, ten):
 
-    round 120/200  reward 0.412  samples 2,310 tok/s  3 others, 4.0 of their groups a round  1:02 left
+    round 120/200  reward 0.412  samples 2,310 tokens/s  3 others, 4.0 of their groups a round  1:02 left
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class ProgressDisplay:
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")
-        return [] if speed is None else [f"samples {speed:,.0f} tok/s"]
+        return [] if speed is None else [f"samples {speed:,.0f} tokens/s"]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""

@@ -23,7 +23,7 @@ from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.install import own_command
 from swarm_node.observability.progress import clock_face, volume
-from swarm_node.observability.reasons import words
+from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.samples import without_middle
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth, worth_lines
@@ -125,7 +125,9 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     worth: Worth | None = None  # what the swarm gave
     averaging: Averaging | None = None
     stages: Stages | None = None
-    refused: dict[str, int] = {}
+    unused: dict[str, int] = {}
+    """Reason -> groups of others that came too late, twice or in too large numbers: that says nothing against them."""
+    refused: dict[str, int] = {}  # reason -> groups, calls and messages that broke a rule
     cost: dict[str, float] = {}
 
 
@@ -162,6 +164,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
     )
     exchanges = whole.get("averaging/exchanges", 0)
     stages = Stages(whole.get("stages/lost", 0), _below("stages/recovered/", whole))
+    left_out = {f"{kind}{reason}": n for prefix, kind in REFUSED.items() for reason, n in _below(prefix, whole).items()}
     return Figures(
         rounds_recorded=tally.rounds,
         resumed_at=resumed_at,
@@ -175,9 +178,8 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
         worth=worth,
         averaging=Averaging(exchanges, whole.get("averaging/bytes", 0)) if exchanges else None,
         stages=stages if stages.lost else None,
-        refused={
-            f"{kind}{reason}": n for prefix, kind in REFUSED.items() for reason, n in _below(prefix, whole).items()
-        },
+        unused={reason: n for reason, n in left_out.items() if reason in UNUSED},
+        refused={reason: n for reason, n in left_out.items() if reason not in UNUSED},
         cost={name: tally.cost[f"cost/{name}"] for name in COST if f"cost/{name}" in tally.cost},
     )
 
@@ -208,7 +210,8 @@ def summary(run: Figures) -> list[str]:
             "received": received,
             "worth": [] if run.worth is None else list(worth_lines(run.worth)),
             "gave": gave,
-            "refused": _refused(run.refused),
+            "not used": _by_reason(run.unused),
+            "refused": _by_reason(run.refused),
             "traffic": traffic,
             "rounds": _rounds(run),
             "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
@@ -331,8 +334,8 @@ def _counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def _refused(refused: Mapping[str, int]) -> list[str]:
-    counts = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
+def _by_reason(numbers: Mapping[str, int]) -> list[str]:
+    counts = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     listed = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
     if rest := sum(n for _, n in counts[MAX_REASONS:]):
         listed.append(f"{rest:,} for other reasons")

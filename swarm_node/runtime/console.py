@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from protocol.errors import printable
 from swarm_node.config import NodeConfig
@@ -37,7 +37,7 @@ from swarm_node.storage.rundir import RunDir, goes_with_container
 LOGGER = logging.getLogger("swarm_node")
 LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 """Names of levels in the log; a library may rename those of `logging` for the whole process, as hivemind does."""
-PASSING = {"start", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
+PASSING = {"start", "legend", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
 
 
 class Show(Protocol):
@@ -62,15 +62,23 @@ def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
     lasting = Lasting(stream)
 
     def show(text: str, kind: str, level: str) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         if as_json:
-            record = {"time": now, "level": level, "node": node, "kind": kind, "message": text}
-            lasting.write(json.dumps(record) + "\n")
+            lasting.write(_json_line(node, text, kind, level))
         else:
+            now = _now()
             lasting.write("".join(f"{now} {level.upper():7} {line}\n" for line in text.split("\n")))
         lasting.flush()
 
     return show
+
+
+def _json_line(node: str, text: str, kind: str, level: str, **more: Any) -> str:
+    record = {"time": _now(), "level": level, "node": node, "kind": kind, "message": text}
+    return json.dumps(record | more) + "\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
@@ -114,7 +122,9 @@ class Console:
         """`json_output`: standard output is for the final JSON document alone. `quiet`: nothing is shown. Raises
         UserError."""
         self.json_output = json_output
+        self._as_json = config.log_format == "json" and not quiet
         name, stream = config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout
+        self._name, self._stream = name, stream
         lines = _nowhere if quiet else shown_as_lines(config.log_format, name, stream)
         line = None if lines is None else partial(lines, kind="progress", level="info")
         self.progress = ProgressDisplay(config.total_rounds, config.minutes, json_output, line=line)
@@ -153,6 +163,14 @@ class Console:
         finally:
             if began:
                 self.progress.stop()
+
+    def tell_as_json(self, text: str, summary: Mapping[str, Any]) -> bool:
+        """Show the summary of the run as one JSON line, if that is the format of the log. Returns whether it is."""
+        if self._as_json:
+            lasting = Lasting(self._stream)
+            lasting.write(_json_line(self._name, text, "summary", "info", summary=summary))
+            lasting.flush()
+        return self._as_json
 
     def leave(self, text: str) -> None:
         """Say that a signal or a notice has come; /healthz answers from now on that the node leaves."""

@@ -21,6 +21,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, TemporaryError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
+from swarm_node.observability.legend import running_legend
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import estimate
 from swarm_node.rollouts.evaluate import Evaluation
@@ -163,6 +164,8 @@ class Run:
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
             say_reach(self.config, 3 * trained)  # with the optimiser's two moments
         say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
+        for line in running_legend(self.config.eval.questions > 0, self.node.member is not None):
+            say(line, "legend")
         self.progress.start(self.node.round)
         try:
             with self.limits.watching(stop) if self.crew is None else nullcontext():

@@ -11,6 +11,7 @@ from msgspec import to_builtins
 
 from swarm_node.observability.falling import lower_tasks
 from swarm_node.observability.jsonl import each_record, last_record
+from swarm_node.observability.legend import table_legend
 from swarm_node.observability.plots import CAN_DRAW, NO_PICTURE, plot_reward
 from swarm_node.observability.summary import INDENT, answered, figures, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
@@ -40,18 +41,23 @@ class RunReport:
     def tell(self, console: Console, whole: bool, evaluates: bool, rounds: int | None = None) -> None:
         """Show the report in words; the other parameters are those of `next_steps`."""
         path = str(self.run.path)
+        written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
+        files = [str(file.relative_to(self.run.path)) for file in written]
+        words = [*summary(self.figures), *whereabouts(path, files)] if self.figures.rounds_recorded else []
+        if words:
+            console.events.write("summary", "\n".join(words))
+        if console.tell_as_json("\n".join(words), self.document):
+            return
         if self._before.table and self._now.table:
             columns, table = rows(self._before.table, self._now.table, self.held_out.samples, self.held_out.rewards)
-            console.progress.table("held-out questions", columns, table)
+            console.progress.table("held-out questions, which are never trained on", columns, table)
+            console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:
                 figure, samples = self.held_out.figure, self.held_out.samples
                 values = self._before.by(figure), self._now.by(figure)
                 console.progress.paragraphs(lower_tasks(self._now.labels, *values, samples, figure), indent=2)
-        if not self.figures.rounds_recorded:
+        if not words:
             return
-        written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
-        files = [str(file.relative_to(self.run.path)) for file in written]
-        words = [*summary(self.figures), *whereabouts(path, files)]
         console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
         held = self.figures.held_out
@@ -60,10 +66,10 @@ class RunReport:
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
             console.progress.say(NO_PICTURE, lasting=False)
-        console.events.write("summary", "\n".join(words))
 
-    def dump(self) -> None:
-        """Write the report as one JSON document to standard output."""
+    @property
+    def document(self) -> dict[str, Any]:
+        """The report as a document; docs/fleet.md says what its keys mean."""
         document: dict[str, Any] = {
             "run_dir": str(self.run.path),
             "rounds": self.rounds,
@@ -72,7 +78,11 @@ class RunReport:
             "held_out_before": to_builtins(self._before.table),
             "held_out_after": to_builtins(self._now.table),
         }
-        json.dump(document | to_builtins(self.figures), sys.stdout)
+        return document | to_builtins(self.figures)
+
+    def dump(self) -> None:
+        """Write the report as one JSON document to standard output."""
+        json.dump(self.document, sys.stdout)
         sys.stdout.write("\n")
         sys.stdout.flush()
 

@@ -16,6 +16,7 @@ from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
+from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
@@ -71,7 +72,9 @@ def main(
     shown = Table("task", "questions", *names.values(), title=title, box=SIMPLE_HEAD)
     for label, held in table.items():
         shown.add_row(label, str(held.questions), *cells(held, names))
-    Console().print(shown)
+    console = Console(highlight=False, markup=False)
+    console.print(shown)
+    console.print(table_legend([*names.values()], samples))
 
 
 def _tasks_of_run(run: RunDir, config: NodeConfig, named: list[str] | None) -> TaskSet:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -56,6 +57,16 @@ def test_help_explains_every_option(words: tuple[str, ...]) -> None:
         if parameter.opts[0].startswith("--"):
             assert parameter.opts[0] in result.output
     assert "completion" not in result.output.replace("completions", "")
+
+
+def test_help_of_join_begins_with_a_volunteer_s_needs() -> None:
+    shown = run("join", "--help", env={"COLUMNS": "80"}).output
+    first, *panels = shown.partition("╭─ Options")[2].split("╭─ ")
+    options = re.findall(r"^│ (--[\w-]+)", first, re.MULTILINE)
+    volunteer = ["--name", "--model", "--gentle", "--normal", "--all", "--minutes", "--rounds", "--run-dir"]
+    assert options == [*volunteer, "--json", "--verbose", "--quiet", "--help"]
+    names = ["Resource limits", "Training", "Pipeline stages", "Network", "Cloud", "Logs", "Configuration"]
+    assert [panel.partition(" ─")[0] for panel in panels] == names
 
 
 def test_every_command_has_verbose_and_quiet() -> None:

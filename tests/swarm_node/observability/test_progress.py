@@ -47,7 +47,7 @@ def rounds_of(lines):
 
 def test_a_plain_line():
     assert plain_lines(200, 0.5, rounds=1) == [
-        "round 1/200  reward 0.005  samples 1,234 tok/s  0.50 s/round  1:40 left"
+        "round 1/200  reward 0.005  samples 1,234 tokens/s  0.50 s/round  1:40 left"
     ]
 
 
@@ -254,7 +254,7 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     assert shown[0] == f"round 10: swarm://{'a' * 150}"
     assert shown[1] == f"round 20: swarm://{'a' * 150}"
     assert re.fullmatch(rf"round 20/20 ━+ +100%{' took 0:20' * (not waiting)}", shown[2])
-    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or 'samples 2,310 tok/s'}", (
+    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or 'samples 2,310 tokens/s'}", (
         "no speed while it waits"
     )
     assert shown[4] == "THE END"
@@ -343,7 +343,7 @@ def test_averaging_is_shown_in_pipe_and_terminal() -> None:
     progress = ProgressDisplay(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "perf/generated_tok_s": 10.0}, "averaged 3 times, last with bob")
-    assert "reward 0.500  samples 10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
+    assert "reward 0.500  samples 10 tokens/s  averaged 3 times, last with bob  " in out.getvalue()
     assert lines_in_view(progress)[-1] == "averaged 3 times, last with bob"
 
 
@@ -381,7 +381,7 @@ def test_the_whole_view_at_80_columns():
     head, *rest = in_view(80, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        f"reward 0.775 {sparkline(range(20))}  samples 2,310 tok/s",
+        f"reward 0.775 {sparkline(range(20))}  samples 2,310 tokens/s",
         "3 others, 4.0 of their groups a round",
         f"12 kB/s in, 9.0 kB/s out, 420 kB in all  {AVERAGED}",
         "1 min ago: an exchange of weights with bob was skipped (late: round 9 is over);…",
@@ -392,7 +392,7 @@ def test_the_view_fits_40_columns():
     head, *rest = in_view(40, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        f"reward 0.775 {sparkline(range(20), 6)}  samples 2,310 tok/s",
+        "reward 0.775  samples 2,310 tokens/s",
         "3 others, 4.0 of their groups a round",
         "12 kB/s in, 9.0 kB/s out, 420 kB in all",
         AVERAGED,
@@ -417,7 +417,7 @@ def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
 
 def test_an_ascii_terminal_gets_ascii_only():
     lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
-    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  samples 2,310 tok/s"
+    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  samples 2,310 tokens/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
 
 

@@ -86,7 +86,8 @@ def test_a_member_that_averages_and_pays() -> None:
         "          weights of others in 1 exchange",
         "gave      8 groups published",
         "          its weights in 1 exchange, 1.8 MB",
-        "refused   200 all rewarded alike, 20 too old, 15 known already, 4 of another swarm, 4 for other reasons",
+        "not used  200 all rewarded alike, 20 too old, 15 known already",
+        "refused   4 of another swarm, 3 of weights (gates), 1 over the sender's quota",
         "traffic   2.5 MB in, 200 kB out, all told",
         "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, prompts included",
         "cost      0.0234 spent by the end of the last round, 0.00195 a group trained on",
@@ -159,7 +160,7 @@ def test_json_says_what_the_sentences_say() -> None:
     }
     assert list(silo["held_out"]["interval"]) == [0.112, 0.201]
     member = msgspec.to_builtins(figures(rounds([0.5], swarm__groups_sent=[3], swarm__rejected__age=[2])))
-    assert member["swarm"] == {"sent": 3} and member["refused"] == {"age": 2}
+    assert member["swarm"] == {"sent": 3} and member["unused"] == {"age": 2} and "refused" not in member
 
 
 # ------------------------------------------------------------------- more than noise?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import pytest
 from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared
@@ -20,9 +22,9 @@ from swarm_node.storage.rundir import RunDir
 from tests.support.starting import train_locally
 
 
-def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+def start(rounds: int, capsys: pytest.CaptureFixture[str], **settings: Any) -> tuple[dict[str, Any], str]:
     """The document and the words of a start in `run`."""
-    config = {
+    config = settings | {
         "run_dir": "run",
         "rounds": rounds,
         "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
@@ -44,12 +46,31 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
     low, high = held["interval"]
     assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the checkpoint"
     assert "this one went on from round 1" in words and " export run run-model\n" in words
-    assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
+    assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "unused", "cost"))
     last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "summary" and last["text"].startswith("outcome   reward ")
     assert [line for line in last["text"].split("\n") if line.startswith("files     run: ")], "it keeps its lines"
     assert " samples run\n" in words
     assert Path("run/plots/reward.png").exists()
+
+
+def test_a_log_of_json_ends_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    document, log = start(1, capsys, log_format="json")
+    records = [json.loads(line) for line in log.splitlines()]
+    [told] = [record for record in records if record["kind"] == "summary"]
+    assert told["summary"] == document and told["message"].startswith("outcome   reward ")
+    assert records[-1] == told, "and no table, nor what to type next"
+
+
+def test_the_keys_of_the_document_are_explained(root: Path) -> None:
+    page = (root / "docs/fleet.md").read_text().partition("### The summary of a run")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    explained = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
+    always = ["run_dir", "rounds", "held_out_before", "held_out_after"]
+    assert sorted(explained) == sorted([*always, *Figures.__struct_fields__])
+    for name, part in (("held_out", HeldOut), ("swarm", SwarmFigures), ("averaging", Averaging), ("stages", Stages)):
+        [row] = re.findall(rf"^\| `{name}` .*$", page, re.MULTILINE)
+        assert set(part.__struct_fields__) - {"answers_of"} <= set(re.findall(r"`(\w+)`", row)), name
 
 
 def test_no_picture_is_missed_without_its_extra(

@@ -1,0 +1,25 @@
+"""What the words of the screen mean, where they first appear: lines of at most 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def running_legend(held_out: bool, member: bool) -> list[str]:
+    """Lines about the live lines of a run. `held_out`: it measures held-out figures."""
+    reward = "reward = mean score of its answers"
+    return [
+        f"{reward}; held-out = on questions never trained on" if held_out else reward,
+        *(["group = one question with its answers, as members send them to each other"] if member else []),
+    ]
+
+
+def table_legend(columns: Sequence[str], samples: int) -> str:
+    """A line about the columns of a table of held-out figures, each with `samples` answers to a question."""
+    meanings = {
+        f"pass@{samples}": f"of questions with a right one in {samples}",
+        "pass@1": "share of right answers",
+        "reward": "mean score",
+    }
+    there = [name for name in ("pass@1", *meanings) if any(name in column.split() for column in columns)]
+    return "; ".join(f"{name} = {meanings[name]}" for name in dict.fromkeys(there))
