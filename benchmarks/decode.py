@@ -107,7 +107,7 @@ def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int
                 for name, work in contestants(model, batch, new).items():
                     times.setdefault(name, []).append(best_s(work, 1))
             row = {"size": size, "rows": batch, "new": new, "limit_tok_s": limit(batch), "seconds": times}
-            print(line_of(row), flush=True)
+            print(*line_of(row), sep="  ", flush=True)
             found.append(row)
     return found
 

@@ -115,14 +115,9 @@ def _check_together(config: NodeConfig) -> None:
                 raise UserError(f"{key}[{i}] must not name columns, which are for `file`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
-    correction, top_p = config.grpo.correction, config.rollouts.top_p
+    correction = config.grpo.correction
     if config.grpo.off_policy_mask is not None and correction != "recorded":
         raise UserError(f'grpo.off_policy_mask needs grpo.correction = "recorded", not "{correction}"')
-    if top_p < 1 and correction != "recorded" and ":" not in correction:
-        raise UserError(
-            f'grpo.correction = "{correction}" compares with log-probabilities at sampling, which rollouts.top_p = '
-            f"{top_p} alters: set it to 1"
-        )
     if config.grpo.advantage == "pass_k" and config.grpo.k >= config.rollouts.group_size:
         raise UserError(
             f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a "

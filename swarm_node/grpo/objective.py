@@ -3,7 +3,7 @@
     L = sum_t  w_t * ( f_t * l_t + beta * kl_t )
 
     l_t, w_t                                            the loss: one file each in `losses`
-    f_t                                                 the off-policy correction: one file each in `corrections`
+    f_t                                                 the off-policy correction (`corrections`)
     kl_t = (exp(d) - d - 1) * rho                       k3, off-policy corrected; d = logprob_ref - logprob
     rho  = exp(logprob - logprob_old)                   of the token, or exp of its mean over the rollout
 

@@ -1,23 +1,13 @@
-"""Off-policy corrections by name: `grpo.correction` names one of `CORRECTIONS`, or a class of the user's own."""
+"""Off-policy corrections: `recorded`, with a mask or without, or a class of the user's own (`grpo.correction`)."""
 
 from __future__ import annotations
 
 from swarm_node.config import GrpoConfig
 from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
-from swarm_node.grpo.corrections.icepop import IcePop
 from swarm_node.grpo.corrections.recorded import Recorded
 from swarm_node.grpo.corrections.sequence_mask import SequenceMask
-from swarm_node.grpo.corrections.truncated import Truncated
-from swarm_node.grpo.corrections.truncated_sequence import TruncatedSequence
 from swarm_node.grpo.objective import Correction
-
-CORRECTIONS: dict[str, type[Correction]] = {
-    "recorded": Recorded,
-    "truncated": Truncated,
-    "truncated_sequence": TruncatedSequence,
-    "icepop": IcePop,
-}
 
 
 def find_correction(config: GrpoConfig) -> Correction:
@@ -27,8 +17,8 @@ def find_correction(config: GrpoConfig) -> Correction:
     """
     if config.off_policy_mask is not None:
         return SequenceMask(config.off_policy_mask)
-    if config.correction in CORRECTIONS:
-        return CORRECTIONS[config.correction]()
+    if config.correction == "recorded":
+        return Recorded()
     kind = load_function(config.correction, "grpo.correction")
     try:
         correction = kind()
