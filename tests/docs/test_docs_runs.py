@@ -113,7 +113,8 @@ class Reader:
 
     def run(self, command: Command) -> None:
         self.provide(command)
-        done = CliRunner().invoke(app, list(command.words[1:]))
+        every = {"SWARM_NODE_QUESTIONS": None} if "--all" in command.words else {}
+        done = CliRunner().invoke(app, list(command.words[1:]), env=every)
         assert done.exit_code in ENDS_WELL.get(command.words[1], (0,)), f"{command}\n{done.output}\n{done.exception!r}"
 
     def provide(self, command: Command) -> None:
