@@ -34,8 +34,8 @@ from swarm_node.pipeline.settings import crew_settings, with_crew_settings
 from swarm_node.pipeline.stage_calls import StageCalls
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.pipeline.status_text import Aftermath
+from swarm_node.policy.architecture import is_windowed
 from swarm_node.policy.loading import load_tokenizer
-from swarm_node.policy.probes import is_windowed
 from swarm_node.types import Stop
 
 ORDERS_WAIT_S = 0.5  # longest time between two looks at orders and messages

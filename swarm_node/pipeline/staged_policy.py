@@ -56,7 +56,7 @@ class StagedPolicy(Policy):
         self.is_lora = driver.workers[0].stage.is_lora
         self.microbatches = MICROBATCHES * driver.stages if driver.stages > 1 else 1
         self.split_head = True
-        self.engine = StagedEngine(driver, self._eos)
+        self.engine = StagedEngine(driver, self.eos_ids)
 
     @property
     def base(self) -> PreTrainedModel:

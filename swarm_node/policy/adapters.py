@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.architecture import entry, without_adapter
+
+ALL_LINEAR = "all-linear"
 
 
 def adapter_base(path: str) -> str | None:
@@ -43,6 +46,8 @@ def lora_config(config: PolicyConfig) -> LoraConfig:
 
 def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
     """The model with an adapter around it; only the adapter is trained."""
+    if lora.target_modules == ALL_LINEAR and (names := without_adapter(model)):
+        lora.exclude_modules = names
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
         try:
@@ -74,7 +79,7 @@ def start_adapter(named: Mapping[str, nn.Parameter], model_config: Any) -> None:
     same model, and the same in a stage as in the whole policy.
     """
     text = model_config.get_text_config()
-    architecture = json.dumps([getattr(text, key, None) for key in ARCHITECTURE])
+    architecture = json.dumps([entry(text, key) for key in ARCHITECTURE])
     for name, parameter in named.items():
         if ".lora_A." not in name and ".lora_embedding_B." not in name:
             continue

@@ -7,6 +7,7 @@ What does not depend on holding the whole model (`prepare`, `load_tokenizer`, ad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from huggingface_hub import constants, is_offline_mode
 from huggingface_hub import logging as hub_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
@@ -26,6 +35,7 @@ from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
+from swarm_node.policy.architecture import beside_text, largest
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
@@ -42,6 +52,7 @@ from swarm_node.policy.quantised import (
     settle,
 )
 from swarm_node.policy.sizes import QUANTISED_BYTES
+from swarm_node.policy.suitability import OTHER
 from swarm_node.say import Detail, Warned
 
 ONE_THREAD_BELOW = 2_000_000
@@ -49,6 +60,7 @@ ONE_THREAD_BELOW = 2_000_000
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
 MEASURED_WIDTH = 4096  # widest layer for which the speed of bfloat16 is measured: a gigabyte or so
+COPY_AGAIN = "download or copy it again"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,13 +89,23 @@ def load_policy(
     )
     if found["missing_keys"] or found["mismatched_keys"]:
         lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
-        raise UserError(lacks(plan.base, lacking[0]))
+        raise UserError(f"{type(model).__name__}: {lacks(plan.base, lacking[0])}; {COPY_AGAIN}, or {OTHER}")
+    if not plan.lora and type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{type(model).__name__} ({plan.base}): transformers does not load again what it saves of such a model; "
+            f"train an adapter (policy.lora = true), or {OTHER}"
+        )
     if plan.adapter is not None:
-        with refusing("the adapter", plan.adapter):
+        with refusing("the adapter", plan.adapter), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # it would begin anew there
             model = PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
     elif plan.lora:
         model = with_adapter(model, lora_config(config), config)
         start_adapter(dict(model.named_parameters()), model.config)
+    else:
+        beside = beside_text(model)
+        for name in beside:
+            model.get_parameter(name).requires_grad_(False)
     model.to(plan.device)
 
     original = plan.quantize and original_lines(files, plan.tensors, plan.quantize)
@@ -91,7 +113,9 @@ def load_policy(
     policy.model.eval()  # for good: dropout would make the trained distribution another one than the sampled one
     settle(policy.model)
     choose_paths(policy, rollouts)
-    trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
+    count = policy.num_parameters(trainable=True)
+    trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
+    trained = f"LoRA: {trained}" if plan.lora else trained
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
     in_words = str(plan.dtype).removeprefix("torch.")
     report(f"policy {config.model}: {policy.num_parameters():,} parameters in {in_words} ({trained})")
@@ -202,7 +226,9 @@ def skeleton(model_config: Any) -> PreTrainedModel:
     except UserError:
         raise
     except Exception as exc:  # as in `refusing`: the config is a stranger's
-        raise UserError(f"not a causal language model: {' '.join(str(exc).split())[:200]}") from exc
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_config.model_type, model_config.model_type)
+        detail = " ".join(str(exc).split())[:250]
+        raise UserError(f"{kind}: not a causal language model that can be made here: {detail}; {OTHER}") from exc
 
 
 def lacks(base: str, name: str) -> str:
@@ -267,7 +293,7 @@ def _vetted_weights(plan: Plan) -> list[Path]:
     names = sorted(set(weight_map(plan).values()))
     files = [file for name in names if (file := model_file(plan, name)) is not None]
     if len(files) < len(names):
-        raise UserError(f"{plan.base} lacks a file that its index names: download or copy it again")
+        raise UserError(f"{plan.base} lacks a file that its index names: {COPY_AGAIN}")
     if names != [vetting.WEIGHTS] and sum(len(vetting.check_header(file)) for file in files) > vetting.MAX_TENSORS:
         raise UserError(f"{plan.base} has more than {vetting.MAX_TENSORS} tensors")
     return files
@@ -357,7 +383,8 @@ def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone
         return torch.float32, "the safe choice on mps"
     if not alone:
         return torch.float32, "as on every machine of a crew without a GPU"
-    ratio = bf16_slowdown(min(MEASURED_WIDTH, model_config.get_text_config().hidden_size))
+    width = largest(model_config.get_text_config(), "hidden_size", MEASURED_WIDTH)
+    ratio = bf16_slowdown(min(MEASURED_WIDTH, width))
     if ratio < 0.9:
         return torch.bfloat16, f"measured {1 / ratio:.1f}x faster than float32 here"
     return torch.float32, f"bfloat16 measured {ratio:.1f}x slower here"

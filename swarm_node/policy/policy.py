@@ -65,9 +65,9 @@ class Policy:
         self.microbatches = 1
         """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
         self._prompts_per_batch = 2**16
-        self._eos = _eos_ids(self.base, tokenizer)
-        self.eos_id: int = self._eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._eos[0]
+        self.eos_ids = _eos_ids(self.base, tokenizer)
+        self.eos_id: int = self.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self.engine = self.engine_of(TransformersEngine)
 
     # ----------------------------------------------------------------- what it is
@@ -191,7 +191,7 @@ class Policy:
         body = token_ids[:-1] if finished else token_ids
         known = range(min(len(self.tokenizer), self.vocabulary))
         return (
-            (not finished or token_ids[-1:] in ([eos] for eos in self._eos))
+            (not finished or token_ids[-1:] in ([eos] for eos in self.eos_ids))
             and all(i in known for i in token_ids)
             and self._special[1].isdisjoint(body)
             and self.decode(body) == text
@@ -201,14 +201,14 @@ class Policy:
     def _special(self) -> tuple[list[str], set[int]]:
         """Texts and ids of the special tokens."""
         added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        ids = {*added, *self.tokenizer.all_special_ids, *self._eos}
+        ids = {*added, *self.tokenizer.all_special_ids, *self.eos_ids}
         return sorted({*added.values(), *self.tokenizer.all_special_tokens}), ids
 
     # ----------------------------------------------------------------- samples
 
     def engine_of(self, kind: Callable[..., Engine]) -> Engine:
         """A sampling engine of this kind for this policy."""
-        return kind(self.model, self._eos, self.pad_id)
+        return kind(self.model, self.eos_ids, self.pad_id)
 
     def generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
         """Sample `n` completions of each prompt; with an exact engine, `seeds` (one a prompt) decide them."""
@@ -324,8 +324,10 @@ def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = Fal
     of all parts of a model are together those of the whole."""
     shapes, parts = {}, []
     for name, tensor in named:
-        if adapters or not is_of_adapter(name):
-            shapes[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tuple(tensor.shape)
+        of_adapter = is_of_adapter(name)  # of those of experts, one is around the other, and their names say it
+        if adapters or not of_adapter:
+            name = name.removeprefix("base_model.model.")
+            shapes[name if of_adapter else name.replace(".base_layer", "")] = tuple(tensor.shape)
             values = some_of(tensor)
             parts.append((values if exact else values.bfloat16()).float())
     if not parts:

@@ -10,15 +10,14 @@ import math
 import time
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.architecture import is_windowed, largest
 from swarm_node.policy.engines import find_engine
-from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
 from swarm_node.policy.engines.products import layout_of
@@ -26,6 +25,17 @@ from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import Shape, round_bytes
+from swarm_node.policy.suitability import (
+    check_architecture,
+    check_causal,
+    check_training,
+    difference_of_samples,
+    generate_engine,
+    naming,
+    own_logits,
+    same,
+    tolerance,
+)
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
@@ -54,39 +64,45 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     text = policy.base.config.get_text_config()
     windowed = is_windowed(text, longest)
     rng = torch.Generator().manual_seed(0)
-    prompt, one, two = (torch.randint(text.vocab_size, (k,), generator=rng).tolist() for k in (7, 3, 5))
-    native = False
+    words = min(largest(text, "vocab_size", policy.vocabulary), policy.vocabulary)
+    prompt, one, two = (torch.randint(words, (k,), generator=rng).tolist() for k in (7, 3, 5))
+    native, known = False, policy.family in SUPPORTED
+    if not known:
+        check_architecture(policy, longest)
     with torch.no_grad():
-        rows = [_logits(policy, prompt + tail) for tail in (one, two)]
+        with naming(policy, "a forward pass"):
+            rows = [own_logits(policy, prompt + tail) for tail in (one, two)]
+        if not known:
+            check_causal(policy, rows, len(prompt))
         # the very same operations, unless something happens to the logits afterwards: no room for rounding
-        policy.split_head = torch.equal(_head_of_backbone(policy, prompt + one), rows[0])
+        policy.split_head = _head_is_apart(policy, prompt + one, rows[0])
         policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
-        if rollouts.engine in ("auto", "native") and not windowed and policy.family in SUPPORTED:
+        if rollouts.engine in ("auto", "native") and not windowed and known:
             native = _native_agrees(policy, prompt, one, two, rows)
+    if not known:
+        check_training(policy, prompt, one, two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
-    if rollouts.engine not in ("auto", "native"):
-        policy.engine = policy.engine_of(find_engine(rollouts.engine))
-    elif not native:
-        policy.engine = policy.engine_of(TransformersEngine)
-    elif policy.device.type == "cuda" and graphs_agree(policy, prompt, two):
-        policy.engine = policy.engine_of(GraphEngine)
+    kind = TransformersEngine if rollouts.engine in ("auto", "native") else find_engine(rollouts.engine)
+    if native:
+        recorded = policy.device.type == "cuda" and graphs_agree(policy, prompt, two)
+        policy.engine = policy.engine_of(GraphEngine if recorded else NativeEngine)
+    elif kind is TransformersEngine and not known:
+        policy.engine = generate_engine(policy, prompt, two)
     else:
-        policy.engine = policy.engine_of(NativeEngine)
+        policy.engine = policy.engine_of(kind)
     if native:
         layout = layout_of(policy.base)
         policy.report(Detail(f"sampling multiplies with {layout.name} weights: {layout.why}"))
 
 
-def is_windowed(text_config: Any, longest: int) -> bool:
-    """Whether some layer of a model does not see all of a row of `longest` tokens."""
-    windows = [getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)]
-    return any(w and w < longest for w in windows) and getattr(text_config, "use_sliding_window", True)
-
-
-def _logits(policy: Policy, ids: list[int]) -> Tensor:
-    """The model's own logits [T, V]."""
-    return policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0]
+def _head_is_apart(policy: Policy, ids: list[int], logits: Tensor) -> bool:
+    """Whether the logits are exactly what the head makes of the backbone's output."""
+    try:
+        return torch.equal(_head_of_backbone(policy, ids), logits)
+    except Exception as exc:  # a model without such parts, or with others under their names
+        policy.report(Detail(f"this architecture has no backbone of its own ({type(exc).__name__}): full logits"))
+        return False
 
 
 def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
@@ -109,13 +125,13 @@ def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
     except Exception as exc:  # many forward passes refuse such a mask, each in its own way
         policy.report(Detail(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows"))
         return False
-    return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
+    return same(packed[: p + a], rows[0]) and same(packed[p + a :], rows[1][p:])
 
 
 def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
     """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
     prompts = [prompt, prompt + two[:2]]
-    own_rows = [rows[0], _logits(policy, prompts[1] + one)]
+    own_rows = [rows[0], own_logits(policy, prompts[1] + one)]
     try:
         decoder = Decoder(policy.model, layout_of(policy.base).name)
         cache = decoder.slice.cache([len(p) for p in prompts], 2, len(one))
@@ -127,44 +143,23 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
         return False
     logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
     return all(
-        _same(logits[2 * i + j], own[len(p) - 1 :])
+        same(logits[2 * i + j], own[len(p) - 1 :])
         for i, (p, own) in enumerate(zip(prompts, own_rows, strict=True))
         for j in range(2)
     )
 
 
-@torch.no_grad()
 def graphs_agree(policy: Policy, prompt: list[int], more: list[int]) -> bool:
     """Whether recorded steps sample with the model's own log-probabilities."""
-    prompts, sampling = [prompt, prompt + more], Sampling(6)
     engine = GraphEngine(policy.model, [], policy.pad_id)
     try:
-        samples = engine.decode(prompts, 2, sampling, uniforms([0, 1], 2, sampling.max_new_tokens), tuple)
+        agree = bool(difference_of_samples(policy, engine, [prompt, prompt + more]).max() <= tolerance(policy.dtype))
     except Exception as exc:  # an operation that cannot be recorded, or not on this device
         policy.report(Detail(f"steps of sampling cannot be recorded here ({type(exc).__name__}: {exc})"))
         return False
-    for i, (ids, logprobs, _) in enumerate(samples):
-        own = _logits(policy, prompts[i // 2] + ids)[-len(ids) - 1 : -1]
-        found = torch.tensor(logprobs, device=own.device)
-        expected = own.float().log_softmax(-1).gather(1, torch.tensor(ids, device=own.device)[:, None])[:, 0]
-        if not bool((found - expected).abs().max() <= _tolerance(own.dtype)):
-            policy.report(Detail("recorded steps of sampling give other numbers than the model: they are not used"))
-            return False
-    return True
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Difference of log-probabilities that rounding explains."""
-    if dtype != torch.float32:
-        return 0.25
-    return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 2e-2
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
-    tolerance = _tolerance(b.dtype)
-    difference = a.float().log_softmax(-1) - b.float().log_softmax(-1)
-    return bool(difference.abs().max() <= tolerance)
+    if not agree:
+        policy.report(Detail("recorded steps of sampling give other numbers than the model: they are not used"))
+    return agree
 
 
 @dataclass(frozen=True)
@@ -209,17 +204,18 @@ def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig,
 
 def _shape(policy: Policy) -> Shape:
     config = policy.base.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    hidden = largest(config, "hidden_size", policy.width)
+    heads = largest(config, "num_attention_heads", 0)  # none in a model that is a state space throughout
+    kv_heads = largest(config, "num_key_value_heads", heads)
     packed = [p for p in policy.model.parameters() if is_packed(p)]
     return Shape(
         parameters=policy.num_parameters(),
         trained=policy.num_parameters(trainable=True),
         width=policy.dtype.itemsize,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        kv_width=kv_heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        layers=largest(config, "num_hidden_layers", 1),
+        hidden=hidden,
+        inner=largest(config, "intermediate_size", 4 * hidden),
+        kv_width=kv_heads * largest(config, "head_dim", hidden // max(heads, 1)),
         saved=sum(map(values_of, packed)) * policy.dtype.itemsize - held_bytes(packed),
     )
 
@@ -235,14 +231,13 @@ def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tup
         made = policy.generate([prompt], n, sampling, [0])[0]
         times.append((_now(policy) - start) / sum(len(r.token_ids) for r in made))
     row = (prompt * (n * length // len(prompt) + 1))[: min(n * length, policy.max_positions)]
-    ids = torch.tensor([row], device=policy.device)
     for _ in range(2):
         start = _now(policy)
-        hidden = policy.base.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        policy.base.get_output_embeddings()(hidden).float().logsumexp(-1).mean().backward()
+        logits = _head_of_backbone(policy, row) if policy.split_head else own_logits(policy, row)
+        logits.float().logsumexp(-1).mean().backward()
         for p in policy.trainable_parameters():
             p.grad = None
-        times.append((_now(policy) - start) / ids.numel())
+        times.append((_now(policy) - start) / len(row))
     return times[1], times[3]
 
 

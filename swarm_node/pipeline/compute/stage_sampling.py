@@ -18,11 +18,11 @@ from swarm_node.config import RolloutsConfig
 from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.tensor_codec import sendable
 from swarm_node.pipeline.messages import LEADER, StageMessage
+from swarm_node.policy.architecture import is_windowed
 from swarm_node.policy.engines.base import sample
 from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, head_of, last_of
 from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import ModelSlice
-from swarm_node.policy.probes import is_windowed
 from swarm_node.types import Sampling
 
 

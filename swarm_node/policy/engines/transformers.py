@@ -74,12 +74,31 @@ def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
 class TransformersEngine(BatchEngine):
     """Decodes with the model's own `generate`."""
 
-    def __init__(self, model: PreTrainedModel, eos: list[int], pad_id: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, eos: list[int], pad_id: int, padded: bool = True, cached: bool = True
+    ) -> None:
+        """Unless `padded`, prompts of different lengths are decoded one length after the other: a model that counts
+        padding, as a recurrent one does, gives other numbers. Unless `cached`, all of a row is computed each step."""
         super().__init__()
         self._model, self._eos, self._pad_id = model, eos, pad_id
+        self.padded, self.cached = padded, cached
 
     @torch.no_grad()
     def decode(
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
+    ) -> list[Completion]:
+        if self.padded:
+            return self._decode(prompts, n, sampling, uniform, cancelled)
+        completions: list[Completion] = [([], [], False)] * (len(prompts) * n)
+        for length in {len(prompt): None for prompt in prompts}:
+            places = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            rows = [i * n + j for i in places for j in range(n)]
+            part = self._decode([prompts[i] for i in places], n, sampling, uniform[rows], _within(places, cancelled))
+            for row, completion in zip(rows, part, strict=True):
+                completions[row] = completion
+        return completions
+
+    def _decode(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
         device = next(self._model.parameters()).device
@@ -97,6 +116,7 @@ class TransformersEngine(BatchEngine):
                 do_sample=False,
                 eos_token_id=self._eos,
                 pad_token_id=self._pad_id,
+                **({} if self.cached else {"use_cache": False}),
             )
         logprobs = torch.stack(draw.logprobs, 1).tolist()
         samples = []
@@ -106,6 +126,11 @@ class TransformersEngine(BatchEngine):
             length = len(tokens) if end is None else end
             samples.append((tokens[:length], logprobs[row][:length], end is not None))
         return samples
+
+
+def _within(places: list[int], cancelled: Cancelled) -> Cancelled:
+    """`cancelled` for the prompts at these `places`, which are counted anew."""
+    return lambda: [places.index(i) for i in cancelled() if i in places]
 
 
 class ModelSlice:

@@ -577,7 +577,7 @@ def test_staged_samples_are_the_samples(stages: int, kind: str, native: bool, lo
     policy = whole(config)
     crew = Crew(config, stages, seed=stages, native=native)
     for model in (policy, crew.policy):
-        model._eos = [2, *range(20, 60)]  # so that some rows end early and the grid shrinks
+        model.eos_ids = [2, *range(20, 60)]  # so that some rows end early and the grid shrinks
     assert_equal_samples(crew, policy)
     assert crew.driver.calls.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
 

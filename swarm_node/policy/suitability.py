@@ -1,0 +1,178 @@
+"""Whether a model of an unusual architecture can be trained at all, and how `generate` samples from it.
+
+Models that the native engine knows need none of this. Of all others a few tokens are computed in all ways in which a
+round does, and compared with the model's own forward pass over one row. A model is refused by name where they differ,
+before anything is sampled: wrong numbers would train it towards nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from swarm_node.errors import UserError
+from swarm_node.policy.architecture import selected
+from swarm_node.policy.engines.base import BatchEngine, uniforms
+from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.logprobs import TokenBatch, token_logprobs
+from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.policy.policy import Policy
+from swarm_node.say import Detail
+from swarm_node.types import Sampling
+
+OTHER = "take a model of another architecture, docs/own-model.md lists those that can be trained"
+WRONG = {"moshi": "its cache forgets what lies behind a window, and its forward pass does not"}
+"""Families of which a few tokens do not show what is wrong."""
+NOT_READ_AGAIN = "inkling2_text", "laguna"
+"""Families whose adapters PEFT writes under other names than it reads."""
+WAYS: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("", {}),
+    ("one length of prompts after the other", {"padded": False}),
+    ("one length of prompts after the other, without a cache", {"padded": False, "cached": False}),
+)
+"""Options of `TransformersEngine`, the fastest first, and what there is to say about them."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Difference of log-probabilities that rounding explains."""
+    if dtype != torch.float32:
+        return 0.25
+    return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 2e-2
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
+    return bool(_difference(a, b).max() <= tolerance(b.dtype))
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float().log_softmax(-1) - b.float().log_softmax(-1)).abs()
+
+
+def own_logits(policy: Policy, ids: list[int]) -> Tensor:
+    """The model's own logits [T, V] of one row."""
+    return policy.model(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits[0]
+
+
+@contextmanager
+def naming(policy: Policy, doing: str) -> Iterator[None]:
+    """Turn an error of the libraries in `doing` something with the model into a UserError that names its class."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as exc:  # hundreds of architectures, each with errors of its own
+        if is_out_of_memory(exc):
+            raise
+        detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+        raise UserError(f"{_name(policy)} cannot be trained: {doing} fails ({detail}); {OTHER}") from exc
+
+
+def check_architecture(policy: Policy, longest: int) -> None:
+    """UserError if it is known beforehand that rows of `longest` tokens get wrong numbers."""
+    if policy.family in WRONG:
+        raise UserError(f"{_name(policy)} cannot be trained: {WRONG[policy.family]}; {OTHER}")
+    if policy.is_lora and policy.family in NOT_READ_AGAIN:
+        raise UserError(f"{_name(policy)}: an adapter of it cannot be loaded again; use --no-lora, or {OTHER}")
+    most = selected(policy.base.config.get_text_config())
+    if most is not None and most < longest:
+        raise UserError(
+            f"{_name(policy)} selects {most} tokens to look at, and another computation selects others: lower "
+            f"rollouts.max_prompt_tokens and rollouts.max_new_tokens to at most {most} together"
+        )
+
+
+def check_causal(policy: Policy, rows: list[Tensor], shared: int) -> None:
+    """UserError if the logits of two rows that begin with the same `shared` tokens [T, V] differ there."""
+    difference, dtype = _difference(rows[0][:shared], rows[1][:shared]), rows[0].dtype
+    if (difference.max() if dtype == torch.float32 else difference.mean()) <= tolerance(dtype):
+        return
+    remedy = OTHER
+    if getattr(policy.base.config, "is_decoder", None) is False:
+        remedy = f'set "is_decoder": true in its config.json if it was trained as a decoder; else {OTHER}'
+    raise UserError(f"{_name(policy)} is not causal: it sees the tokens behind the one that it predicts; {remedy}")
+
+
+def check_training(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> None:
+    """UserError unless rows of an update have the log-probabilities of `rows`, the logits of the two rows prompt + one
+    and prompt + two, and a gradient of them reaches the weights."""
+    batch, expected = _update(policy, prompt, one, two, rows)
+    try:
+        with naming(policy, "an update"), torch.enable_grad():
+            logprobs, _ = token_logprobs(policy.model, batch, 1.0, full_logits=not policy.split_head)
+            logprobs.mean().backward()
+        difference = (logprobs.detach() - expected).abs()
+        worst = difference.max() if policy.dtype == torch.float32 else difference.median()
+        if not worst <= tolerance(policy.dtype):
+            raise UserError(f"{_name(policy)} cannot be trained: other rows beside it change its numbers; {OTHER}")
+        if all(p.grad is None for p in policy.trainable_parameters()):
+            raise UserError(f"{_name(policy)} cannot be trained: no gradient reaches its weights; {OTHER}")
+    finally:
+        for parameter in policy.trainable_parameters():
+            parameter.grad = None
+
+
+def _update(
+    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
+) -> tuple[TokenBatch, Tensor]:
+    """Two plain rows of an update, and the log-probabilities of their completions."""
+    device, p, width = policy.device, len(prompt), len(prompt) + max(len(one), len(two)) - 1
+    ids = [(prompt + tail)[:-1] for tail in (one, two)]
+    padded = [row + [policy.pad_id] * (width - len(row)) for row in ids]
+    target = torch.tensor(one + two, device=device)
+    row = torch.tensor([0] * len(one) + [1] * len(two), device=device)
+    col = torch.tensor([*range(p - 1, p - 1 + len(one)), *range(p - 1, p - 1 + len(two))], device=device)
+    batch = TokenBatch(torch.tensor(padded, device=device), None, None, row, col, target, row, torch.arange(len(row)))
+    logits = torch.cat([rows[0][p - 1 : -1], rows[1][p - 1 : -1]])
+    return batch, logits.float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+
+
+def generate_engine(policy: Policy, prompt: list[int], more: list[int]) -> TransformersEngine:
+    """The fastest way of `generate` to sample with the model's own log-probabilities. UserError if there is none.
+
+    Below float32, rounding sends a token to another expert now and then. Where no way gives equal numbers throughout,
+    the nearest one is taken if half of its numbers are equal.
+    """
+    why = "its samples have other log-probabilities than its own forward pass"
+    found: list[tuple[float, bool, TransformersEngine, str]] = []
+    for words, options in WAYS:
+        engine = TransformersEngine(policy.model, policy.eos_ids, policy.pad_id, **options)
+        try:
+            difference = difference_of_samples(policy, engine, [prompt, prompt + more])
+        except Exception as exc:  # as in `naming`
+            if is_out_of_memory(exc):
+                raise
+            why = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+            continue
+        worst, most = float(difference.max()), bool(difference.median() <= tolerance(policy.dtype))
+        found.append((worst, most and policy.dtype != torch.float32, engine, words))
+        if worst <= tolerance(policy.dtype):
+            break
+    if found:
+        worst, acceptable, engine, words = min(found, key=lambda each: each[0])
+        if worst <= tolerance(policy.dtype) or acceptable:
+            if words:
+                policy.report(Detail(f"{_name(policy)} is sampled {words}, which is slow"))
+            return engine
+    remedy = OTHER if policy.dtype == torch.float32 else f"set policy.dtype = float32, or {OTHER}"
+    raise UserError(f"{_name(policy)} cannot be sampled ({why}); {remedy}")
+
+
+@torch.no_grad()
+def difference_of_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]]) -> Tensor:
+    """Differences of the log-probabilities [N] with which an engine samples from the model's own."""
+    sampling = Sampling(6)
+    drawn = uniforms(list(range(len(prompts))), 2, sampling.max_new_tokens)
+    differences = []
+    for i, (ids, logprobs, _) in enumerate(engine.decode(prompts, 2, sampling, drawn, tuple)):
+        own = own_logits(policy, prompts[i // 2] + ids)[-len(ids) - 1 : -1]
+        expected = own.float().log_softmax(-1).gather(1, torch.tensor(ids, device=own.device)[:, None])[:, 0]
+        differences.append((torch.tensor(logprobs, device=own.device) - expected).abs())
+    return torch.cat(differences)
+
+
+def _name(policy: Policy) -> str:
+    return f"{type(policy.base).__name__} ({policy.config.model})"
