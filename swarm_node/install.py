@@ -55,6 +55,16 @@ def pip(arguments: str) -> str:
     return f"{python} -m pip install {arguments}"
 
 
+def extra_command(extra: str) -> str:
+    """The command that adds the packages of that extra to this installation, from the source that it is of."""
+    source, editable = _made_of()
+    named = f"{PACKAGE}[{extra}] @ {source}" if "://" in source else f"{source}[{extra}]"
+    arguments = f"{'-e ' if editable else ''}{shlex.quote(named)}"
+    if _by() == "pipx":
+        return f"pipx install --force {arguments}"
+    return f"uv tool install --reinstall --python 3.12 {arguments}" if _by() else pip(arguments)
+
+
 def torch_command(version: str) -> str:
     """The command that replaces a torch for CPUs only by one that can use a GPU."""
     if importlib.util.find_spec("pip") is None:

@@ -251,6 +251,10 @@ class Node:
             mine = [fmean(r) for g, r in zip(groups, rewards, strict=True) if g.task.label == label]
             if mine:
                 record[f"reward/{label}"] = fmean(mine)
+        for name, label in self.tasks.reward_labels.items():
+            scored = [reward for r in rollouts if (reward := r.rewards.get(name)) is not None]
+            if scored:
+                record[f"rewards/{label}/mean"] = fmean(scored)
         if collected.too_long:
             record["tasks/too_long"] = collected.too_long
         if self.tasks.scorer_errors:

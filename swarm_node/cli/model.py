@@ -59,12 +59,12 @@ def evaluate_model(
 ) -> None:
     """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file."""
     from swarm_node.policy.model_path import checked
-    from swarm_node.tasks.checking import check_finite, check_specs
+    from swarm_node.tasks.checking import check_end, check_specs
 
     names = split_names(tasks)
     check_specs(names or [], answer_needed=False)
     if every:
-        check_finite(names or [])
+        check_end(names or [])
         if questions is not None:
             raise UserError("--all asks every question, and --questions some: leave out one of them")
     if Path(target).parts[:1] == ("runs",):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from swarm_node.errors import UserError
+from swarm_node.install import extra_command
 from swarm_node.observability.comparing import AXES, MEASURES, Comparison
 from swarm_node.storage.rundir import os_errors_explained
 
@@ -25,7 +26,8 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     try:  # imported when needed; the object interface needs no display and keeps no global state
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise UserError("drawing needs `pip install 'swarm-node[plots]'`; --csv needs nothing") from None
+        problem = "no package that draws is installed, and --csv needs none"
+        raise UserError(f"{problem}; to install it: {extra_command('plots')}") from None
     measures = [measure for measure in MEASURES if comparison.bands("round", measure)]
     figure = Figure(figsize=(10, 3.6 * len(measures)), dpi=120, layout="constrained")
     grid = figure.subplots(len(measures), len(AXES), squeeze=False)

@@ -28,6 +28,9 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_std": "Mean over own groups of the standard deviation within the group.",
         "frac_reward_zero_std": "Share of own groups whose rewards are all equal: nothing to learn from.",
         "reward/<task>": "Mean reward on that kind of task, if it was among those of the round.",
+        "rewards/<function>/mean": "Mean of what that reward function gave, before its weight, over the own answers "
+        "that it scored; `checker` = the task's own checker. Missing without `rewards.functions`, if it scored none, "
+        "and beyond the first 16 rewards.",
         "tasks/too_long": "Tasks skipped in this round because their prompts are too long. Missing while 0.",
         "tasks/scorer_errors": "Answers on which a checker raised, so far: they score 0. Missing while 0.",
     },
@@ -190,6 +193,7 @@ EXPORTED = {
     "time": "round_end_timestamp_seconds",
     "step_time": "step_time_seconds",
     "reward/<task>": "task_reward",
+    "rewards/<function>/mean": "function_reward",
     "perf/generated_tok_s": "perf_generated_tokens_per_second",
     "perf/trained_tok_s": "perf_trained_tokens_per_second",
     "swarm/bytes_in": "swarm_receive_bytes",

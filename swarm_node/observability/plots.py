@@ -14,11 +14,11 @@ from typing import Any
 from swarm_node.config.figures import WORDS
 from swarm_node.config.figures import Figure as HeldOutFigure
 from swarm_node.errors import UserError
+from swarm_node.install import extra_command
 from swarm_node.observability.curves import Curves
 from swarm_node.storage.rundir import os_errors_explained
 
 CAN_DRAW = bool(find_spec("matplotlib") and find_spec("PIL"))
-NO_PICTURE = "no picture of the rewards: `pip install 'swarm-node[plots]'` brings what draws it"
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
 DRAWN = ("round", "rounds", "reward", "eval")  # first parts of the names of what is drawn
@@ -40,7 +40,7 @@ def plot_reward(
     UserError if there is nothing to draw, `out` cannot be written, or the extra `plots` is not installed.
     """
     if not CAN_DRAW:
-        raise UserError(NO_PICTURE)
+        raise UserError(no_picture())
     curves = _curves(metrics)
     points = curves.points()
     rounds, rewards = _series(points, "reward")
@@ -93,6 +93,11 @@ def plot_reward(
         out.parent.mkdir(parents=True, exist_ok=True)
         palette = Image.open(drawn).convert("RGB").quantize(128)  # a third of the size
         palette.save(out, optimize=True)
+
+
+def no_picture() -> str:
+    """The sentence about what is not installed."""
+    return f"no picture of the rewards; this installs what draws it: {extra_command('plots')}"
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from swarm_node.errors import UserError
+from swarm_node.install import extra_command
 
 
 class Sink(Protocol):
@@ -34,6 +35,7 @@ class TextSink(Protocol):
         """Show some questions with their answers, as records of samples.jsonl."""
 
 
+AXES = ("step", "round", "time")  # numbers that TensorBoard has as axes of every curve
 SAMPLE_COLUMNS = ["round", "task", "peer", "question", "right", "answer", "judged", "reward", "correct"]
 
 
@@ -71,7 +73,8 @@ class TensorBoard:
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, round)
+            if name not in AXES:
+                self._writer.add_scalar(name, value, round)
 
     def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for number, sample in enumerate(samples, 1):
@@ -180,7 +183,7 @@ def _needed(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(f"log = [{extra!r}] needs a package: pip install 'swarm-node[{extra}]'") from error
+        raise UserError(f"log = [{extra!r}] needs a package: {extra_command(extra)}") from error
 
 
 def _run_id(path: Path) -> str:

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from swarm_node.observability.falling import lower_tasks
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.legend import table_legend
-from swarm_node.observability.plots import CAN_DRAW, NO_PICTURE, plot_reward
+from swarm_node.observability.plots import CAN_DRAW, no_picture, plot_reward
 from swarm_node.observability.summary import INDENT, answered, figures, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth
@@ -65,7 +65,7 @@ class RunReport:
         for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
-            console.progress.say(NO_PICTURE, lasting=False)
+            console.progress.say(no_picture(), lasting=False)
 
     @property
     def document(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.install import extra_command
 from swarm_node.storage.names import NAME, order
 
 GROWTH_CHECK_S = 0.2  # time between two looks at whether a file that is read has grown
@@ -65,8 +66,8 @@ class Bucket:
             self.fs, place = fsspec.core.url_to_fs(url)
         except ImportError as error:
             extra = EXTRAS.get(scheme)
-            package = f"'swarm-node[{extra}]'" if extra else f"fsspec's driver for {scheme}"
-            raise UserError(f"--checkpoint-to {url} needs a package: pip install {package}") from error
+            package = extra_command(extra) if extra else f"pip install fsspec's driver for {scheme}"
+            raise UserError(f"--checkpoint-to {url} needs a package: {package}") from error
         except ValueError as error:
             raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error
         self.place: str = place  # path of the URL on its file system

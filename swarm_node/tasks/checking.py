@@ -14,7 +14,7 @@ from swarm_node.tasks.reasoning_gym import library, nearest
 from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
 
 
-def check_finite(specs: Sequence[str | TaskConfig]) -> None:
+def check_end(specs: Sequence[str | TaskConfig]) -> None:
     """Raise UserError for tasks that make questions without end, as far as their names tell."""
     names = [spec if isinstance(spec, str) else spec.env or "" for spec in specs]
     if found := [name for name in names if name and ":" not in name and not is_question_file(name)]:

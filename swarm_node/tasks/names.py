@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Container
-from itertools import chain, count
+from collections.abc import Collection, Container, Iterable
+from itertools import chain, count, islice
 from pathlib import Path
 
 from swarm_node.errors import UserError
@@ -14,12 +14,23 @@ from swarm_node.tasks.reasoning_gym import nearest
 OTHER_FILES = {".json", ".parquet", ".txt", ".arrow", ".xlsx"}
 ROW = '{"question": "1+1?", "answer": "2"}'
 FROM_TSV = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter='\\t')]"
+MAX_IN_METRICS, MAX_CHARS = 16, 60  # rewards that have a metric of their own, and most characters of their names
 DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def numbered(name: str, taken: Container[str]) -> str:
     """`name`, or the first of `name-2`, `name-3`, … that is not taken."""
     return next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
+
+
+def in_metrics(names: Iterable[str]) -> dict[str, str]:
+    """The first MAX_IN_METRICS of these names of rewards -> what they are called in metrics: letters, digits, `_`, `.`
+    and `-`, at most MAX_CHARS of them, and each of its own."""
+    found: dict[str, str] = {}
+    for name in islice(names, MAX_IN_METRICS):
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:MAX_CHARS]
+        found[name] = numbered(plain, set(found.values()))
+    return found
 
 
 def endless(names: Collection[str]) -> UserError:

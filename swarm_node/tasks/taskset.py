@@ -30,7 +30,7 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import endless, numbered, unknown_task
+from swarm_node.tasks.names import endless, in_metrics, numbered, unknown_task
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
 from swarm_node.types import Rollout, Score, Task
@@ -75,6 +75,8 @@ class TaskSet:
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
+        self.reward_labels = in_metrics(self.reward_weights) if self._functions else {}
+        """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
         """Answers, by task label, on which the checker raised; they scored 0."""
 

@@ -36,6 +36,7 @@ ELSEWHERE = {
         "systemctl",
         "tail",
         "tee",
+        "tensorboard",
         "trackio",
         "watch",
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from swarm_node import install as installed
 from swarm_node.cli.commands.check_machine import packages
-from swarm_node.install import install_command, own_command, reinstall_command, upgrade_command
+from swarm_node.install import extra_command, install_command, own_command, reinstall_command, upgrade_command
 
 
 @pytest.fixture
@@ -89,6 +89,30 @@ def test_other_installations_are_upgraded_from_their_source(
     assert sys.executable in upgrade_command() and upgrade_command().endswith(f" --upgrade {source}")
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
     assert upgrade_command() == "pipx upgrade swarm-node"
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        (None, "'swarm-node[plots]'"),
+        ({"url": "file:///home/clone", "dir_info": {"editable": True}}, "-e '/home/clone[plots]'"),
+        ({"url": "file:///home/my%20clone", "dir_info": {}}, "'/home/my clone[plots]'"),
+        (
+            {"url": "https://example.org/a.git", "vcs_info": {"vcs": "git"}},
+            "'swarm-node[plots] @ git+https://example.org/a.git'",
+        ),
+    ],
+)
+def test_extras_come_from_the_source_of_this_installation(
+    made_of: SimpleNamespace, told: object, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of.told = told
+    monkeypatch.setattr(sys, "prefix", "/home/me/venv")
+    assert sys.executable in extra_command("plots") and extra_command("plots").endswith(f" install {wanted}")
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
+    assert extra_command("plots") == f"uv tool install --reinstall --python 3.12 {wanted}"
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
+    assert extra_command("plots") == f"pipx install --force {wanted}"
 
 
 def test_what_is_missing_is_installed_where_it_is(made_of: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

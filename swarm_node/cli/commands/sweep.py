@@ -36,6 +36,7 @@ from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import TEMPORARY, UserError
+from swarm_node.install import extra_command
 from swarm_node.observability.comparing import half_95, newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.children import close_input, end_children, start_child
@@ -323,7 +324,7 @@ def study_in(folder: Path) -> Any:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
     except ModuleNotFoundError:
-        raise UserError("""method = "optuna" needs `pip install 'swarm-node[optuna]'`""") from None
+        raise UserError(f'method = "optuna" needs a package: {extra_command("optuna")}') from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "optuna.log")))
     study = optuna.create_study(storage=storage, study_name=folder.name, direction="maximize", load_if_exists=True)

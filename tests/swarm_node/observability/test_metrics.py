@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarm_node.errors import UserError
+from swarm_node.install import extra_command
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.sinks import open_sinks
@@ -262,7 +264,7 @@ def test_a_sink_that_breaks_costs_only_itself(path):
 def test_a_sink_without_its_package_names_the_extra(tmp_path, monkeypatch, extra):
     monkeypatch.setitem(sys.modules, extra, None)  # what an import of a missing package looks like
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(UserError, match=rf"pip install 'swarm-node\[{extra}\]'"):
+    with pytest.raises(UserError, match=re.escape(f"log = [{extra!r}] needs a package: {extra_command(extra)}")):
         open_sinks([extra], tmp_path, {}, 1)
 
 
@@ -277,13 +279,14 @@ def test_tensorboard_shows_each_round_once_after_a_resume(path):
     for first in (1, 3):
         writer = MetricsWriter(path, print, open_sinks(["tensorboard"], path.parent, {}, first))
         for round in range(first, first + 4):
-            writer.write(record(round, note="text"))
+            writer.write(record(round, note="text", time=1.0, step=round))
         writer.write_samples(first, SAMPLES)
         writer.write_samples(first + 1, SAMPLES)  # so soon, sinks get no more
         writer.close()
     events = EventAccumulator(str(path.parent / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
+    assert not {"step", "round", "time"} & set(events.Tags()["scalars"]), "they are axes"
     texts = events.Tensors("samples/1/text_summary")
     assert [event.step for event in texts] == [1, 3]
     shown = texts[0].tensor_proto.string_val[0].decode()

@@ -79,7 +79,9 @@ def test_a_run_with_own_rewards_goes_by_mean_reward(capsys: pytest.CaptureFixtur
     assert len(curve) == 2 and held["reward"][1] == pytest.approx(curve[-1], rel=1e-5)
     assert document["held_out_before"]["all"]["pass_k"] is None
     assert "held-out mean reward" in words and "reward before" in words and "pass@" not in words
-    assert not any(name.startswith("eval/pass") for name in read_jsonl(Path("run/metrics.jsonl"))[0])
+    line = read_jsonl(Path("run/metrics.jsonl"))[0]
+    assert not any(name.startswith("eval/pass") for name in line)
+    assert line["rewards/vowels/mean"] == pytest.approx(line["reward"]) and "rewards/checker/mean" not in line
     best = json.loads(Path("run", BEST).read_text())
     assert best["round"] == curve.index(max(curve)) + 1 and best["figure"] == "reward"
     assert held["best"] == [best["round"], best["reward"]]

@@ -13,6 +13,7 @@ import pytest
 from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.install import extra_command
 from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
@@ -78,7 +79,7 @@ def test_no_picture_is_missed_without_its_extra(
 ) -> None:
     monkeypatch.setattr("swarm_node.runtime.report.CAN_DRAW", False)
     _, words = start(1, capsys)
-    assert "pip install 'swarm-node[plots]'" in words and "reward.png" not in words
+    assert extra_command("plots") in words and "reward.png" not in words
     assert not Path("run/plots/reward.png").exists()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.install import extra_command
 from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.bucket import answered_in_time
 from tests.support.mirrors import HANGS_S, mirror
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("away", "nothing_is_slow")
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("s3://bucket/x", r"pip install 'swarm-node\[s3\]'"), ("nosuch://x", "use file://")],
+    [("s3://bucket/x", re.escape(extra_command("s3"))), ("nosuch://x", "use file://")],
 )
 def test_an_unknown_protocol_is_a_user_error(url: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):

@@ -12,7 +12,7 @@ import pytest
 
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks.checking import check_finite, check_specs
+from swarm_node.tasks.checking import check_end, check_specs
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,11 @@ def test_what_does_not_exist_is_named(spec: str, said: str) -> None:
 
 
 def test_only_files_have_all_questions() -> None:
-    check_finite(["good.jsonl", "sums.csv", TaskConfig(file="q.txt"), "mine.py:Class"])
+    check_end(["good.jsonl", "sums.csv", TaskConfig(file="q.txt"), "mine.py:Class"])
     with pytest.raises(
         UserError, match=r"--all asks every question, and gcd, small has no last one: name question files"
     ):
-        check_finite([TaskConfig(env="gcd"), "good.jsonl", "small"])
+        check_end([TaskConfig(env="gcd"), "good.jsonl", "small"])
 
 
 def test_the_advice_about_a_table_converts_it(place: Path) -> None:

@@ -20,6 +20,7 @@ from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
+from swarm_node.tasks.names import in_metrics
 from swarm_node.tasks.one_turn import normalise
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.taskset import ENVIRONMENTS, stratify
@@ -353,6 +354,15 @@ def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:
     assert first.reward == 2.0 + 0.5 * size + 0.5 * 2.0 and first.correct
     assert second.rewards == {"checker": 0.0, "length": 4.0, "some": None}
     assert second.reward == 2.0 and not second.correct
+
+
+def test_rewards_have_plain_names_in_metrics(tmp_path: Path) -> None:
+    assert load_tasks(["small/gcd"], REWARDS).reward_labels == {}
+    tasks = load_tasks(["small/gcd"], RewardsConfig(functions=functions(tmp_path, "length")))
+    assert tasks.reward_labels == {"checker": "checker", "length": "length"}
+    assert in_metrics(["größe/x y", "gr__e_x_y"]) == {"größe/x y": "gr__e_x_y", "gr__e_x_y": "gr__e_x_y-2"}
+    many = in_metrics([f"f{n}" * 90 for n in range(99)])
+    assert len(many) == 16 and max(map(len, many.values())) == 60
 
 
 def test_functions_alone_may_judge_questions_without_answers(tmp_path: Path) -> None:

@@ -362,6 +362,7 @@ addEventListener("click", (event) => {
 const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
+  { title: "Rewards by function", note: "mean, before weights", prefix: "rewards/", several: true, series: [] },
   { title: "Held-out questions", note: "share of right answers", plainly: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
   { title: "Held-out questions: reward", note: "mean of all answers", plainly: true, dots: true, series: [["eval/reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
@@ -430,6 +431,7 @@ function drawChart(chart, plan, shown) {
   const one = shown.length === 1, series = [...plan.series];
   if (plan.prefix) {
     const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix))));
+    if (plan.several && names.size < 2) names.clear();
     series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length)]));
   }
   let lines = shown.flatMap((run) => series.map(([name, label, less], i) => {
