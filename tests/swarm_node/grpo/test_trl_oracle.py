@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import re
+import tomllib
 from types import SimpleNamespace
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
@@ -16,7 +19,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from swarm_node.config import GrpoConfig
+from swarm_node.config import GrpoConfig, NodeConfig, load_config
+from swarm_node.config.keys import flat
 from swarm_node.grpo.advantage import advantages
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.corrections import find_correction
@@ -25,6 +29,7 @@ from swarm_node.grpo.objective import Correction, Tokens, clip_range, policy_los
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling
+from tests.support.repository import ROOT
 from tests.support.tiny_policy import VOCABULARY, TinyPolicy, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings(
@@ -42,6 +47,57 @@ GROUPS = [
 ]
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -0.9])
 LENGTHS = torch.tensor([6, 4, 2, 1])
+
+
+def of_trl(names: str) -> list[object]:
+    """TRL's defaults of the arguments in a cell of the table."""
+    fields = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    values = [fields[name] for name in re.findall(r"`(\w+)`", names)]
+    return [getattr(value, "value", value) for value in values]
+
+
+def test_the_table_of_defaults_tells_both() -> None:
+    ours = flat(NodeConfig().model_dump(mode="json"))
+    text = (ROOT / "docs/grpo.md").read_text().partition("### Defaults, and TRL's\n")[2].partition("\n### ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    assert len(rows) > 20
+    for key, here, arguments, theirs in rows:
+        key = key.strip("`")
+        if shown := re.match(r"`([^`]*)`", here):
+            assert tomllib.loads(f"v = {shown[1]}")["v"] == ours[key], key
+        if shown := re.findall(r"`([^`]*)`", theirs):
+            assert [tomllib.loads(f"v = {each}")["v"] for each in shown] == of_trl(arguments), key
+
+
+def test_the_settings_nearest_to_trl_are_its_defaults() -> None:
+    config = load_config(ROOT / "configs/trl.toml")
+    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    grpo, rollouts = config.grpo, config.rollouts
+    answers = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
+    assert rollouts.groups * rollouts.group_size == answers and grpo.batch_groups == rollouts.groups
+    found = {
+        "num_generations": rollouts.group_size,
+        "max_completion_length": rollouts.max_new_tokens,
+        "temperature": rollouts.temperature,
+        "top_p": rollouts.top_p,
+        "loss_type": grpo.loss,
+        "num_iterations": grpo.iterations,
+        "epsilon": grpo.epsilon_low,
+        "beta": grpo.beta,
+        "learning_rate": grpo.learning_rate,
+        "warmup_steps": grpo.warmup,
+        "adam_beta1": grpo.betas[0],
+        "adam_beta2": grpo.betas[1],
+        "weight_decay": grpo.weight_decay,
+        "max_grad_norm": grpo.grad_clip,
+        "multi_objective_aggregation": grpo.aggregation,
+        "mask_truncated_completions": grpo.mask_truncated,
+        "off_policy_mask_threshold": grpo.off_policy_mask,
+        "delta": grpo.delta,
+    }
+    assert found == {name: theirs[name] for name in found}
+    assert theirs["epsilon_high"] is None and grpo.epsilon_high == grpo.epsilon_low
+    assert getattr(theirs["lr_scheduler_type"], "value", theirs["lr_scheduler_type"]) == grpo.schedule
 
 
 def trl_trainer(tmp_path, model, rewards, **options) -> GRPOTrainer:
