@@ -5,6 +5,7 @@ docs/fleet.md names the tools that check these files as a whole. Those that are 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -22,8 +23,11 @@ from tests.support.repository import ROOT
 
 LONGEST_EXIT_S = DEADLINE_S + SAFE_EXIT_S
 KUBERNETES = DOCKER / "kubernetes"
+SPOT = DOCKER / "kubernetes-spot"
+MIRROR = DOCKER / "systemd/swarm-node.service.d/mirror.conf"
 UNITS = sorted((DOCKER / "systemd").glob("*.service"))
 LINK = "swarm://" + "0" * 64
+RELEASE = ROOT / ".github/workflows/release.yml"
 PUBLIC = ROOT / "configs/public-swarm"
 
 
@@ -111,6 +115,51 @@ def test_kustomize_builds_the_base() -> None:
     assert {each["kind"] for each in yaml.safe_load_all(done.stdout)} == {"Service", "Deployment", "StatefulSet"}
 
 
+def spot(file: str) -> dict[str, Any]:
+    """The pod of a patch for spot machines, or the specification of what is no pod."""
+    spec: dict[str, Any] = yaml.safe_load((SPOT / file).read_text())["spec"]
+    found: dict[str, Any] = spec.get("template", {"spec": spec})["spec"]
+    return found
+
+
+def test_nodes_on_spot_machines_lose_their_disk_alone() -> None:
+    node = spot("nodes.yaml")
+    [container] = node["containers"]
+    [mirror] = container["env"]
+    assert settings({mirror["name"]: "s3://bucket/swarm"}).checkpoints.to == "s3://bucket/swarm"
+    assert mirror["valueFrom"]["configMapKeyRef"] == {"name": "swarm-mirror", "key": "url"}
+    [data] = node["volumes"]
+    claims = resources()["StatefulSet/swarm-node"]["spec"]["volumeClaimTemplates"]
+    assert [data["name"]] == [claim["metadata"]["name"] for claim in claims] and "emptyDir" in data
+    assert LONGEST_EXIT_S < node["terminationGracePeriodSeconds"] <= 25, "the most that GKE gives a pod"
+
+
+def test_only_nodes_are_sent_to_spot_machines() -> None:
+    terms = spot("nodes.yaml")["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    [hub] = spot("bootstrap.yaml")["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    there = [each for term in terms["nodeSelectorTerms"] for each in term["matchExpressions"]]
+    assert {each["operator"] for each in there} == {"In"}
+    assert [each | {"operator": "In"} for each in hub["preference"]["matchExpressions"]] == there
+    assert {each["key"] for each in spot("nodes.yaml")["tolerations"]} < {each["key"] for each in there}
+    labels = resources()["StatefulSet/swarm-node"]["spec"]["template"]["metadata"]["labels"]
+    budget = spot("disruption.yaml")
+    assert budget["selector"]["matchLabels"].items() <= labels.items() and budget["maxUnavailable"] == 1
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kustomize_builds_the_overlay_for_spot_machines() -> None:
+    done = subprocess.run(["kubectl", "kustomize", SPOT], capture_output=True, text=True, check=True)
+    built = {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(done.stdout)}
+    assert built.keys() == resources().keys() | {"PodDisruptionBudget/swarm-node"}
+    node = built["StatefulSet/swarm-node"]["spec"]
+    pod = node["template"]["spec"]
+    assert "volumeClaimTemplates" not in node
+    names = [each["name"] for each in pod["containers"][0]["env"]]
+    assert {"SWARM_NODE_CHECKPOINT_TO", "SWARM_NODE_SWARM", "SWARM_NODE_NAME"} <= set(names)
+    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} and pod["securityContext"]["runAsNonRoot"]
+
+
 # --------------------------------------------------------------------- systemd
 
 
@@ -147,9 +196,20 @@ def test_units_set_what_a_node_knows(unit: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.stem))
 def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     copy = tmp_path / unit.name
+    if unit.stem == MIRROR.parent.name.partition(".")[0]:
+        shutil.copytree(MIRROR.parent, tmp_path / MIRROR.parent.name)
     copy.write_text(unit.read_text().replace("/opt/swarm-node/bin/swarm-node", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
     assert unit.name not in done.stderr, done.stderr
+
+
+def test_a_drop_in_opens_the_folder_of_the_mirror() -> None:
+    found = directives(MIRROR)
+    [pair] = found["Environment"]
+    name, _, url = pair.partition("=")
+    config = load_config(env={name: url})
+    [folder] = found["ReadWritePaths"]
+    assert config.checkpoints.to == f"file://{folder}" and found["RequiresMountsFor"] == [folder]
 
 
 # --------------------------------------------------------------------- the rest
@@ -163,12 +223,42 @@ def test_the_image_names_its_user_by_number() -> None:
 
 
 def test_the_release_builds_the_image_there_is() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    [build] = [step for step in workflow["jobs"]["image"]["steps"] if "build-push" in step.get("uses", "")]
+    [build] = [step for step in release_steps() if "build-push" in step.get("uses", "")]
     given = {line.partition("=")[0] for line in build["with"]["build-args"].splitlines()}
     known = set(re.findall(r"^ARG (\w+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
     assert given <= known and "BASE" in given
     assert build["with"]["platforms"] == "linux/amd64,linux/arm64" and (ROOT / build["with"]["file"]).is_file()
+
+
+def release_steps() -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = yaml.safe_load(RELEASE.read_text())["jobs"]["image"]["steps"]
+    return steps
+
+
+def test_the_release_pins_actions_by_commit() -> None:
+    used = re.findall(r"uses: (\S+)(.*)$", RELEASE.read_text(), re.MULTILINE)
+    assert len(used) == sum("uses" in step for step in release_steps()) > 3
+    for action, comment in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action}: of which version?"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("tag", "tags"),
+    [
+        ("v1.2.3", ["v1.2.3", "latest"]),
+        ("v1.2.3-rc1", ["v1.2.3-rc1"]),
+        ("v10.0.0a1", ["v10.0.0a1"]),
+        ("v1.2.3.4", ["v1.2.3.4"]),
+    ],
+)
+def test_only_a_release_becomes_the_latest_image(tag: str, tags: list[str], tmp_path: Path) -> None:
+    [step] = [step for step in release_steps() if step.get("id") == "names"]
+    env = {"GITHUB_REPOSITORY": "Some-Owner/Swarm", "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": str(tmp_path / "out")}
+    subprocess.run(["bash", "-e", "-c", step["run"]], env=os.environ | env, check=True)
+    names = ",".join(f"ghcr.io/some-owner/swarm:{each}" for each in tags)
+    assert (tmp_path / "out").read_text() == f"tags={names}\n"
 
 
 def test_skypilot_runs_a_member_that_comes_back() -> None:
@@ -181,6 +271,22 @@ def test_skypilot_runs_a_member_that_comes_back() -> None:
     assert task["run"].startswith("exec ") and task["resources"]["ports"] == [31330, 31331]
     for script in (task["setup"], task["run"]):
         subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_skypilot_takes_torch_that_fits_the_machine(gpu: bool, tmp_path: Path) -> None:
+    """Its programs are replaced by ones that write down what they are told."""
+    programs = {"sudo": "exit 0", "uv": f'echo "$@" >> {tmp_path}/told', "nvidia-smi": f"exit {0 if gpu else 1}"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    setup = yaml.safe_load((DOCKER / "skypilot.yaml").read_text())["setup"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run(["sh", "-c", setup], env=env, cwd=ROOT, check=True)
+    venv, torch, rest = (tmp_path / "told").read_text().splitlines()
+    assert venv.startswith("venv --python 3.12") and torch.endswith("--no-deps torch")
+    assert ("https://download.pytorch.org/whl/cpu" in torch) == (not gpu)
+    assert all("-c constraints.txt" in line for line in (torch, rest)) and rest.endswith(".[s3]")
 
 
 def test_a_public_bootstrap_keeps_port_and_key() -> None:
