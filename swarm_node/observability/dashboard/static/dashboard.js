@@ -432,7 +432,7 @@ function drawChart(chart, plan, shown) {
   if (plan.prefix) {
     const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix))));
     if (plan.several && names.size < 2) names.clear();
-    series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length)]));
+    series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length).replace(/\/mean$/, "")]));
   }
   let lines = shown.flatMap((run) => series.map(([name, label, less], i) => {
     const words = [one ? null : run.id, label].filter(Boolean).join(", ");
