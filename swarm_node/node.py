@@ -28,6 +28,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from swarm_node.errors import StopRequested, UserError
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.schedule import decay
-from swarm_node.grpo.trainer import SMALL, Trainer
+from swarm_node.grpo.trainer import SMALL, Before, Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS
 from swarm_node.rollouts import Collected, collect, fit_length
@@ -111,6 +112,8 @@ class Node:
         self.replay = Replay(config.grpo.replay) if config.grpo.replay else None
         self._scored: list[Group] = []  # own groups behind the choice of this round, until it ends
         self._best: deque[Group] = deque(maxlen=PROBED)
+        has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
+        self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
@@ -121,7 +124,7 @@ class Node:
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
         np.random.seed(rng.getrandbits(32))
-        torch.manual_seed(rng.getrandbits(63))
+        self._seed_torch(rng.getrandbits(63))
         rollouts = self.config.rollouts
         if self.exchange is None:
             collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks, rollouts, name, collected)
@@ -203,19 +206,23 @@ class Node:
         averager, member = self.averager, self.member
         if averager is None or member is None or member.late_join is None:
             return False
-        before = self.trainer.before_averaging(averager.tensors)
+        before: list[Before] = []  # of the next change of the weights, if there is one
+
+        def remember() -> None:
+            before[:] = before or [self.trainer.before_averaging(averager.tensors)]
+
+        averager.before_change = remember
         fetched = member.late_join.step(self.policy.version)
         if fetched is not None:
             self.policy.version = max(self.policy.version, fetched.version)
-            self.trainer.averaged(averager.tensors, before)
-            before = self.trainer.before_averaging(averager.tensors)
+            self.trainer.averaged(averager.tensors, before.pop())
             partner = averager.roster.called(fetched.peer)
             why = "which was ahead of this node when it joined (averaging.late_join)"
             self.say(f"going on with the weights of {partner}, version {fetched.version}, {why}")
         exchanges = averager.counts["exchanges"]
         averager.step(self.trainer.optimizer.updates)
         if averager.counts["exchanges"] != exchanges:
-            self.trainer.averaged(averager.tensors, before)
+            self.trainer.averaged(averager.tensors, before.pop())
         return averager.waiting()
 
     def _logprobs(self, groups: Sequence[Group]) -> list[list[list[float]]] | None:
@@ -238,7 +245,7 @@ class Node:
             "round": self.round,
             "time": self.now(),
             "reward": fmean(fmean(r) for r in rewards),
-            "reward_std": fmean(stdev(r) for r in rewards),
+            "reward_std": fmean(_stdev(tuple(sorted(r))) for r in rewards),
             "frac_reward_zero_std": fmean(not has_signal(g.rollouts) for g in groups),
             "completions/mean_length": fmean(lengths),
             "completions/min_length": min(lengths),
@@ -263,6 +270,12 @@ class Node:
             record |= self.member.metrics(record["perf/generated_tok_s"])
             record["swarm/groups_own"] = float(len(collected.groups))
         return learned | record
+
+
+@lru_cache(maxsize=1024)
+def _stdev(rewards: tuple[float, ...]) -> float:
+    """Standard deviation of a group's rewards in order. It is exact whatever their order, and groups have few kinds."""
+    return stdev(rewards)
 
 
 def _best(group: Group) -> Group | None:

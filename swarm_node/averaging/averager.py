@@ -124,6 +124,8 @@ class Averager(ABC):
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
         self._say_once = Once(say)
+        self.before_change: Callable[[], None] = lambda: None
+        """Called on the training thread before `step` or `replace` changes the weights."""
 
     @abstractmethod
     def step(self, updates: int) -> None:
@@ -223,6 +225,7 @@ class Averager(ABC):
     def replace(self, values: Sequence[Tensor]) -> bool:
         """Go on with other weights, a vector for each fragment. False, and nothing changed, if the probe's loss is
         not finite."""
+        self.before_change()
         with self.changing():  # nobody gets a copy of weights on trial
             kept = self.fragments.gather_all()
             self._take(values)
@@ -306,6 +309,7 @@ class Averager(ABC):
     def _apply(self, fragment: int, difference: Tensor) -> None:
         """Add (1 - mixing) of `difference` to the weights, and use it up. Raises RemoteProtocolError `probe`, with
         nothing changed, if the probe refuses the result."""
+        self.before_change()
         before = self._probe() if self.config.probe else None
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import StopRequested
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.node import Node, fitted
+from swarm_node.rollouts import Collected
 from swarm_node.types import Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make
 
@@ -96,3 +99,29 @@ def test_small_policies_sample_more_groups(parameters: int, stages: int, given: 
     policy: Any = SimpleNamespace(num_parameters=lambda: parameters, max_positions=1000)
     config = NodeConfig.model_validate({"rollouts": {"groups": given}, "pipeline": {"stages": stages}})
     assert fitted(config, policy, print).rollouts.groups == groups
+
+
+def test_reward_std_is_that_of_each_group() -> None:
+    learner = node(0)
+    learner.tasks = SimpleNamespace(labels=[], scorer_errors=None)  # type: ignore[assignment]
+    rewards = [[0.1, 0.7, 0.3], [0.3, 0.1, 0.7], [1.0, 0.0, 0.0]]
+    record = learner.record(Collected([group(each) for each in rewards]), {}, 1.0)
+    assert record["reward_std"] == fmean(stdev(each) for each in rewards)
+
+
+def test_a_rounds_seed_decides_what_reward_functions_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, drawn = node(0), []
+
+    def draw(*args: object) -> None:
+        drawn.append((torch.rand(2).tolist(), random.random()))
+
+    monkeypatch.setattr("swarm_node.node.collect", draw)
+    for number in (0, 0, 1):
+        learner.round = number
+        with pytest.raises(UserError):  # nothing was collected
+            learner.collect()
+    assert drawn[0] == drawn[1] != drawn[2]
+    rng = random.Random("0/0")
+    seeds = [rng.getrandbits(bits) for bits in (63, 32, 63)]
+    torch.manual_seed(seeds[-1])
+    assert drawn[0][0] == torch.rand(2).tolist()

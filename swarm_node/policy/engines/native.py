@@ -206,10 +206,12 @@ class Rows:
 
     def samples(self) -> list[Completion]:
         """All completions in order."""
-        tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
+        lengths = self._lengths.tolist()
+        longest = max(lengths, default=0)
+        tokens, logprobs = self._tokens[:, :longest].tolist(), self._logprobs[:, :longest].tolist()
         return [
             (tokens[i][:length], logprobs[i][:length], done)
-            for i, (length, done) in enumerate(zip(self._lengths.tolist(), self._finished.tolist(), strict=True))
+            for i, (length, done) in enumerate(zip(lengths, self._finished.tolist(), strict=True))
         ]
 
 

@@ -552,3 +552,15 @@ def test_a_failure_over_versions_says_how_to_upgrade() -> None:
     [said] = [text for text in trainee.said if "too new" in text]
     assert upgrade_command() in said
     assert trainee.averager.metrics()["averaging/skipped/version"] == 2
+
+
+def test_a_change_of_weights_is_announced_before_it() -> None:
+    cohort = Cohort(2)
+    seen: list[Tensor] = []
+    node = cohort.trainees[0]
+    node.averager.before_change = lambda: seen.append(node.flat.clone())
+    cohort.run(60.0)
+    assert len(seen) == node.averager.counts["exchanges"] > 0
+    now = node.flat.clone()
+    assert node.averager.replace([torch.ones(len(slow)) for slow in node.averager.slow])
+    assert torch.equal(seen[-1], now) and not torch.equal(node.flat, now)
