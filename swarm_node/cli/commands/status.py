@@ -9,6 +9,7 @@ The document is printed as text (`status_text`) or, with --json, as it is (docs/
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.wrapping import for_stream
+from swarm_node.storage.best import read_best
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -87,10 +89,19 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),
+        "best": _best(run),
         "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
         "swarm": status,
         "metrics": last,
     }
+
+
+def _best(run: RunDir) -> dict[str, Any] | None:
+    """The checkpoint with the best held-out figure, if the run keeps one."""
+    best = read_best(run.path)
+    if best is None or not math.isfinite(best.value):
+        return None
+    return {"round": best.round, "figure": best.figure, "value": best.value}
 
 
 def _paused(run: RunDir, status: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.averaging.skipping import happened
+from swarm_node.config.figures import WORDS
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.usage import usage_of
@@ -32,6 +33,8 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         yield f"paused     {found['paused']}"
     if metrics:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
+    if best := found.get("best"):
+        yield f"held-out   best {WORDS[best['figure']]} {best['value']:.3f}, after round {best['round']:,}"
     if (usage := usage_of(metrics or {})) is not None and found["in_use"]:
         yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
     if status is None:

@@ -25,6 +25,7 @@ from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.pause import pause_run, unpause_run
+from swarm_node.storage.best import Best, write_best
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.links import find_swarm
@@ -164,6 +165,19 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["run"] == "runs/alice"
     assert found["swarm"]["peers"] == STATUS["peers"]
     assert found["metrics"]["round"] == 41
+
+
+def test_the_best_held_out_figure_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("runs/alice")
+    assert "held-out" not in shown(capsys, "runs/alice")
+    (run.checkpoints / "round-00000030").mkdir(parents=True)
+    best = Best(30, None, None, reward=0.266, figure="reward")
+    write_best(run.path, best, "round-00000030")
+    assert "held-out   best mean reward 0.266, after round 30\n" in shown(capsys, "runs/alice")
+    found = json.loads(shown(capsys, "runs/alice", json_output=True))
+    assert found["best"] == {"round": 30, "figure": "reward", "value": 0.266}
+    write_best(run.path, msgspec.structs.replace(best, reward=None), "round-00000030")  # damaged
+    assert "held-out" not in shown(capsys, "runs/alice")
 
 
 def test_groups_that_wait_are_named(capsys: pytest.CaptureFixture[str]) -> None:
