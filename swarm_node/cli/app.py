@@ -22,6 +22,7 @@ from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
+from swarm_node.runtime.waiting import wait_passively
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -150,5 +151,6 @@ app = _application()
 
 def main() -> None:
     """Entry point of the `swarm-node` script."""
+    wait_passively()
     atexit.register(gc.freeze)  # or Python, as it ends, looks for cycles in all that torch has loaded: 1.5 CPU seconds
     app(prog_name="swarm-node")

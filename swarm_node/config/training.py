@@ -33,7 +33,8 @@ class PolicyConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights. `auto` = bfloat16 on a GPU that has it; on a CPU the faster in a short test."""
     threads: int = Field(0, ge=0)
-    """CPU threads for torch; 0 = one below 2 million parameters (a second gains nothing), else all cores."""
+    """CPU threads for torch; 0 = as many as there are idle cores, and one below 2 million parameters. Idle cores are
+    counted again between rounds; a small model gains nothing by a second thread."""
     system_prompt: str = (
         "Solve the problem. You may reason first. Then give only the final answer between <answer> and </answer>."
     )

@@ -9,6 +9,7 @@ from typing import Any
 from swarm_node.config import NodeConfig
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
+from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.rundir import RunDir
 
 Config = NodeConfig | Mapping[str, Any] | str | Path
@@ -27,6 +28,7 @@ def train(config: Config, callbacks: Sequence[Callback] = (), *, quiet: bool = F
 
     Raises UserError for what only the user can mend; the message says how.
     """
+    wait_passively()
     settings = resolve(config, quiet)
     swarm = None
     if settings.swarm is not None:

@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, TemporaryError
 from swarm_node.node import Node, fitted
@@ -36,6 +34,7 @@ from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
+from swarm_node.runtime.threads import Threads
 from swarm_node.runtime.weight_changes import WeightChanges
 from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
@@ -80,6 +79,7 @@ class Run:
         self.stop = stop
         self.crew = crew
         self.console = console
+        self.threads = Threads(partial(say, kind="start"))
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
         self.progress = console.progress
         swarm = None if crew is None else crew.parts.entered
@@ -111,7 +111,7 @@ class Run:
         of_run = crew, self.own, self.cost, self.held_out
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)
         if crew is None:
-            torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
+            self.threads.begin(self.limits.threads, bool(config.policy.threads), self.policy.device.type)
             self.progress.tell_how_to_stop(run.quoted)
             self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
@@ -225,6 +225,7 @@ class Run:
             sampled, reward = self._round(began)
             self.weights.average()
             self._after_round(sampled, reward)
+            self.threads.look()
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()
                 stop.wait(rest)
