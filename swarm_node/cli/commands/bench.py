@@ -32,6 +32,7 @@ from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.install import pip
 from swarm_node.observability.usage import cpus
 from swarm_node.storage.rundir import os_errors_explained
 
@@ -135,10 +136,12 @@ def measure_arms(
     work = Work(request.prompts, request.group_size, request.length)
     took: dict[Who, float] = {}
     for repeat in range(repeats):
+        if repeat and until - time.monotonic() < sum(took.values()):
+            break
         for i, who in enumerate(whos):
             result = results[who]
             left, processes = until - time.monotonic(), (repeats - repeat) * len(whos) - i
-            if result.failed or left <= took.get(who, 0.0):
+            if result.failed:
                 continue
             say(f"{NAMES[who]}, {repeat + 1} of {repeats} …")
             began = time.monotonic()
@@ -279,7 +282,7 @@ def table(document: Mapping[str, Any]) -> list[str]:
         low, middle, high = quartiles(_ratios(measured))
         lines.append(f"TRL takes {middle:.1f} times as long a step ({low:.1f} to {high:.1f})")
     elif "trl" not in arms:
-        lines.append("TRL is not installed: `pip install trl` beside swarm-node adds its row")
+        lines.append(f"TRL is not installed; to measure it too: {pip('trl')}")
     return [
         *lines,
         "medians (quartiles) of all steps after the first of each process; tokens/s: of answers, by the whole step",

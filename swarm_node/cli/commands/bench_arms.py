@@ -32,6 +32,8 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
+from swarm_node.policy.engines.base import Engine
+from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.loading import Plan, load_policy, load_tokenizer, prepare
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
@@ -208,11 +210,19 @@ def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
     if spec.work.new > policy.max_positions // 2:
         raise UserError(f"--length {spec.work.new}: this model takes at most {policy.max_positions // 2}")
     work = _with_prompts(spec.work, policy.device, policy.num_parameters())
-    kind: Any = type(policy.engine)
-    policy.engine = kind(policy.model, [policy.vocabulary], policy.pad_id)  # no token ends an answer
+    policy.engine = _endless(policy)
     times = our_steps(policy, _tasks(work), work)
-    engine = kind.__name__.removesuffix("Engine").lower()
+    engine = type(policy.engine).__name__.removesuffix("Engine").lower()
     return _arm(times, work, engine, policy.device, policy.dtype, policy.num_parameters(), policy.is_lora)
+
+
+def _endless(policy: Policy) -> Engine:
+    """The policy's engine with no token that ends an answer."""
+    engine: Any = policy.engine
+    never = policy.model, [policy.vocabulary], policy.pad_id
+    if isinstance(engine, TransformersEngine):
+        return TransformersEngine(*never, padded=engine.padded, cached=engine.cached)
+    return type(engine)(*never)
 
 
 def _measure_trl(spec: Spec, config: PolicyConfig) -> Arm:

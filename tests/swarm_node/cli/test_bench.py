@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import bench
 from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, Work, describe, quartiles, table
-from swarm_node.cli.commands.bench_arms import goes_on, rewards
-from swarm_node.config import NodeConfig
+from swarm_node.cli.commands.bench_arms import _endless, goes_on, rewards
+from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.loading import load_policy
+from swarm_node.types import Sampling
 
 REQUEST = BenchRequest(minutes=10.0, group_size=2, length=4, prompts=1, file=None)
 
@@ -53,6 +55,30 @@ def test_both_arms_do_the_same_work() -> None:
     document = json.loads(json.dumps(describe(config(), REQUEST, results)))
     assert document["arms"]["ours"]["engine"] == "native" and document["arms"]["trl"]["engine"].startswith("TRL")
     assert any(line.startswith("TRL takes ") for line in table(document))
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+def test_no_token_ends_an_answer(kind: Any) -> None:
+    policy = load_policy(PolicyConfig(), RolloutsConfig(engine=kind), lambda sentence: None)
+    prompt, sampling = policy.encode("What is 3 + 4?"), Sampling(24)
+    assert any(rollout.finished for rollout in policy.generate([prompt], 8, sampling, [1])[0])
+    before = type(policy.engine)
+    policy.engine = _endless(policy)
+    [rollouts] = policy.generate([prompt], 8, sampling, [1])
+    assert type(policy.engine) is before and {len(rollout.token_ids) for rollout in rollouts} == {24}
+
+
+def test_time_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(spec: Spec, seconds: float) -> Arm | str:
+        asked.append(spec.who)
+        return arm([1.0]) if spec.who == "ours" else bench.OUT_OF_MEMORY if not spec.checkpointing else "too slow"
+
+    monkeypatch.setattr(bench, "run", run)
+    results = bench.measure_arms(config(), REQUEST, lambda sentence: None)
+    assert asked == ["ours", "trl", "trl", "ours", "ours"]
+    assert results["trl"].failed == "too slow" and results["trl"].checkpointing and len(results["ours"].arms) == 3
 
 
 def test_a_length_beyond_the_model_is_refused() -> None:
