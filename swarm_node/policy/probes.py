@@ -29,7 +29,7 @@ from swarm_node.policy.suitability import (
     check_architecture,
     check_causal,
     check_training,
-    difference_of_samples,
+    differences_of_samples,
     generate_engine,
     naming,
     own_logits,
@@ -153,10 +153,11 @@ def graphs_agree(policy: Policy, prompt: list[int], more: list[int]) -> bool:
     """Whether recorded steps sample with the model's own log-probabilities."""
     engine = GraphEngine(policy.model, [], policy.pad_id)
     try:
-        agree = bool(difference_of_samples(policy, engine, [prompt, prompt + more]).max() <= tolerance(policy.dtype))
+        differences = differences_of_samples(policy, engine, [prompt, prompt + more])
     except Exception as exc:  # an operation that cannot be recorded, or not on this device
         policy.report(Detail(f"steps of sampling cannot be recorded here ({type(exc).__name__}: {exc})"))
         return False
+    agree = all(bool(each.max() <= tolerance(policy.dtype)) for each in differences)
     if not agree:
         policy.report(Detail("recorded steps of sampling give other numbers than the model: they are not used"))
     return agree
