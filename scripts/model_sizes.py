@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The table of docs/own-model.md: which well-known model a machine carries, by the estimate that `join` proposes with.
+"""The tables of docs/own-model.md: which well-known model a machine carries, by the estimate that `join` proposes with;
+and with which option a recipe of `configs/` fits a machine.
 
-python scripts/model_sizes.py            # print it
-python scripts/model_sizes.py --write    # and put it into the page
+python scripts/model_sizes.py            # print them
+python scripts/model_sizes.py --write    # and put them into the page
 """
 
 from __future__ import annotations
@@ -15,13 +16,48 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from swarm_node.config import NodeConfig  # noqa: E402
-from swarm_node.policy.sizes import bytes_with, largest_fitting  # noqa: E402
+from swarm_node.config import NodeConfig, load_config  # noqa: E402
+from swarm_node.policy.fitting import Hardware, Training, option_that_fits  # noqa: E402
+from swarm_node.policy.sizes import KNOWN, bytes_with, largest_fitting  # noqa: E402
 
 PAGE = ROOT / "docs" / "own-model.md"
 GIB = 2**30
 MAIN_MEMORY, GPUS = (4, 8, 16, 32), (8, 12, 16, 24, 48, 80)  # free GiB
 HEAD = "| free memory | LoRA | all weights |\n|---|---|---|\n"
+
+RECIPES = ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-4b")  # files of configs/
+FREE = 0.92
+"""Part of a machine's memory that is taken to be free."""
+MACHINES = {
+    **{f"GPU, {gib} GB": Hardware("cuda", int(FREE * gib * GIB)) for gib in (8, 12, 16, 24)},
+    "CPU only, 16 GB": Hardware("cpu", int(FREE * 16 * GIB)),
+}
+RECIPE_HEAD = f"| file | {' | '.join(MACHINES)} |\n|---|{'---|' * len(MACHINES)}\n"
+
+
+def recipe(name: str, machine: Hardware) -> Training:
+    """How a recipe trains its model on a machine: with bfloat16 on a GPU and float32 on a CPU, unless it says so."""
+    config = load_config(ROOT / "configs" / f"{name}.toml", {})
+    model = next(model for model in KNOWN if model.name == config.policy.model)
+    width = 2 if machine.gpu or config.policy.dtype == "bfloat16" else 4
+    return Training(model, config, config.policy.lora is not False, width)
+
+
+def recipes() -> str:
+    """Markdown: for each recipe and machine, the option with which it fits, and the longest answers then."""
+    rows = ""
+    for name in RECIPES:
+        cells = [_needs(recipe(name, machine), machine) for machine in MACHINES.values()]
+        rows += f"| `configs/{name}.toml` | {' | '.join(cells)} |\n"
+    return RECIPE_HEAD + rows
+
+
+def _needs(training: Training, machine: Hardware) -> str:
+    option = "" if training.fits(machine) else option_that_fits(training, machine)
+    if option and "--model" in option:
+        return "no"
+    needed = training.least_bytes(machine.gpu) / GIB
+    return f"`{option}`" if option else f"yes: {needed:.1f} GiB or more"
 
 
 def table() -> str:
@@ -45,8 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/own-model.md")
     if parser.parse_args().write:
-        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", table(), PAGE.read_text()))
-    print(table(), end="")
+        page = PAGE.read_text()
+        for head, made in (HEAD, table()), (RECIPE_HEAD, recipes()):
+            page = re.sub(re.escape(head) + r"(\|.*\n)*", made, page)
+        PAGE.write_text(page)
+    print(table(), recipes(), sep="\n", end="")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def doctor(
     from swarm_node.cli.commands.doctor import examine
 
     if target and RunDir(target).exists and settings.any_typed:
-        raise UserError(f"--config and --set are not for a run: {target} is examined with its own config.toml")
+        raise UserError(f"settings are not for a run: {target} is examined with its own config.toml")
     raise typer.Exit(examine(target, settings.load(), json_output))
 
 

@@ -53,9 +53,12 @@ OPTIONS = (
     KeyOption(
         "policy.model",
         "--model",
-        "local join bootstrap bench",
+        "local join bootstrap bench doctor",
         metavar="PATH|ID",
-        says={"bootstrap": "The swarm's model, to give it to members who lack it."},
+        says={
+            "bootstrap": "The swarm's model, to give it to members who lack it.",
+            "doctor": "Model to look at: does it fit this machine? Nothing of its weights is loaded.",
+        },
     ),
     KeyOption(
         "policy.model",
@@ -100,8 +103,8 @@ OPTIONS = (
     ),
     KeyOption("rewards.answer", "--answer", "local", TRAINING, "any|tags|boxed"),
     KeyOption("rewards.functions", "--reward", "local join", TRAINING, "FILE.py:FUNCTION"),
-    KeyOption("policy.lora", "--lora", "local join bench", TRAINING),
-    KeyOption("policy.quantize", "--quantize", "local join bench", TRAINING, "nf4|int8"),
+    KeyOption("policy.lora", "--lora", "local join bench doctor", TRAINING),
+    KeyOption("policy.quantize", "--quantize", "local join bench doctor", TRAINING, "nf4|int8"),
     KeyOption("sharing.own", "--own", "join", TRAINING),
     KeyOption("sharing.foreign", "--foreign", "join", TRAINING),
     KeyOption("sharing.record", "--record", "join", TRAINING),

@@ -188,7 +188,11 @@ class GrpoConfig(Section):
     """`linear`, `cosine`: rounds over which the rate falls; it stays there. Unset = `rounds`, which a run that goes on
     for longer stretches."""
     microbatch_tokens: PositiveInt = 8192
-    """Tokens (padding included) in one forward pass; halved when memory runs out."""
+    """Most tokens (padding included) in one forward pass. Fewer where free memory asks for it; halved when it runs
+    out."""
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute layers again in the backward pass instead of keeping what they computed: half of the memory or less, more
+    time. `auto` = where a microbatch would otherwise not hold a group. Crews do not do it."""
     packing: bool = True
     """Pack a group into one row that shares the prompt, where the architecture allows."""
 

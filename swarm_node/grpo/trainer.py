@@ -97,7 +97,7 @@ class Trainer:
             lora, trained = hasattr(policy.model, "peft_config"), sum(p.numel() for _, p in named)
             optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(lora, trained))
         self.optimizer: AnyOptimizer = optimizer
-        self.limit = config.microbatch_tokens
+        self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None
@@ -171,7 +171,7 @@ class Trainer:
         while True:
             values = np.empty(len(flat.target), dtype=np.float32)
             try:
-                for b, logprobs, _ in self.policy.passes(self._token_batches(self._plan(rows), flat), temperature):
+                for b, logprobs, _ in self.policy.passes(self._token_batches(self.plan(rows), flat), temperature):
                     values[b.index.cpu().numpy()] = logprobs.float().cpu().numpy()
             except Interrupted as interrupted:
                 try:
@@ -285,7 +285,7 @@ class Trainer:
     def _accumulate(self, step: _Step, iteration: int) -> dict[str, float]:
         """Leave the gradient of the whole step in the parameters; sums for the metrics."""
         while True:
-            microbatches = self._plan(step.groups)
+            microbatches = self.plan(step.groups)
             self.optimizer.zero_grad()
             try:
                 return self._backward(step, microbatches, iteration)
@@ -296,7 +296,8 @@ class Trainer:
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
+    def plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
+        """Microbatches of these rows within `limit`."""
         limit = self.limit
         if not self.policy.split_head:
             limit = min(limit, logits_bytes(self.policy.device) // (4 * self.policy.vocabulary))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from swarm_node.policy.sizes import KnownModel
+
 SELECTED = "index_topk", "indexer_budget", "keep_window_size"
 """Keys of a config that say how many tokens are selected to be seen."""
 WINDOW = re.compile(r"window(_size|_len)?$|^(attention_chunk_size|local_attention|rel_extent)$")
@@ -28,6 +30,25 @@ def largest(config: Any, name: str, default: int) -> int:
     """The number that a config gives under a name, the largest of all layers'; `default` if it gives none."""
     found = entry(config, name)
     return max((n for n in (found if isinstance(found, list | tuple) else [found]) if n), default=default)
+
+
+def model_of(name: str, parameters: int, config: Any) -> KnownModel:
+    """The model that a config describes, as far as it is like a Llama: for estimates of memory."""
+    text = config.get_text_config()
+    hidden = largest(text, "hidden_size", 1)
+    heads = largest(text, "num_attention_heads", 1)  # none in a model that is a state space throughout
+    return KnownModel(
+        name,
+        parameters,
+        layers=largest(text, "num_hidden_layers", 1),
+        hidden=hidden,
+        inner=largest(text, "intermediate_size", 4 * hidden),
+        heads=heads,
+        kv_heads=largest(text, "num_key_value_heads", heads),
+        head=largest(text, "head_dim", max(1, hidden // heads)),
+        vocabulary=largest(text, "vocab_size", 1),
+        normed=str(text.model_type).startswith("qwen3"),
+    )
 
 
 def is_windowed(text_config: Any, longest: int) -> bool:

@@ -65,14 +65,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_policy(
-    config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print, samples: bool = True
+    config: PolicyConfig,
+    rollouts: RolloutsConfig,
+    report: Callable[[str], None] = print,
+    samples: bool = True,
+    check: Callable[[Plan], None] = lambda plan: None,
 ) -> Policy:
     """Load the policy that `config` names, and report the choices that were made. Without `samples`, nothing is
-    reported about sampling and training, which the policy will not do.
+    reported about sampling and training, which the policy will not do. `check` is called before weights are fetched.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
     plan = prepare(config, report=report)
+    check(plan)
     tokenizer = load_tokenizer(config)
     files = _vetted_weights(plan)
     vetting.check_declared(plan.base, plan.size, files)

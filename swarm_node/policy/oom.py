@@ -27,11 +27,24 @@ def keep_freed_memory() -> None:
     A training step frees and asks for the same few megabytes a hundred times. That makes 5,000 page faults a step, a
     tenth of the time of an update at 0.44 million parameters. Without Linux and glibc this does nothing.
     """
+    _mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most it takes; larger tensors are mapped and unmapped as before
+    _mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+    _mallopt(_M_TOP_PAD, 64 * 2**20)
+
+
+def map_large_tensors() -> None:
+    """Undo `keep_freed_memory` for tensors from a megabyte on: each is mapped by itself and returned when it is freed.
+
+    glibc cannot give freed aligned memory to the next tensor of the same size, so a heap of large tensors has gaps: up
+    to half of what they take.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+def _mallopt(parameter: int, value: int) -> None:
     libc = ctypes.util.find_library("c")
     if not sys.platform.startswith("linux") or libc is None:
         return
     mallopt = getattr(ctypes.CDLL(libc), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most it takes; larger tensors are mapped and unmapped as before
-        mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
-        mallopt(_M_TOP_PAD, 64 * 2**20)
+        mallopt(parameter, value)

@@ -22,6 +22,7 @@ from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
 from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
+from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
@@ -64,6 +65,9 @@ class Policy:
         self._reference: nn.Module | None = None
         self.microbatches = 1
         """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
+        self.checkpointing: Checkpointing | None = None  # how updates compute layers again; None = they do not
+        self.prompts_at_once: Callable[[int, int, int], int] = lambda prompt, n, new: 2**16
+        """Prompts of which `n` answers of `new` tokens are sampled at a time, given the tokens of the longest one."""
         self._prompts_per_batch = 2**16
         self.eos_ids = _eos_ids(self.base, tokenizer)
         self.eos_id: int = self.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -214,8 +218,9 @@ class Policy:
         """Sample `n` completions of each prompt; with an exact engine, `seeds` (one a prompt) decide them."""
         groups: list[list[Rollout]] = []
         start = 0
+        at_once = self.prompts_at_once(max(map(len, prompts), default=0), n, sampling.max_new_tokens)
         while start < len(prompts):
-            stop = start + self._prompts_per_batch
+            stop = start + min(self._prompts_per_batch, at_once)
             try:
                 groups += self._generate(prompts[start:stop], n, sampling, seeds[start:stop])
             except (RuntimeError, MemoryError) as exc:
@@ -255,7 +260,11 @@ class Policy:
         self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
     ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
         for batch in batches:
-            with torch.set_grad_enabled(gradient), self.reference() if reference else nullcontext(self.model) as model:
+            with (
+                torch.set_grad_enabled(gradient),
+                self.reference() if reference else nullcontext(self.model) as model,
+                self.checkpointing.on() if gradient and self.checkpointing else nullcontext(),
+            ):
                 logprobs, entropies = token_logprobs(model, batch, temperature, entropy, not self.split_head)
             yield batch, logprobs, entropies
 

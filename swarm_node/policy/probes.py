@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -22,9 +21,7 @@ from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
 from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import TransformersEngine
-from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.sizes import Shape, round_bytes
 from swarm_node.policy.suitability import (
     check_architecture,
     check_causal,
@@ -163,29 +160,10 @@ def graphs_agree(policy: Policy, prompt: list[int], more: list[int]) -> bool:
     return agree
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Memory and time of a round in which every completion runs to its limit."""
+def round_seconds(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig) -> float:
+    """Seconds of one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"a round needs at most about {self.bytes / 2**30:.2f} GiB of memory, the program itself included"
-
-    @property
-    def longest(self) -> str:
-        """How long a round can take. Most take a small part of it."""
-        minutes = self.seconds / 60
-        took = f"{minutes:.1f} min" if minutes >= 1 else f"{self.seconds:.1f} s"
-        return f"a round takes at most {took}, if every answer runs to its limit"
-
-
-def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig) -> Estimate:
-    """Estimate one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
-
-    memory = as in `sizes`
-    time   = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
+    time = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
 
     Every completion counts with its length limit, which most do not reach. Scoring and evaluation are left out.
     """
@@ -197,28 +175,7 @@ def estimate(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig,
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
     per_sampled, per_trained = _measure(policy, prompts[0], rollouts)
     seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
-    seconds += trained * passes * per_trained
-    cached = sampled + rollouts.groups * length
-    reference = bool(grpo.beta) and not policy.is_lora
-    return Estimate(round_bytes(_shape(policy), grpo, cached, trained, reference), seconds)
-
-
-def _shape(policy: Policy) -> Shape:
-    config = policy.base.config.get_text_config()
-    hidden = largest(config, "hidden_size", policy.width)
-    heads = largest(config, "num_attention_heads", 0)  # none in a model that is a state space throughout
-    kv_heads = largest(config, "num_key_value_heads", heads)
-    packed = [p for p in policy.model.parameters() if is_packed(p)]
-    return Shape(
-        parameters=policy.num_parameters(),
-        trained=policy.num_parameters(trainable=True),
-        width=policy.dtype.itemsize,
-        layers=largest(config, "num_hidden_layers", 1),
-        hidden=hidden,
-        inner=largest(config, "intermediate_size", 4 * hidden),
-        kv_width=kv_heads * largest(config, "head_dim", hidden // max(heads, 1)),
-        saved=sum(map(values_of, packed)) * policy.dtype.itemsize - held_bytes(packed),
-    )
+    return seconds + trained * passes * per_trained
 
 
 def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tuple[float, float]:

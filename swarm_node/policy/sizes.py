@@ -1,23 +1,51 @@
 """Memory of a round, from the shape of a model; and which open models a machine carries. Loads no torch.
 
-memory = weights + 12 bytes a trained parameter (fp32 gradient and Adam's two moments; + a master copy below fp32)
-       + reference copy + keys and values of the sampled tokens + activations of one microbatch + logits chunks
+    memory   = program + weights + optimiser + reference + copies for averaging + what is larger of
+    sampling = keys and values of the sampled tokens + logits of one step + a merged copy of the weights
+    update   = gradients + activations of one microbatch + logits of one chunk
+
+A loaded policy measures its activations (`activations`); `Shape.activations` computes the same numbers for a decoder of
+the Llama kind, layer by layer. Tests compare both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_node.config import GrpoConfig, NodeConfig
+from swarm_node.config import NodeConfig
 
 QUANTISED_BYTES = {"nf4": 1 / 2 + 1 / 64 + 1 / 4096, "int8": 1.0}  # of a weight of a linear layer, with its scales
-HEAD_BYTES = 3 * 64 * 2**20  # logits, log-softmax and gradient of one chunk of the head
-RUNTIME_BYTES = 450 * 2**20  # Python, torch and transformers themselves
+RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after an update
+CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
+CHUNK_BYTES_ON_GPU = 512 * 2**20
+COPIED_BYTES = 512 * 2**20  # a CPU samples from a copy of weights that take at most this much; see `engines.products`
+SPARE_ON_GPU = 1.45
+"""Memory of activations that torch takes on a GPU, over what they need: 1.42 with models of 0.5B and 3B, the only two
+that were measured (docs/evidence.md)."""
+SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.4, "adapter over 16 bits": 1.3}
+"""The same for the C library's heap, whose gaps cost more with more tensors of different sizes (benchmarks/memory.py).
+There are none where large tensors are mapped one by one, see `oom`."""
+AVERAGING_COPIES = 5  # of what is trained in float32 during an exchange (docs/evidence.md)
 GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
 PROMPT_TOKENS = 200  # of a question with its chat template
-MICROBATCH = 2048  # `grpo.microbatch_tokens` that goes with a proposal: activations of the default take most memory
 PART = 0.8  # of the free memory that a proposal may take
 MOST_ON_CPU = 1_000_000_000  # parameters of the largest model that is proposed without a GPU: larger ones are too slow
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a forward pass keeps for its backward pass, of a row of T tokens: fixed + token T + pair T^2."""
+
+    token: float
+    pair: float
+    fixed: float = 0.0
+    inputs: float = 0.0  # of a token with gradient checkpointing: the input of each layer
+    layer: float = 0.0  # of a token in one layer, which is computed again then
+
+    def of(self, tokens: int, longest: int, checkpointing: bool) -> float:
+        """Bytes for rows with `tokens` tokens together, of which the longest has `longest`."""
+        each = self.inputs + self.layer if checkpointing else self.token
+        return self.fixed + each * tokens + self.pair * tokens * longest
 
 
 @dataclass(frozen=True)
@@ -30,8 +58,116 @@ class Shape:
     layers: int
     hidden: int
     inner: int  # width of the feed-forward layers
+    q_width: int  # width of all queries of a layer
     kv_width: int  # width of all keys of a layer, as of all values
+    heads: int
+    vocabulary: int
+    rank: int = 0  # of the adapter; 0 = all weights are trained
+    normed: bool = False  # whether queries and keys have norms of their own
     saved: int = 0  # bytes that the weights take less because some are quantised
+
+    @property
+    def weights(self) -> int:
+        return self.parameters * self.width - self.saved
+
+    @property
+    def optimiser(self) -> int:
+        """Bytes of Adam's two moments, and of a float32 copy of trained weights in 16 bits. Adapters are float32."""
+        return self.trained * (8 if self.rank or self.width == 4 else 12)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients, once more in float32 if they are in 16 bits."""
+        return self.trained * (4 if self.rank or self.width == 4 else 6)
+
+    @property
+    def cached(self) -> int:
+        """Bytes of the keys and values of a token."""
+        return 2 * self.layers * self.kv_width * self.width
+
+    @property
+    def working(self) -> int:
+        """Bytes of a token that operations of the backward pass take beside what was kept: gradients inside a
+        feed-forward layer, and of the hidden state."""
+        return 2 * self.inner * self.width + 2 * self.hidden * 4
+
+    def spare(self, gpu: bool, mapped: bool) -> float:
+        """Memory that activations take, over what they need."""
+        if gpu:
+            return SPARE_ON_GPU
+        if mapped:
+            return 1.0
+        kind = "all weights" if not self.rank else "adapter" if self.width == 4 else "adapter over 16 bits"
+        return SPARE_IN_HEAP[kind]
+
+    @property
+    def activations(self) -> Activations:
+        """What a forward pass over packed rows keeps, in a decoder of the Llama kind."""
+        h, q, kv, i, w = self.hidden, self.q_width, self.kv_width, self.inner, self.width
+        each = 4 * self.heads + 8  # log-sum-exp of attention, and the scales of two norms
+        if not self.rank:
+            layer = each + w * (6 * h + 4 * q + 4 * i) + self.normed * 2 * w * (q + kv)
+        elif w == 4:
+            layer = each + 4 * (4 * h + 4 * q + 4 * i + 7 * self.rank) + self.normed * 4 * (q + kv)
+        else:  # inputs of adapters and norms are kept in float32 as well
+            layer = each + 4 * (7 * h + q + i + 7 * self.rank) + w * (4 * q + 3 * i) + self.normed * 4 * (q + kv)
+        return Activations(self.layers * layer, w + 1, 0.0, self.layers * w * h, layer)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done at a time in a round of which every answer runs to its limit."""
+
+    answers: int  # answers sampled at a time
+    sampled: int  # their tokens, prompts included
+    tokens: int  # in the largest microbatch, padding included
+    longest: int  # in its longest row
+    targets: int  # tokens of answers in it
+    several: bool = True  # whether an update has more than one microbatch
+    checkpointing: bool = False
+    mapped: bool = True  # whether large tensors are mapped one by one, on a CPU
+    copied: int = 0  # bytes of the copy of the weights that is sampled from, if it is known
+
+
+def head_bytes(shape: Shape, targets: int, gpu: bool) -> int:
+    """Bytes of logits, log-softmax and gradient of one chunk of the head. A CPU's products in 16 bits also copy its
+    weights."""
+    copied = 0 if gpu or shape.width == 4 else shape.vocabulary * shape.hidden * shape.width
+    return copied + 3 * min(4 * shape.vocabulary * targets, CHUNK_BYTES_ON_GPU if gpu else CHUNK_BYTES)
+
+
+def update_bytes(shape: Shape, kept: Activations, work: Work, gpu: bool) -> int:
+    """Bytes of an update beside weights and optimiser."""
+    forward = (
+        shape.spare(gpu, work.mapped) * kept.of(work.tokens, work.longest, work.checkpointing)
+        + shape.working * work.tokens
+    )
+    forward += head_bytes(shape, work.targets, gpu)
+    return int(shape.gradients + forward if work.several else max(shape.gradients, forward))
+
+
+def sampling_bytes(shape: Shape, answers: int, tokens: int) -> int:
+    """Bytes of sampling `answers` answers that have `tokens` tokens together, prompts included: keys, values, and four
+    tensors of the size of the logits of one step."""
+    return shape.cached * tokens + 16 * shape.vocabulary * answers
+
+
+def round_bytes(
+    shape: Shape, kept: Activations, work: Work, gpu: bool = False, reference: bool = False, copies: int = 0
+) -> int:
+    """Bytes of a round. `reference`: the weights of before training are kept; `copies`: of what is trained in float32,
+    for averaging, in main memory."""
+    lasting = RUNTIME_BYTES + shape.weights + shape.optimiser + reference * shape.weights
+    lasting += 0 if gpu else copies * 4 * shape.trained
+    sampling = sampling_bytes(shape, work.answers, work.sampled) + (work.copied or copied_bytes(shape, gpu))
+    return lasting + max(sampling, update_bytes(shape, kept, work, gpu))
+
+
+def copied_bytes(shape: Shape, gpu: bool) -> int:
+    """Bytes of the copy of its weights that a small model is sampled from on a CPU; a larger one is not copied, unless
+    there is ample memory."""
+    whole = shape.weights + shape.saved
+    return 0 if gpu or whole > COPIED_BYTES else whole
 
 
 @dataclass(frozen=True)
@@ -46,16 +182,36 @@ class KnownModel:
     heads: int
     kv_heads: int
     head: int  # width of a head
+    vocabulary: int = 151_936
+    normed: bool = False  # whether queries and keys have norms of their own
+
+    @property
+    def linear(self) -> int:
+        """Weights of linear layers, without the head."""
+        q, kv = self.heads * self.head, self.kv_heads * self.head
+        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.inner)
 
     def shape(self, rank: int, width: int, quantize: str | None = None) -> Shape:
         """Its shape with an adapter of that rank on all linear layers, and weights of `width` bytes, unless linear
-        layers are quantised."""
+        layers are quantised. Rank 0: all weights are trained."""
         q, kv = self.heads * self.head, self.kv_heads * self.head
-        linear = self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.inner)
-        saved = int(linear * (width - QUANTISED_BYTES[quantize])) if quantize else 0
         ends = 2 * (self.hidden + q) + 2 * (self.hidden + kv) + 3 * (self.hidden + self.inner)
         adapter = self.layers * rank * ends
-        return Shape(self.parameters + adapter, adapter, width, self.layers, self.hidden, self.inner, kv, saved)
+        return Shape(
+            parameters=self.parameters + adapter,
+            trained=adapter or self.parameters,
+            width=width,
+            layers=self.layers,
+            hidden=self.hidden,
+            inner=self.inner,
+            q_width=q,
+            kv_width=kv,
+            heads=self.heads,
+            vocabulary=self.vocabulary,
+            rank=rank,
+            normed=self.normed,
+            saved=int(self.linear * (width - QUANTISED_BYTES[quantize])) if quantize else 0,
+        )
 
     @property
     def download_bytes(self) -> int:
@@ -64,46 +220,36 @@ class KnownModel:
 
     def whole(self) -> Shape:
         """Its shape if all weights are trained, which are then float32."""
-        kv = self.kv_heads * self.head
-        return Shape(self.parameters, self.parameters, 4, self.layers, self.hidden, self.inner, kv)
+        return self.shape(0, 4)
 
 
 KNOWN = (
-    KnownModel("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 30, 576, 1536, 9, 3, 64),
-    KnownModel("HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, 32, 960, 2560, 15, 5, 64),
+    KnownModel("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 30, 576, 1536, 9, 3, 64, 49_152),
+    KnownModel("HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, 32, 960, 2560, 15, 5, 64, 49_152),
     KnownModel("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, 24, 896, 4864, 14, 2, 64),
     KnownModel("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304, 28, 1536, 8960, 12, 2, 128),
-    KnownModel("Qwen/Qwen3-1.7B", 1_720_574_976, 28, 2048, 6144, 16, 8, 128),
-    KnownModel("Qwen/Qwen3-4B", 4_022_468_096, 36, 2560, 9728, 32, 8, 128),
-    KnownModel("Qwen/Qwen3-8B", 8_190_735_360, 36, 4096, 12288, 32, 8, 128),
+    KnownModel("Qwen/Qwen3-1.7B", 1_720_574_976, 28, 2048, 6144, 16, 8, 128, normed=True),
+    KnownModel("Qwen/Qwen3-4B", 4_022_468_096, 36, 2560, 9728, 32, 8, 128, normed=True),
+    KnownModel("Qwen/Qwen3-8B", 8_190_735_360, 36, 4096, 12288, 32, 8, 128, normed=True),
 )
 """Well-known open models, the smallest first."""
 
 
-def round_bytes(shape: Shape, grpo: GrpoConfig, cached: int, trained: int, reference: bool) -> int:
-    """Bytes of a round in which `cached` tokens are sampled (with prompts) and `trained` tokens are trained on.
-    `reference`: the weights of before training are kept."""
-    weights = shape.parameters * shape.width - shape.saved
-    learning = shape.trained * (12 if shape.width == 4 else 16)
-    cache = 2 * shape.layers * shape.kv_width * shape.width * cached
-    microbatch = min(trained, grpo.microbatch_tokens)
-    activations = microbatch * shape.layers * (8 * shape.hidden + 4 * shape.inner) * shape.width
-    kept = weights if reference else 0
-    return RUNTIME_BYTES + weights + learning + kept + cache + activations + HEAD_BYTES
-
-
 def bytes_with(model: KnownModel, config: NodeConfig, gpu: bool) -> int:
-    """Bytes that a round of `config` takes on that model, in microbatches of MICROBATCH: with an adapter, unless
-    `policy.lora` is false."""
-    rollouts, grpo = config.rollouts, config.grpo
-    groups, kept = rollouts.groups or GROUPS, min(grpo.answers or rollouts.group_size, rollouts.group_size)
-    sampled = groups * (rollouts.group_size * rollouts.max_new_tokens + PROMPT_TOKENS)
-    trained = groups * kept * (rollouts.max_new_tokens + PROMPT_TOKENS)
-    all_weights = config.policy.lora is False
+    """Bytes that a round of `config` takes on that model, in microbatches of one answer with gradient checkpointing if
+    there is no memory for more: with an adapter, unless `policy.lora` is false."""
     policy, width = config.policy, 2 if gpu else 4
-    shape = model.whole() if all_weights else model.shape(policy.lora_rank, width, policy.quantize)
-    small = grpo.model_copy(update={"microbatch_tokens": MICROBATCH})
-    return round_bytes(shape, small, sampled, trained, reference=False)
+    whole = policy.lora is False
+    shape = model.whole() if whole else model.shape(policy.lora_rank, width, policy.quantize)
+    return round_bytes(shape, shape.activations, least_work(config), gpu)
+
+
+def least_work(config: NodeConfig, prompt: int = PROMPT_TOKENS) -> Work:
+    """The work that takes least memory: one answer trained on at a time, one question's answers sampled at a time."""
+    rollouts, checkpointing = config.rollouts, config.grpo.gradient_checkpointing != "off"
+    answers, new = rollouts.group_size, rollouts.max_new_tokens
+    length = prompt + new
+    return Work(answers, answers * new + prompt, length, length, new, checkpointing=checkpointing)
 
 
 def largest_fitting(config: NodeConfig, free: int, gpu: bool) -> KnownModel | None:

@@ -186,6 +186,12 @@ class ResourceLimits:
         """The memory that a round takes in all if it is estimated at `bytes` without a member's network."""
         return bytes + NETWORK_BYTES * self._member
 
+    @property
+    def own_memory(self) -> int:
+        """Bytes that this process may take without a member's network; 0 = no limit."""
+        most = int(self._config.max_memory_gb * 2**30)
+        return most and max(1, most - NETWORK_BYTES * self._member)
+
     def check_estimate(self, bytes: int) -> None:
         """Raise UserError if a round that takes `bytes` in all would take more memory than the limit."""
         if too_much := self._memory.exceeded_by(bytes):

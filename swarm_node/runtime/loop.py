@@ -11,17 +11,18 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, TemporaryError
+from swarm_node.grpo.memory import Estimate, Fitting, check_plan, hardware_of
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.legend import running_legend
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.probes import estimate
+from swarm_node.policy.probes import round_seconds
+from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
@@ -95,7 +96,8 @@ class Run:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
             self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
-            self.policy = load_policy(config.policy, config.rollouts, say) if crew is None else crew.policy
+            check = partial(check_plan, config)
+            self.policy = load_policy(config.policy, config.rollouts, say, check=check) if crew is None else crew.policy
         self.config = fitted(config, self.policy, say)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
@@ -238,11 +240,7 @@ class Run:
         prompts = [self.policy.encode(self.tasks.prompt(task)) for task in drawn]
         self.limits.wait(stop)
         if self.crew is None:
-            needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
-            needed = replace(needed, bytes=self.limits.with_network(needed.bytes))
-            say(str(needed), "estimate")
-            say(Detail(needed.longest), "estimate")
-            self.limits.check_estimate(needed.bytes)
+            self._fit(prompts)
         if node.round == 0:
             self.held_out.measure_before()
         self.held_out.begin()
@@ -250,6 +248,18 @@ class Run:
             say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
+
+    def _fit(self, prompts: list[list[int]]) -> None:
+        """Make rounds fit into memory, and say what they take. UserError if they cannot."""
+        config, device = self.config, self.policy.device
+        copies = 0 if self.node.averager is None else AVERAGING_COPIES
+        machine = hardware_of(device, self.limits.own_memory)
+        bytes = self.limits.with_network(Fitting(self.node.trainer, prompts, config, machine, copies).fit())
+        needed = Estimate(bytes, round_seconds(self.policy, prompts, config.rollouts, config.grpo), machine.gpu)
+        say(str(needed), "estimate")
+        say(Detail(needed.longest), "estimate")
+        if not machine.gpu:
+            self.limits.check_estimate(needed.bytes)
 
     def _is_time_over(self, started: float) -> bool:
         if self.crew is not None:

@@ -12,7 +12,7 @@ from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.config.keys import flat
 from swarm_node.config.own import read_toml
-from swarm_node.policy.sizes import MICROBATCH, bytes_with, largest_fitting
+from swarm_node.policy.sizes import bytes_with, largest_fitting
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
@@ -95,7 +95,7 @@ def _own_model(config: NodeConfig, memory: Memory) -> list[str]:
         gib = bytes_with(fitting, config, gpu) / 2**30
         where = "this GPU" if gpu else "this machine"
         lines.append(f"  - {where} would carry a larger one (about {gib:.0f} GiB, estimated):")
-        lines.append(f"    --model {fitting.name} --set grpo.microbatch_tokens={MICROBATCH}")
+        lines.append(f"    --model {fitting.name}")
         slower = "slower than the starter" if gpu else "on a CPU much slower than the starter"
         lines.append(f"    (about {fitting.download_bytes / 1e9:.1f} GB to download, and {slower})")
     return lines

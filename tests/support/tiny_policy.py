@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 from protocol.messages import TaskName
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
+from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Task
@@ -52,6 +53,7 @@ class TinyPolicy:
     split_head: bool = True
     version: int = 0
     microbatches: int = 1
+    checkpointing: Checkpointing | None = None
     pad_id: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +21,9 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import install_command, reinstall_command, torch_command
 from swarm_node.storage.rundir import existing_part
+
+if TYPE_CHECKING:
+    from swarm_node.policy.fitting import Hardware, Training
 
 # package -> start of its tested versions
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
@@ -108,8 +112,10 @@ def answers(form: AnswerForm, own_prompt: bool) -> Check:
 
 def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
+    from swarm_node.grpo.memory import training_of
     from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes
     from swarm_node.policy.extras import check_quantiser, quantiser_command
+    from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
     from swarm_node.policy.sizes import RUNTIME_BYTES
 
@@ -131,8 +137,13 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         frozen = plan.size if plan.lora else 0
         needed = stage_bytes(frozen, plan.size - frozen, itemsize, bool(config.grpo.beta))
     free = free_memory()
+    checkpointed = needed - itemsize * plan.size * plan.lora
     needed += RUNTIME_BYTES - plan.saved
     needs = f"{model} needs {_gib(needed)} with the program itself, and more for answers (a start says how much)"
+    training, machine = training_of(config, plan), Hardware(plan.device.type, free)
+    if not config.pipeline.stages:
+        needed = training.least_bytes(machine.gpu)
+        needs = f"{model} needs at least {_gib(needed)} with the program itself"
     detail = (
         f"{needs}; the run has it" if running else f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
     )
@@ -141,13 +152,32 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         crew = config.pipeline.crew or secrets.token_hex(CREW_BYTES)  # a password
         options = f"--stages {2 * config.pipeline.stages or 2} --crew {crew}"
         remedy = (msgspec.structs.replace(start, verb="join") if start.verb == "local" else start).having(options)
+    if not config.pipeline.stages and free and (option := option_that_fits(training, machine)):
+        remedy = start.having(option)
     if free and needed > TIGHT * free and not running:
         yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
     else:
         yield Check("memory", "ok", detail)
-    trained = needed + plan.saved - RUNTIME_BYTES - itemsize * plan.size * plan.lora
-    kept = (config.checkpoints.keep + 1) * trained
+    if free and model != "starter" and not config.pipeline.stages:
+        yield _lengths(training, machine, plan.config)
+    kept = (config.checkpoints.keep + 1) * checkpointed
     yield disk(place, kept, _to_fetch(plan.base, itemsize * plan.size), start)
+
+
+def _lengths(training: Training, machine: Hardware, model_config: Any) -> Check:
+    """The longest answers, and the largest groups of answers, that fit with each way of keeping weights."""
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**15
+    rollouts, as_set = training.config.rollouts, training.config.policy.quantize
+    kinds = [as_set] if as_set or not training.lora or machine.device == "mps" else [None, "int8", "nf4"]
+    found = []
+    for kind in kinds:
+        one = training.with_(policy={"quantize": kind})
+        name = f"--quantize {kind}" if kind and kind != as_set else "as set"
+        length, answers = one.longest(machine, positions), one.widest(machine)
+        lengths = f"{rollouts.group_size} answers of {length:,} tokens" if length else "none"
+        groups = f" or {answers} of {rollouts.max_new_tokens:,}" if answers else ""
+        found.append(f"{name}: {lengths}{groups}")
+    return Check("lengths", "ok", f"what fits at most, {'; '.join(found)}")
 
 
 def disk(place: Path, kept: int, fetched: int, start: StartCommand = UNKNOWN_START) -> Check:

@@ -146,8 +146,7 @@ class NativeEngine(BatchEngine):
         try:
             yield from super().samples()
         finally:
-            if self.layout.name == "packed":
-                self._decoder = None  # its copy of the weights is not in the way of an update
+            self._decoder = None  # its copy of the weights is not in the way of an update
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         super().update(weights, version)

@@ -51,6 +51,7 @@ from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.pipeline import footprint
 from swarm_node.policy.loading import prepare
+from swarm_node.policy.model_path import starter_path
 from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
@@ -158,6 +159,18 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
     (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
+
+
+def test_what_fits_is_said_of_a_model_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lengths(free: int, **policy: object) -> str:
+        monkeypatch.setattr(footprint, "free_memory", lambda: free)
+        config = NodeConfig.model_validate({"policy": {"model": starter_path(), "lora": True} | policy})
+        checks = {check.name: check for check in room(config, Path("runs/new"), False)}
+        assert [*checks] == ["memory", "lengths", "disk"]
+        return checks["lengths"].detail
+
+    assert "as set: 8 answers of 64 tokens or 256 of 256; --quantize int8: " in lengths(2**33)
+    assert "as set: none" in lengths(2**20) and "--quantize nf4: none" in lengths(2**20)
 
 
 def test_the_form_of_answers_is_told() -> None:

@@ -48,7 +48,7 @@ def test_all_weights_take_more_than_an_adapter() -> None:
     whole = NodeConfig.model_validate({"policy": {"lora": False}})
     for model in KNOWN:
         assert bytes_with(model, whole, True) - bytes_with(model, adapter, True) > 12 * model.parameters
-        assert bytes_with(model, whole, True) == bytes_with(model, whole, False), "float32 on both"
+        assert bytes_with(model, whole, True) > bytes_with(model, whole, False), "float32 on both, and torch's reserve"
 
 
 def test_a_gpu_carries_more_than_main_memory() -> None:

@@ -60,7 +60,7 @@ def test_a_swarm_s_own_model_is_named() -> None:
 def test_a_model_is_proposed_where_none_is_named(free: int, gpu: bool, proposed: str | None) -> None:
     said = told(["gcd"], free, gpu)
     assert "yours is the starter, a toy" in said
-    assert f"    --model {proposed} --set grpo.microbatch_tokens=" in said if proposed else "--model" not in said
+    assert f"    --model {proposed}\n" in said if proposed else "--model" not in said
     assert ("GB to download" in said) == bool(proposed) and ("on a CPU" in said) == (bool(proposed) and not gpu)
 
 

@@ -1,0 +1,223 @@
+"""What a round takes, and how it is made to fit into the memory that is free.
+
+    measure activations -> tokens of a microbatch that fit -> fewer than a group has?
+                             on a CPU, map large tensors one by one; still fewer? checkpoint gradients
+                        -> questions sampled at a time
+
+Limits are chosen once, at the start of a run, and only ever lower what is configured: with ample memory a run makes the
+same numbers as without any of this. A run of which not even one answer fits is refused with the setting that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.grpo import batch
+from swarm_node.grpo.trainer import Trainer
+from swarm_node.observability.cgroups import free_main_memory
+from swarm_node.policy.activations import measured, row
+from swarm_node.policy.architecture import model_of
+from swarm_node.policy.checkpointing import Checkpointing
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
+from swarm_node.policy.loading import Plan
+from swarm_node.policy.oom import map_large_tensors
+from swarm_node.policy.packed import held_bytes, is_packed, values_of
+from swarm_node.policy.policy import Policy
+from swarm_node.policy.sizes import Activations, Shape, Work, copied_bytes, round_bytes, sampling_bytes, update_bytes
+from swarm_node.say import Detail
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of a round in which every completion runs to its limit."""
+
+    bytes: int
+    seconds: float
+    gpu: bool = False
+
+    def __str__(self) -> str:
+        where = "GPU memory" if self.gpu else "memory, the program itself included"
+        return f"a round needs at most about {self.bytes / 2**30:.2f} GiB of {where}"
+
+    @property
+    def longest(self) -> str:
+        """How long a round can take. Most take a small part of it."""
+        minutes = self.seconds / 60
+        took = f"{minutes:.1f} min" if minutes >= 1 else f"{self.seconds:.1f} s"
+        return f"a round takes at most {took}, if every answer runs to its limit"
+
+
+def hardware_of(device: torch.device, most: int = 0) -> Hardware:
+    """The memory of a device that is free or that this process has already. `most` is its limit of main memory."""
+    if device.type == "cuda":
+        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    free, mine = free_main_memory(), psutil.Process().memory_info()
+    available = free and free + mine.rss - getattr(mine, "shared", 0)  # pages of files count as free already
+    return Hardware(device.type, available, most)
+
+
+def training_of(config: NodeConfig, plan: Plan) -> Training:
+    """How the model that is about to be loaded will be trained."""
+    model = model_of(config.policy.model, plan.size, plan.config)
+    return Training(model, config, plan.lora, plan.dtype.itemsize)
+
+
+def check_plan(config: NodeConfig, plan: Plan) -> None:
+    """Raise UserError, before weights are fetched or loaded, if not even one answer fits."""
+    machine, training = hardware_of(plan.device), training_of(config, plan)
+    if machine.available and training.least_bytes(machine.gpu) > machine.available:
+        raise UserError(sentence_of_refusal(training, machine))
+
+
+def shape_of(policy: Policy) -> Shape:
+    """What the memory of a round with this policy depends on."""
+    rank, width = policy.config.lora_rank if policy.is_lora else 0, policy.dtype.itemsize
+    packed = [p for p in policy.model.parameters() if is_packed(p)]
+    return replace(
+        model_of("", 0, policy.base.config).shape(rank, width),
+        parameters=policy.num_parameters(),
+        trained=policy.num_parameters(trainable=True),
+        saved=sum(map(values_of, packed)) * width - held_bytes(packed),
+    )
+
+
+class Fitting:
+    """Makes the rounds of a run fit into memory."""
+
+    def __init__(
+        self, trainer: Trainer, prompts: Sequence[Sequence[int]], config: NodeConfig, machine: Hardware, copies: int = 0
+    ) -> None:
+        """`prompts` are some encoded ones. `copies`: of what is trained in float32, for averaging."""
+        self.trainer, self.policy, self.config, self.machine = trainer, trainer.policy, config, machine
+        self.shape: Shape = shape_of(self.policy)
+        self.kept: Activations = measured(self.policy)
+        self._prompt, self._new = max(map(len, prompts)), config.rollouts.max_new_tokens
+        self._answers = min(config.grpo.answers or config.rollouts.group_size, config.rollouts.group_size)
+        self._reference, self._copies = bool(config.grpo.beta) and not self.policy.is_lora, copies
+        self.mapped = False  # whether large tensors are mapped one by one; of no effect on a GPU
+
+    def fit(self) -> int:
+        """Set the trainer's limit, checkpointing, and the questions sampled at a time. Gives the bytes that a round
+        takes then, at most. UserError if not even one answer fits, or if `grpo.gradient_checkpointing` is on and the
+        model has none."""
+        setting, trainer = self.config.grpo.gradient_checkpointing, self.trainer
+        wanted = min(self._group, trainer.limit)
+        self.mapped |= setting == "on" or self._tokens() < wanted
+        if setting == "on" or (setting == "auto" and self._tokens() < wanted):
+            self._checkpoint(setting == "on")
+        if self.machine.available and self.bytes(self._least) > self.machine.available:
+            raise UserError(sentence_of_refusal(self._training, self.machine))
+        tokens = max(self._tokens(), self._least.tokens)
+        if tokens < wanted:
+            trainer.report(f"at most {tokens:,} tokens in a microbatch: more do not fit into {self.machine.in_words}")
+        trainer.limit = min(trainer.limit, tokens)
+        if self.machine.room < math.inf:
+            self.policy.prompts_at_once = self._prompts_at_once
+        if self.mapped and not self.machine.gpu:
+            map_large_tensors()
+        return self.bytes(self._work())
+
+    def bytes(self, work: Work) -> int:
+        """Bytes of a round with that work at a time."""
+        return round_bytes(self.shape, self.kept, work, self.machine.gpu, self._reference, self._copies)
+
+    @property
+    def _training(self) -> Training:
+        model = model_of(self.policy.config.model, self.policy.num_parameters(), self.policy.base.config)
+        config = self.config.model_copy(update={"policy": self.policy.config})
+        return Training(model, config, self.policy.is_lora, self.policy.dtype.itemsize)
+
+    @property
+    def _answer(self) -> int:
+        """Tokens of a row with one answer that runs to its limit."""
+        return self._prompt + self._new - 1
+
+    @property
+    def _group(self) -> int:
+        """Tokens of a group: in one packed row, or in plain ones."""
+        packed = self._prompt + self._answers * (self._new - 1)
+        return packed if self.trainer.packing else self._answers * self._answer
+
+    @property
+    def _least(self) -> Work:
+        """The work that takes least memory: one question sampled, and one of its answers trained on, at a time."""
+        n, checkpointing = self.config.rollouts.group_size, self.policy.checkpointing is not None
+        sampled, tokens = self._sampled(n, self._prompt), self._answer
+        return Work(n, sampled, tokens, tokens, self._new, True, checkpointing, self.mapped, self._copied)
+
+    def _work(self) -> Work:
+        """The work at a time in a round within the limits."""
+        rollouts, grpo, n = self.config.rollouts, self.config.grpo, self._answers
+        groups = min(rollouts.groups, grpo.batch_groups or rollouts.groups)
+        answers = [[0] * self._new] * n
+        microbatches = self.trainer.plan([batch.Row([0] * self._prompt, answers, i * n) for i in range(groups)])
+        largest = max(microbatches, key=batch.tokens)
+        questions = min(rollouts.groups, self.policy.prompts_at_once(self._prompt, rollouts.group_size, self._new))
+        return Work(
+            answers=questions * rollouts.group_size,
+            sampled=questions * self._sampled(rollouts.group_size, self._prompt),
+            tokens=batch.tokens(largest),
+            longest=largest[0].length,
+            targets=sum(len(completion) for row in largest for completion in row.completions),
+            several=len(microbatches) > 1,
+            checkpointing=self.policy.checkpointing is not None,
+            mapped=self.mapped,
+            copied=self._copied,
+        )
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of the copy of the weights that is sampled from. On a GPU it is made within what is free then."""
+        engine = self.policy.engine
+        copies = isinstance(engine, NativeEngine) and not self.machine.gpu and engine.layout.name != "own"
+        return self.shape.weights + self.shape.saved if copies else 0
+
+    def _tokens(self) -> int:
+        """Tokens of the largest microbatch that fits, at most the trainer's limit."""
+        most, least = self.trainer.limit, 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            longest = min(middle, self._group if self.trainer.packing else self._answer)
+            work = replace(self._least, tokens=middle, longest=longest, targets=middle)
+            if self.bytes(work) <= self.machine.room:
+                least = middle
+            else:
+                most = middle - 1
+        return most
+
+    def _sampled(self, n: int, prompt: int, new: int = 0) -> int:
+        """Tokens whose keys and values are held while `n` answers to a question are sampled."""
+        shared = isinstance(self.policy.engine, NativeEngine)
+        return n * (new or self._new) + prompt * (1 if shared else n)
+
+    def _prompts_at_once(self, prompt: int, n: int, new: int) -> int:
+        """Questions with prompts of so many tokens of which `n` answers of at most `new` tokens can be sampled at a
+        time."""
+        least, gpu = self._least, self.machine.gpu
+        copied = least.copied or copied_bytes(self.shape, gpu)
+        sampling = sampling_bytes(self.shape, least.answers, least.sampled) + copied
+        lasting = self.bytes(least) - max(update_bytes(self.shape, self.kept, least, gpu), sampling) + copied
+        each = sampling_bytes(self.shape, n, self._sampled(n, prompt, new))
+        return max(1, int((self.machine.room - lasting) // each))
+
+    def _checkpoint(self, asked: bool) -> None:
+        again = Checkpointing(self.policy.model)
+        if again.agrees(self.policy.model, row(self.policy, 5), not self.policy.split_head):
+            self.policy.checkpointing = again
+            if not asked:
+                self.trainer.report("for want of memory, gradients are checkpointed: each layer is computed twice")
+        elif asked:
+            raise UserError(
+                "grpo.gradient_checkpointing = on, but the layers of this model cannot be computed again with the same "
+                "numbers; use auto"
+            )
+        else:
+            self.trainer.report(Detail("no gradient checkpointing: the layers of this model cannot be computed again"))
