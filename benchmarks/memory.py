@@ -3,11 +3,10 @@
     python -m benchmarks.memory [--quick] [--sizes 0.44M 3M 0.5B] [--tokens 500 2000 8000]
 
 Groups of 8 answers behind a prompt of 64 tokens, so many that one microbatch has about the given number of tokens;
-rewards 0, 1, 0, 1; AdamW; three updates, so that gradients of one meet activations of the next. Every row is a process
-of its own with one thread: the most main memory that it had, above what it had before weights were loaded. `full`
-trains all weights in float32, `lora` an adapter of rank 16, for 0.5B under bfloat16. Weights are random; 0.5B is the
-shape of Qwen2.5-0.5B. The same update is made in three ways: activations `kept` in the heap, as with ample memory;
-`mapped`, each large tensor by itself; mapped and `checkpointed`.
+rewards 0, 1, 0, 1; AdamW. Every row is a process of its own with one thread: the most main memory that it had, above
+what it had before weights were loaded. `full` trains all weights in float32, `lora` an adapter of rank 16, for 0.5B
+under bfloat16. Weights are random; 0.5B is the shape of Qwen2.5-0.5B. The same update is made in three ways:
+activations `kept` in the heap, as with ample memory; `mapped`, each large tensor by itself; mapped and `checkpointed`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import psutil
 from benchmarks.common import table, write
 from benchmarks.real_model import make_model
 
-PROMPT, ANSWERS, NEW, UPDATES = 64, 8, 56, 3
+PROMPT, ANSWERS, NEW, UPDATES = 64, 8, 56, 1
 GROUP = PROMPT + ANSWERS * (NEW - 1)
 SIZES = {"0.44M": (128, 2), "3M": (256, 4), "0.5B": None}
 WAYS = ("kept", "mapped", "checkpointed")

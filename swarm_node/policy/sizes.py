@@ -19,9 +19,9 @@ RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after 
 CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
 CHUNK_BYTES_ON_GPU = 512 * 2**20
 COPIED_BYTES = 512 * 2**20  # a CPU samples from a copy of weights that take at most this much; see `engines.products`
-SPARE_ON_GPU = 1.45
-"""Memory of activations that torch takes on a GPU, over what they need: 1.42 with models of 0.5B and 3B, the only two
-that were measured (docs/evidence.md)."""
+SPARE_ON_GPU = 1.2
+"""Memory of activations that torch takes on a GPU, over what they need: 1.20 and 1.18 with models of 0.5B and 3B, the
+only two that were measured (docs/evidence.md)."""
 SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.4, "adapter over 16 bits": 1.3}
 """The same for the C library's heap, whose gaps cost more with more tensors of different sizes (benchmarks/memory.py).
 There are none where large tensors are mapped one by one, see `oom`."""

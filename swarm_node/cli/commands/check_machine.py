@@ -167,15 +167,17 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
 def _lengths(training: Training, machine: Hardware, model_config: Any) -> Check:
     """The longest answers, and the largest groups of answers, that fit with each way of keeping weights."""
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**15
-    rollouts, as_set = training.config.rollouts, training.config.policy.quantize
+    new = min(training.config.rollouts.max_new_tokens, positions // 2)
+    training = training.with_(rollouts={"max_new_tokens": new})
+    n, as_set = training.config.rollouts.group_size, training.config.policy.quantize
     kinds = [as_set] if as_set or not training.lora or machine.device == "mps" else [None, "int8", "nf4"]
     found = []
     for kind in kinds:
         one = training.with_(policy={"quantize": kind})
         name = f"--quantize {kind}" if kind and kind != as_set else "as set"
         length, answers = one.longest(machine, positions), one.widest(machine)
-        lengths = f"{rollouts.group_size} answers of {length:,} tokens" if length else "none"
-        groups = f" or {answers} of {rollouts.max_new_tokens:,}" if answers else ""
+        lengths = f"{n} answers of {length:,} tokens" if length else "none"
+        groups = f" or {answers} of {new:,}" if answers else ""
         found.append(f"{name}: {lengths}{groups}")
     return Check("lengths", "ok", f"what fits at most, {'; '.join(found)}")
 

@@ -169,7 +169,7 @@ def test_what_fits_is_said_of_a_model_that_was_named(monkeypatch: pytest.MonkeyP
         assert [*checks] == ["memory", "lengths", "disk"]
         return checks["lengths"].detail
 
-    assert "as set: 8 answers of 64 tokens or 256 of 256; --quantize int8: " in lengths(2**33)
+    assert "as set: 8 answers of 128 tokens or 256 of 128; --quantize int8: " in lengths(2**33)
     assert "as set: none" in lengths(2**20) and "--quantize nf4: none" in lengths(2**20)
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm_node.config import NodeConfig
-from swarm_node.policy.sizes import KNOWN, MOST_ON_CPU, PART, KnownModel, bytes_with, largest_fitting
+from swarm_node.grpo import batch
+from swarm_node.policy.sizes import (
+    KNOWN,
+    MOST_ON_CPU,
+    PART,
+    RUNTIME_BYTES,
+    KnownModel,
+    Work,
+    bytes_with,
+    largest_fitting,
+    round_bytes,
+)
+from tests.support.repository import ROOT
 
 GIB = 2**30
 
@@ -55,3 +69,24 @@ def test_a_gpu_carries_more_than_main_memory() -> None:
     config = NodeConfig()
     with_gpu, without = largest_fitting(config, 80 * GIB, True), largest_fitting(config, 80 * GIB, False)
     assert with_gpu is not None and without is not None and with_gpu.parameters > without.parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "model"),
+    [
+        ("0.5B", KnownModel("0.5B", 494_032_768, 24, 896, 4864, 14, 2, 64)),
+        ("3B", KnownModel("3B", 3_085_938_688, 36, 2048, 11008, 16, 2, 128)),
+    ],
+)
+def test_the_estimate_is_near_what_a_gpu_reserved(size: str, model: KnownModel) -> None:
+    """benchmarks.real_model: 8 questions of 64 tokens, 8 answers each, of which 4 are trained on."""
+    found = json.loads((ROOT / f"benchmarks/results/real_model/{size}-gpu.json").read_text())
+    (measured,) = (each["peak_mib"] for each in found["contestants"] if each["who"] == "this package")
+    prompts, new, answers = found["prompts"], found["new"], NodeConfig().grpo.answers
+    rows = [batch.Row([0] * 64, [[0] * new] * answers, i * answers) for i in range(prompts)]
+    largest = batch.plan(rows, True, NodeConfig().grpo.microbatch_tokens, model.hidden)[0]
+    tokens, longest = batch.tokens(largest), largest[0].length
+    work = Work(8 * prompts, 8 * prompts * new + 64 * prompts, tokens, longest, tokens)
+    shape = model.shape(16, 2)
+    needed = round_bytes(shape, shape.activations, work, gpu=True) - RUNTIME_BYTES
+    assert needed / 2**20 == pytest.approx(measured, rel=0.03)
