@@ -9,10 +9,11 @@ weights in bfloat16, LoRA of rank 16 on all linear layers, and 1 task x 8 comple
 like it.
 
 Rewards alternate 0, 1, 0, 1 within each group: every group has a signal, nothing is skipped by anyone. Each contestant
-runs in a process of its own, in turn, with the same number of threads and the malloc settings of this package. Figures
-are the median step with quartiles over all steps (CPU time with one thread, which a busy machine disturbs least; wall
-time with two or more), ratios of the medians with quartiles over the repeats, and the process's peak memory. At the end
-(of a run with the size 0.44M), peak memory of the update alone at a vocabulary of 152k, where logits dominate.
+runs in a process of its own, in turn, with the same number of threads, which wait as the environment says
+(OMP_WAIT_POLICY; torch's default is to spin), and with the malloc settings of this package. Figures are the median step
+with quartiles over all steps (CPU time with one thread, which a busy machine disturbs least; wall time with two or
+more), ratios of the medians with quartiles over the repeats, and the process's peak memory. At the end (of a run with
+the size 0.44M), peak memory of the update alone at a vocabulary of 152k, where logits dominate.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ OPTIONS = (
     KeyOption("resources.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
     KeyOption("resources.pause_on", "--pause-on", "local join", LIMITS),
     KeyOption("resources.nice", "--nice", "local join bootstrap", LIMITS),
-    KeyOption("policy.threads", "--threads", "local join", LIMITS),
+    KeyOption("policy.threads", "--threads", "local join bench", LIMITS),
     KeyOption(
         "tasks",
         "--tasks",

@@ -279,8 +279,10 @@ def table(document: Mapping[str, Any]) -> list[str]:
         "",
     ]
     if len(measured) == 2:
-        low, middle, high = quartiles(_ratios(measured))
-        lines.append(f"TRL takes {middle:.1f} times as long a step ({low:.1f} to {high:.1f})")
+        ratios = _ratios(measured)
+        low, middle, high = quartiles(ratios)
+        spread = f" ({low:.1f} to {high:.1f})" if len(ratios) > 1 else ""
+        lines.append(f"TRL takes {middle:.1f} times as long a step{spread}")
     elif "trl" not in arms:
         lines.append(f"TRL is not installed; to measure it too: {pip('trl')}")
     return [
@@ -306,7 +308,9 @@ def _row(who: str, arm: Mapping[str, Any]) -> list[str]:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return "{1:.3g} ({0:.3g}-{2:.3g})".format(*values) if values else "not known"
+    if not values:
+        return "not known"
+    return f"{values[1]:.3g}" + ("" if values[0] == values[2] else " ({:.3g}-{:.3g})".format(*values[::2]))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -110,12 +110,18 @@ def test_rewards_give_each_group_a_signal() -> None:
 
 
 def test_the_table_has_quartiles_and_ratios() -> None:
-    ours = Result([arm([1.0, 2.0, 3.0]), arm([2.0, 2.0, 2.0])])
+    ours = Result([arm([1.0, 2.0, 3.0]), arm([2.0, 2.5, 1.0])])
     trl = Result([arm([4.0, 4.0, 4.0], engine="TRL 1.16.0"), arm([8.0, 8.0, 8.0])], checkpointing=True)
     lines = table(describe(config(), REQUEST, {"ours": ours, "trl": trl}))
-    assert any(line.startswith("| swarm-node, native") and "| 2 (2-2) " in line and "| 512" in line for line in lines)
+    assert any(
+        line.startswith("| swarm-node, native") and "| 2 (1.25-2.38) " in line and "| 512" in line for line in lines
+    )
     assert any(line.startswith("| TRL 1.16.0, checkpointing") and "| 6 (4-8) " in line for line in lines)
     assert "TRL takes 3.0 times as long a step (2.5 to 3.5)" in lines
+    once = table(describe(config(), REQUEST, {"ours": Result([arm([2.0])]), "trl": Result([arm([3.0])])}))
+    assert "TRL takes 1.5 times as long a step" in once and any(
+        "native | 2 " in line and "(" not in line for line in once
+    )
     assert quartiles([]) == [] and quartiles([1.0]) == [1.0, 1.0, 1.0]
 
 
