@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import median, table, write
-from swarm_node.cli.commands.bench import Work
+from swarm_node.cli.commands.bench import StepWork
 
 ANSWERS, PROMPT, WARMUP = 8, 64, 2
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,11 +52,11 @@ def make_model(shape: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def work_of(spec: dict[str, Any]) -> Work:
-    return Work(spec["prompts"], ANSWERS, spec["new"], spec["steps"], WARMUP)
+def work_of(spec: dict[str, Any]) -> StepWork:
+    return StepWork(spec["prompts"], ANSWERS, spec["new"], spec["steps"], WARMUP)
 
 
-def questions(work: Work) -> list[str]:
+def questions(work: StepWork) -> list[str]:
     """Questions of PROMPT tokens, another for each step and place."""
     places = ((k, i) for k in range(work.warmup + work.steps) for i in range(work.prompts))
     return [("abcdef" * PROMPT)[k + i : k + i + PROMPT - 1] for k, i in places]

@@ -31,7 +31,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.common import median, table, write
-from swarm_node.cli.commands.bench import Work, quartiles
+from swarm_node.cli.commands.bench import StepWork, quartiles
 
 GROUPS, GROUP_SIZE, WARMUP = 8, 8, 2
 TEACHING_STEPS = 80
@@ -90,12 +90,12 @@ def make_policies(folder: Path, sizes: list[str]) -> None:
 # --------------------------------------------------------------------- contestants
 
 
-def work_of(spec: dict) -> Work:
+def work_of(spec: dict) -> StepWork:
     size = SIZES[spec["size"]]
-    return Work(size.groups, GROUP_SIZE, size.new, spec["steps"], WARMUP, LEARNING_RATE, spec["seed"])
+    return StepWork(size.groups, GROUP_SIZE, size.new, spec["steps"], WARMUP, LEARNING_RATE, spec["seed"])
 
 
-def tasks_of(work: Work) -> list:
+def tasks_of(work: StepWork) -> list:
     """The tasks of all steps."""
     from swarm_node.config import RewardsConfig
     from swarm_node.tasks import load_tasks

@@ -48,7 +48,7 @@ Who = Literal["ours", "trl"]
 NAMES: dict[Who, str] = {"ours": "swarm-node", "trl": "TRL"}
 
 
-class Work(msgspec.Struct, frozen=True):
+class StepWork(msgspec.Struct, frozen=True):
     """What is done in a step, and how many steps there are."""
 
     prompts: int  # 0 = as many as are usual for the model
@@ -66,7 +66,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     who: Who
     policy: dict[str, Any]  # `PolicyConfig`
-    work: Work
+    work: StepWork
     checkpointing: bool = False  # TRL: recompute activations, for less memory
 
 
@@ -85,6 +85,7 @@ class Arm(msgspec.Struct, frozen=True):
     sampling_s: list[float]  # empty if it is not known
     tokens: list[int]  # of the answers of each step
     peak_bytes: int
+    checkpointing: bool = False  # this package: whether activations are recomputed, for want of memory
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def measure_arms(
     whos: list[Who] = ["ours", *(["trl"] if importlib.util.find_spec("trl") else [])]  # type: ignore[list-item]
     results: dict[Who, Result] = {who: Result([]) for who in whos}
     policy = config.policy.model_dump(mode="json")
-    work = Work(request.prompts, request.group_size, request.length)
+    work = StepWork(request.prompts, request.group_size, request.length)
     took: dict[Who, float] = {}
     for repeat in range(repeats):
         if repeat and until - time.monotonic() < sum(took.values()):
@@ -244,7 +245,7 @@ def _figures(result: Result) -> dict[str, Any]:
         "lora": first.lora,
         "parameters": first.parameters,
         "threads": first.threads,
-        "gradient_checkpointing": result.checkpointing,
+        "gradient_checkpointing": result.checkpointing or first.checkpointing,
         "step_s": quartiles(steps),
         "sampling_s": quartiles(result.all(lambda arm: arm.sampling_s)),
         "tokens_s": quartiles([n / s for n, s in zip(result.all(lambda arm: arm.tokens), steps, strict=True)]),

@@ -26,9 +26,10 @@ from typing import Any
 import msgspec
 import torch
 
-from swarm_node.cli.commands.bench import Arm, Spec, Work
-from swarm_node.config import GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig
+from swarm_node.cli.commands.bench import Arm, Spec, StepWork
+from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.grpo.memory import Fitting, hardware_of
 from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
@@ -56,7 +57,7 @@ class Times:
     tokens: list[int] = field(default_factory=list)  # tokens of its answers
 
 
-def goes_on(done: int, seconds: float, work: Work, now: float) -> bool:
+def goes_on(done: int, seconds: float, work: StepWork, now: float) -> bool:
     """Whether another step is due after `done` of them, the last of which took `seconds`. One after the warm-up always
     is."""
     if done <= work.warmup:
@@ -70,11 +71,21 @@ def rewards(n: int) -> list[float]:
 
 
 def our_steps(
-    policy: Policy, tasks: Sequence[Task], work: Work, clock: Callable[[], float] = time.perf_counter
+    policy: Policy,
+    tasks: Sequence[Task],
+    work: StepWork,
+    clock: Callable[[], float] = time.perf_counter,
+    fit: bool = False,
 ) -> Times:
-    """Steps of this package on `tasks`, `work.prompts` of them in each step. UserError if a question does not fit."""
+    """Steps of this package on `tasks`, `work.prompts` of them in each step. `fit`: they fit into free memory, as those
+    of a run do. UserError if they cannot, or if a question does not fit the model."""
     rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
-    trainer = Trainer(policy, GrpoConfig(learning_rate=work.learning_rate), Sampling(work.new))
+    grpo = GrpoConfig(learning_rate=work.learning_rate)
+    trainer = Trainer(policy, grpo, Sampling(work.new), lambda sentence: print(sentence, file=sys.stderr))
+    if fit:
+        config = NodeConfig(policy=policy.config, rollouts=rollouts, grpo=grpo)
+        prompts = [policy.encode(task.question) for task in tasks[: work.prompts]]
+        Fitting(trainer, prompts, config, hardware_of(policy.device)).fit()
 
     def score(tasks: object, prompts: object, completions: list[str]) -> list[Score]:
         return [Score(None, {"turn": reward}, reward, False) for reward in rewards(len(completions))]
@@ -102,7 +113,7 @@ def trl_steps(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[str],
-    work: Work,
+    work: StepWork,
     lora: Any = None,
     clock: Callable[[], float] = time.perf_counter,
     **settings: Any,
@@ -211,9 +222,10 @@ def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
         raise UserError(f"--length {spec.work.new}: this model takes at most {policy.max_positions // 2}")
     work = _with_prompts(spec.work, policy.device, policy.num_parameters())
     policy.engine = _endless(policy)
-    times = our_steps(policy, _tasks(work), work)
+    times = our_steps(policy, _tasks(work), work, fit=True)
     engine = type(policy.engine).__name__.removesuffix("Engine").lower()
-    return _arm(times, work, engine, policy.device, policy.dtype, policy.num_parameters(), policy.is_lora)
+    arm = _arm(times, work, engine, policy.device, policy.dtype, policy.num_parameters(), policy.is_lora)
+    return msgspec.structs.replace(arm, checkpointing=policy.checkpointing is not None)
 
 
 def _endless(policy: Policy) -> Engine:
@@ -251,12 +263,12 @@ def _measure_trl(spec: Spec, config: PolicyConfig) -> Arm:
     return _arm(times, work, f"TRL {version('trl')}", plan.device, plan.dtype, plan.size, plan.lora)
 
 
-def _with_prompts(work: Work, device: torch.device, parameters: int) -> Work:
+def _with_prompts(work: StepWork, device: torch.device, parameters: int) -> StepWork:
     usual = PROMPTS_OF_LARGE if device.type == "cpu" and parameters > SMALL else PROMPTS
     return msgspec.structs.replace(work, prompts=work.prompts or usual)
 
 
-def _tasks(work: Work) -> list[Task]:
+def _tasks(work: StepWork) -> list[Task]:
     """Questions for all steps, the same ones for each arm."""
     count = work.prompts * (work.warmup + work.steps)
     return load_tasks(TASKS, RewardsConfig()).sample(random.Random(work.seed), count)
@@ -270,7 +282,7 @@ def _prompt(tokenizer: Any, config: PolicyConfig, question: str) -> str:
 
 
 def _arm(
-    times: Times, work: Work, engine: str, device: torch.device, dtype: torch.dtype, parameters: int, lora: bool
+    times: Times, work: StepWork, engine: str, device: torch.device, dtype: torch.dtype, parameters: int, lora: bool
 ) -> Arm:
     is_gpu = device.type == "cuda"
     return Arm(

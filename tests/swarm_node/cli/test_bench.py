@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import bench
-from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, Work, describe, quartiles, table
+from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, StepWork, describe, quartiles, table
 from swarm_node.cli.commands.bench_arms import _endless, goes_on, rewards
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
@@ -83,7 +83,7 @@ def test_time_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(UserError, match="--length 200: this model takes at most 128"):
-        bench.run(Spec("ours", config().policy.model_dump(mode="json"), Work(1, 2, 200)), 600)
+        bench.run(Spec("ours", config().policy.model_dump(mode="json"), StepWork(1, 2, 200)), 600)
 
 
 def test_a_process_that_dies_gives_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,15 +91,15 @@ def test_a_process_that_dies_gives_its_last_words(monkeypatch: pytest.MonkeyPatc
     program.write_text(f"#!/bin/sh\necho 'OSError: {Path.home()}/model is gone' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert bench.run(Spec("trl", {}, Work(1, 2, 4)), 60) == "OSError: ~/model is gone"
+    assert bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 60) == "OSError: ~/model is gone"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
-    assert bench.run(Spec("trl", {}, Work(1, 2, 4)), 60) == "ended by signal 9, probably for want of memory"
+    assert bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 60) == "ended by signal 9, probably for want of memory"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    assert "no step ended in time" in str(bench.run(Spec("trl", {}, Work(1, 2, 4)), 1))
+    assert "no step ended in time" in str(bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 1))
 
 
 def test_steps_end_when_another_would_be_late() -> None:
-    work = Work(1, 2, 4, steps=3, warmup=1, until=100.0)
+    work = StepWork(1, 2, 4, steps=3, warmup=1, until=100.0)
     assert goes_on(1, 50.0, work, now=99.0)  # one step after the warm-up is always done
     assert goes_on(2, 50.0, work, now=50.0) and not goes_on(2, 50.0, work, now=50.1)
     assert goes_on(3, 1.0, work, now=0.0) and not goes_on(4, 1.0, work, now=0.0)
