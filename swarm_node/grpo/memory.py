@@ -28,7 +28,7 @@ from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
-from swarm_node.policy.oom import map_large_tensors
+from swarm_node.policy.oom import is_out_of_memory, map_large_tensors
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import Activations, Shape, Work, copied_bytes, round_bytes, sampling_bytes, update_bytes
@@ -89,6 +89,18 @@ def shape_of(policy: Policy) -> Shape:
     )
 
 
+def _kept(policy: Policy, shape: Shape) -> Activations:
+    try:
+        return measured(policy)
+    except Exception as exc:  # hundreds of architectures, each with errors of its own
+        if is_out_of_memory(exc):
+            raise
+        policy.report(
+            Detail(f"memory of updates is estimated, since it cannot be measured here ({type(exc).__name__})")
+        )
+        return shape.activations
+
+
 class Fitting:
     """Makes the rounds of a run fit into memory."""
 
@@ -98,7 +110,7 @@ class Fitting:
         """`prompts` are some encoded ones. `copies`: of what is trained in float32, for averaging."""
         self.trainer, self.policy, self.config, self.machine = trainer, trainer.policy, config, machine
         self.shape: Shape = shape_of(self.policy)
-        self.kept: Activations = measured(self.policy)
+        self.kept: Activations = _kept(self.policy, self.shape)
         self._prompt, self._new = max(map(len, prompts)), config.rollouts.max_new_tokens
         self._answers = min(config.grpo.answers or config.rollouts.group_size, config.rollouts.group_size)
         self._reference, self._copies = bool(config.grpo.beta) and not self.policy.is_lora, copies

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -112,26 +110,49 @@ def test_checkpointing_makes_equal_gradients_in_less_memory(family: str, lora: b
     assert kept_bytes(policy, 40, policy.checkpointing) < kept_bytes(policy, 40) / 4
 
 
-def test_layers_that_drop_are_not_checkpointed(tmp_path: Path) -> None:
+def test_layers_that_drop_are_not_checkpointed() -> None:
     """OPT's layers drop by themselves in training mode, and draw random numbers for that."""
     sizes = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32)
 
-    def agrees(dropout: float) -> bool:
+    batch, before = row(policy_of("llama", False, packing=False), 5), torch.get_rng_state()
+    for dropout in (0.0, 0.5):
         config = OPTConfig(vocab_size=100, max_position_embeddings=64, dropout=dropout, **sizes)
-        model = OPTForCausalLM(config).eval()
-        policy = policy_of("llama", False, packing=False)
-        return Checkpointing(model).agrees(model, row(policy, 5), True)
+        with torch.random.fork_rng():
+            model = OPTForCausalLM(config).eval()
+        assert Checkpointing(model).agrees(model, batch, True) == (dropout == 0.0)
+        once = token_logprobs(model, batch, 1.0, full_logits=True)[0]
+        assert torch.equal(once, token_logprobs(model, batch, 1.0, full_logits=True)[0]), "dropout is off again"
+    assert torch.equal(torch.get_rng_state(), before), "global random numbers stay"
 
-    before = torch.get_rng_state()
-    assert agrees(0.0)
-    torch.set_rng_state(before)
-    models = OPTForCausalLM(OPTConfig(vocab_size=100, max_position_embeddings=64, dropout=0.5, **sizes)).eval()
-    state = torch.get_rng_state()
-    batch = row(policy_of("llama", False, packing=False), 5)
-    assert not Checkpointing(models).agrees(models, batch, True)
-    assert torch.equal(torch.get_rng_state(), state), "global random numbers stay"
-    once = token_logprobs(models, batch, 1.0, full_logits=True)[0]
-    assert torch.equal(once, token_logprobs(models, batch, 1.0, full_logits=True)[0]), "dropout is off again"
+
+def test_layers_with_another_result_the_second_time_are_not_checkpointed() -> None:
+    """The log-probabilities are equal: only gradients show what is computed again."""
+    policy = policy_of("llama", False)
+    mlp = policy.model.model.layers[0].mlp
+    own, calls = mlp.forward, []
+
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return own(x * (2.0 if len(calls) > 2 else 1.0))
+
+    mlp.forward = changing
+    assert not Checkpointing(policy.model).agrees(policy.model, row(policy, 5), False)
+    assert len(calls) == 3 and all(p.grad is None for p in policy.model.parameters())
+
+
+def test_layers_that_fail_are_not_checkpointed() -> None:
+    policy = policy_of("llama", False)
+    layer = policy.model.model.layers[0]
+    own = layer.mlp.forward
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if layer.training:
+            raise RuntimeError("not in training mode")
+        return own(x)
+
+    layer.mlp.forward = failing
+    assert not Checkpointing(policy.model).agrees(policy.model, row(policy, 5), False)
+    assert not any(module.training for module in policy.model.modules())
 
 
 def test_a_model_without_such_layers_is_not_checkpointed() -> None:
