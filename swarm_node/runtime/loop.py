@@ -240,7 +240,7 @@ class Run:
         prompts = [self.policy.encode(self.tasks.prompt(task)) for task in drawn]
         self.limits.wait(stop)
         if self.crew is None:
-            self._fit(prompts)
+            _fit(node, self.limits, prompts)
         if node.round == 0:
             self.held_out.measure_before()
         self.held_out.begin()
@@ -248,18 +248,6 @@ class Run:
             say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
-
-    def _fit(self, prompts: list[list[int]]) -> None:
-        """Make rounds fit into memory, and say what they take. UserError if they cannot."""
-        config, device = self.config, self.policy.device
-        copies = 0 if self.node.averager is None else AVERAGING_COPIES
-        machine = hardware_of(device, self.limits.own_memory)
-        bytes = self.limits.with_network(Fitting(self.node.trainer, prompts, config, machine, copies).fit())
-        needed = Estimate(bytes, round_seconds(self.policy, prompts, config.rollouts, config.grpo), machine.gpu)
-        say(str(needed), "estimate")
-        say(Detail(needed.longest), "estimate")
-        if not machine.gpu:
-            self.limits.check_estimate(needed.bytes)
 
     def _is_time_over(self, started: float) -> bool:
         if self.crew is not None:
@@ -359,6 +347,19 @@ class Run:
         """The ended run, for the program that started it."""
         newest = None if self.crew is not None else self.checkpoints.newest
         return TrainResult(self.run.path, self.node.round, self.finished, report.figures, newest)
+
+
+def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
+    """Make rounds fit into memory, and say what they take. UserError if they cannot."""
+    config, policy = node.config, node.policy
+    copies = 0 if node.averager is None else AVERAGING_COPIES
+    machine = hardware_of(policy.device, limits.own_memory)
+    bytes = limits.with_network(Fitting(node.trainer, prompts, config, machine, copies).fit())
+    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu)
+    say(str(needed), "estimate")
+    say(Detail(needed.longest), "estimate")
+    if not machine.gpu:
+        limits.check_estimate(needed.bytes)
 
 
 def _say_completions(groups: Sequence[Group]) -> None:
