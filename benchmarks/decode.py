@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from benchmarks.common import RESULTS, machine, median, table
 from benchmarks.real_model import SHAPES
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.products import best_s
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling
@@ -42,16 +42,6 @@ def model_of(size: str) -> PreTrainedModel:
         return build_model(vocabulary=VOCABULARY, layers=layers, hidden=hidden, seed=0).eval()
     config = Qwen2Config(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True, **SHAPES[size])
     return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def best_s(work: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def limit_of(model: PreTrainedModel) -> Callable[[int], float]:

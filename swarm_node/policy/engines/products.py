@@ -76,7 +76,7 @@ def packing_gain(hidden: int, dtype: torch.dtype) -> float:
             return 0.0
         if not torch.allclose(own.float(), packed.float(), rtol=1e-2, atol=0.1):  # of values about hidden ** 0.5
             return 0.0
-        return _best_of(lambda: F.linear(x, weight)) / _best_of(lambda: _product(x, blocks, None))
+        return best_s(lambda: F.linear(x, weight)) / best_s(lambda: _product(x, blocks, None))
 
 
 def joined(modules: list[nn.Module], layout: Name) -> Linear:
@@ -110,12 +110,12 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _best_of(product: Callable[[], Tensor]) -> float:
-    """Seconds of the fastest of REPEATS calls."""
+def best_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds of the fastest of some calls."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
-        product()
+        work()
         times.append(time.perf_counter() - start)
     return min(times)
 
