@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Draw what the commands print, from real runs in terminals of 80 columns.
+"""Draw what the commands print, from real runs in terminals of 80 columns, and photograph their pages.
 
     python scripts/pictures.py swarm     # docs/images/swarm-terminals.svg: new, bootstrap, join, join, status
+                                         # docs/images/dashboard.png: a member; swarm-page.png: the swarm
     python scripts/pictures.py demo      # docs/images/demo-end.svg: how the demo ends, with answers before and after
 
 Each run is in a temporary directory. Nodes listen on 127.0.0.1 at free ports, by variables of the environment, so a
-picture holds no address of this machine. The text is what a process printed. Needs pyte (`.[dev]`).
+picture holds no address of this machine. The text is what a process printed. Needs pyte (`.[dev]`), and
+Chromium for the pages, which are left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import re
 import sys
@@ -23,12 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.terminal import TITLE, Run, Terminal, svg  # noqa: E402
+from tests.support.chromium import Chromium, find_chromium  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 LEAST_ROUND = 150  # of each member, when the picture is taken: the swarm is worth little in the first rounds
 TYPED = "$ ", "starting"  # from the command to the first line that it prints
 LEFT_OUT: list[Run] = [("⋮", TITLE, False)]
 LOOPBACK = {"LISTEN": "127.0.0.1", "PORT": "0", "GOSSIP_PORT": "0"}
+ADDRESS = re.compile(r"http://[\w.:]+/?")
+WIDTH, HEIGHT = 1024, 960  # of a photograph, in pixels; one of a whole page is as high as that
 RUNNING = re.compile(r"^round (\d+)\b.*?^1 other, ([\d.]+) of their groups", re.MULTILINE | re.DOTALL)
 
 
@@ -45,8 +51,9 @@ def is_sharing(text: str) -> bool:
     return found is not None and int(found[1]) >= LEAST_ROUND and float(found[2]) > 0
 
 
-def swarm(folder: Path) -> str:
-    """Five commands in four terminals: a swarm of two members, as an SVG."""
+def swarm(folder: Path) -> dict[str, bytes]:
+    """Five commands in four terminals: a swarm of two members, as an SVG; the pages of one member and of the swarm, as
+    PNG."""
     with ExitStack() as stack:
 
         def opened(command: str) -> Terminal:
@@ -75,10 +82,37 @@ def swarm(folder: Path) -> str:
             "terminal 3: another member": cut(bob, TYPED, bar),
             "terminal 4: what the first member got": cut(status.lines(), *worth),
         }
-        return svg("A swarm of two members on one machine: what new, bootstrap, join and status print", panels)
+        title = "A swarm of two members on one machine: what new, bootstrap, join and status print"
+        found = {"swarm-terminals.svg": svg(title, panels).encode()}
+        if (chromium := find_chromium()) is None:
+            print("no Chromium here: dashboard.png and swarm-page.png stay as they are", file=sys.stderr)
+            return found
+        browser = Chromium(chromium, folder / "browser")
+        stack.callback(browser.close)
+        member = opened("swarm-node dashboard runs/alice --port 0")
+        found["dashboard.png"] = photograph(browser, member, "document.querySelector('.commands') !== null", False)
+        page = opened('swarm-node dashboard "$(tail -1 link.txt)" --port 0')
+        rows = "document.querySelectorAll('tr[data-key*=KooW]').length === 3"
+        code = "document.querySelector('.qr img')?.complete"
+        return found | {"swarm-page.png": photograph(browser, page, f"{rows} && {code}", True)}
 
 
-def demo(folder: Path) -> str:
+def photograph(browser: Chromium, server: Terminal, ready: str, whole: bool) -> bytes:
+    """The page that a command serves, as PNG, once a JavaScript expression is true. `whole`: down to its end."""
+    server.until(ADDRESS.search)
+    found = ADDRESS.search(server.text())
+    assert found is not None, "it was there a moment ago"
+    browser.open(found[0], WIDTH, HEIGHT)
+    browser.wait(ready)
+    if whole:
+        height = browser.value("document.documentElement.scrollHeight")
+        size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.call("Emulation.setDeviceMetricsOverride", **size)
+    browser.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+
+
+def demo(folder: Path) -> dict[str, bytes]:
     """The last lines of the demo, as an SVG."""
     terminal = Terminal(f"swarm-node local --config {ROOT}/configs/demo.toml", folder, environment())
     try:
@@ -86,7 +120,8 @@ def demo(folder: Path) -> str:
     finally:
         terminal.stop()
     title = "How the demo ends: three held-out questions with an answer before and after training, and what was learned"
-    return svg(title, {"the end of make demo": cut(terminal.lines(), ("answers ", "files "))})
+    lines = cut(terminal.lines(), ("answers ", "files "))
+    return {"demo-end.svg": svg(title, {"the end of make demo": lines}).encode()}
 
 
 def cut(lines: Sequence[list[Run]], *stretches: tuple[str, str]) -> list[list[Run]]:
@@ -103,16 +138,17 @@ def cut(lines: Sequence[list[Run]], *stretches: tuple[str, str]) -> list[list[Ru
     return kept
 
 
-PICTURES = {"swarm": (swarm, "swarm-terminals.svg"), "demo": (demo, "demo-end.svg")}
+PICTURES = {"swarm": swarm, "demo": demo}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=PICTURES)
-    draw, file = PICTURES[parser.parse_args().picture]
+    draw = PICTURES[parser.parse_args().picture]
     with tempfile.TemporaryDirectory() as folder:
-        (IMAGES / file).write_text(draw(Path(folder)))
-    print(f"written to {IMAGES / file}")
+        for file, content in draw(Path(folder)).items():
+            (IMAGES / file).write_bytes(content)
+            print(f"written to {IMAGES / file}")
 
 
 if __name__ == "__main__":

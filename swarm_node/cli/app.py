@@ -21,7 +21,7 @@ from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
-from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
+from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError, UserError
 from swarm_node.runtime.waiting import wait_passively
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
@@ -81,6 +81,12 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
         except SwarmNodeError as error:
             _tell(error, values)
             raise typer.Exit(_exit_code(error)) from None
+        except PermissionError as error:  # of a file that another user owns, wherever a command came upon it
+            if error.filename is None:
+                raise
+            named = f"no permission for {error.filename}: change its owner or mode, or choose another directory"
+            _tell(UserError(named), values)
+            raise typer.Exit(USER_ERROR) from None
         except Exception as error:
             if (own := blamed(error)) is None:
                 raise

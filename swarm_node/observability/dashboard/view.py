@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
@@ -147,13 +146,9 @@ class View:
             return {}
         if state == "ended":
             return {"go on": f"swarm-node resume {where}"} if trains and self._config else {}
-        holder = _holder(self.run)
-        stop = {} if holder is None else {"stop": f"kill -INT {holder}"}
-        if not trains:
-            return stop
-        return {
-            "unpause" if state == "paused" else "pause": f"swarm-node {'un' * (state == 'paused')}pause {where}"
-        } | stop
+        pause = "unpause" if state == "paused" else "pause"
+        names = [*([pause] if trains else []), "stop"]
+        return {name: f"swarm-node {name} {where}" for name in names}
 
     @property
     def link(self) -> str | None:
@@ -277,18 +272,6 @@ class View:
             return None
         self._stamps[path] = stamp
         return parsed
-
-
-def _holder(run: RunDir) -> int | None:
-    """The process on this machine that has the run's lock open; None if it cannot be told. The number in the lock file
-    may be one that a container gave, or any text."""
-    try:
-        holder = int(run.holder)
-        opened = psutil.Process(holder).open_files()
-    except (ValueError, OSError, psutil.Error):  # of another user, perhaps
-        return None
-    lock = os.path.realpath(run.path / "lock")
-    return holder if any(file.path == lock for file in opened) else None
 
 
 def glance(run: RunDir, lock: Lock) -> dict[str, Any]:

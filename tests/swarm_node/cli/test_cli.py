@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -67,6 +68,20 @@ def test_help_of_join_begins_with_a_volunteer_s_needs() -> None:
     assert options == [*volunteer, "--json", "--verbose", "--quiet", "--help"]
     names = ["Resource limits", "Training", "Pipeline stages", "Network", "Cloud", "Logs", "Configuration"]
     assert [panel.partition(" ─")[0] for panel in panels] == names
+
+
+@pytest.mark.parametrize("words", [("resume",), ("pause",), ("stop",), ("samples",)])
+def test_a_directory_of_another_user_is_one_line(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, as whom tests may run, is refused nothing; so the refusal is made up."""
+
+    def refuse(run: RunDir) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(run.config))
+
+    monkeypatch.setattr(RunDir, "exists", property(refuse))
+    result = run(*words, "of-others/run")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("swarm-node: no permission for of-others/run/config.toml: change its owner")
+    assert result.stderr.count("\n") == 1
 
 
 def test_every_command_has_verbose_and_quiet() -> None:
