@@ -29,6 +29,7 @@ from swarm_node.errors import StopRequested, TemporaryError, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
+from swarm_node.observability.wrapping import for_stream
 from swarm_node.runtime.console import LEVELS, open_health, open_log, say, shown_as_lines
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
@@ -63,7 +64,7 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
     name = config.name or "bootstrap"
     config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
     lines = shown_as_lines(config.log_format, name, sys.stderr)
-    early = _print if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
+    early = _tell if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
     swarm = find_swarm(config.swarm, RunDir(config.directory), early)  # first: a mistake in it leaves nothing behind
     if RunDir(config.directory).has_trained:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
@@ -74,7 +75,7 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         run = RunDir(config.directory)
         stack.enter_context(leaving_at_once(run.abandon))
         stack.enter_context(run.take())
-        open_log(run, lines or (lambda text, kind, level: None if level == "error" else _print(text)), stack)
+        open_log(run, lines or (lambda text, kind, level: None if level == "error" else _tell(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
         run.write("config.toml", dump_toml(config))
@@ -98,6 +99,11 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
             health.leaving = True
             say("leaving")
     return 0
+
+
+def _tell(sentence: str) -> None:
+    """Write a sentence to stderr, broken between words on a terminal."""
+    _print("\n".join(for_stream(line, sys.stderr) for line in sentence.split("\n")))
 
 
 def _print(sentence: str, stream: TextIO | None = None) -> None:

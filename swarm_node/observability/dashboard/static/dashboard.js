@@ -297,7 +297,7 @@ function tiles(run) {
     figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
     figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
   if (last["machine/cpu_cores"] !== undefined) list.append(
-    figure("This machine", "machine", `${last["machine/cpu_cores"].toFixed(1)} of ${number(last["machine/cores"])} cores`,
+    figure("This machine", "machine", `${last["machine/cpu_cores"].toFixed(1)} of ${number(last["machine/cores"])} core${last["machine/cores"] === 1 ? "" : "s"}`,
       `${(last["machine/memory_bytes"] / 2 ** 30).toFixed(2)} GiB of memory`,
       last["machine/gpu_bytes"] ? `${(last["machine/gpu_bytes"] / 2 ** 30).toFixed(2)} GiB of the GPU` : null));
   if (inSwarm) {
