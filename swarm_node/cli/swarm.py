@@ -134,7 +134,9 @@ def doctor(
     from swarm_node.cli.commands.doctor import examine
 
     if target and RunDir(target).exists and settings.any_typed:
-        raise UserError(f"settings are not for a run: {target} is examined with its own config.toml")
+        raise UserError(
+            f"--config, --set and other settings are not for a run: {target} is examined with its own config.toml"
+        )
     raise typer.Exit(examine(target, settings.load(), json_output))
 
 
