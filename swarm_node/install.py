@@ -56,7 +56,7 @@ def pip(arguments: str) -> str:
 
 
 def extra_command(extra: str) -> str:
-    """The command that adds the packages of that extra to this installation, from the source that it is of."""
+    """The command that adds the packages of that extra to this installation, from the source that it came from."""
     source, editable = _made_of()
     named = f"{PACKAGE}[{extra}] @ {source}" if "://" in source else f"{source}[{extra}]"
     arguments = f"{'-e ' if editable else ''}{shlex.quote(named)}"

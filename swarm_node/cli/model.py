@@ -190,7 +190,7 @@ def bench(
 ) -> None:
     """Measure how fast a GRPO step is on this machine, and in how much memory; also TRL's, where it is installed.
 
-    Prints one row for each and writes the figures to a file to send in, which names neither this machine nor a path.
+    Prints one row for each and writes the figures to a file, which names neither this machine nor a path.
     Every answer runs to its full length.
     """
     config = settings.load()

@@ -133,7 +133,7 @@ OPTIONS = (
     KeyOption("log", "--log", "local join", LOGS),
     KeyOption("log_format", "--log-format", "local join resume bootstrap", LOGS),
 )
-"""What a volunteer needs comes first. What is for others has a panel of its own, in the order of the rows."""
+"""Options that a volunteer needs come first. The others have panels of their own, in the order of the rows."""
 
 
 def keys_by_name() -> dict[str, str]:

@@ -41,6 +41,12 @@ UNREPORTED = {"swarm", "name", "run_dir", "rounds", "minutes"}
 """Settings that a later start does not report, because it shows them anyway. It reports all others: --relay or
 --max-cpu stay in force even if they are not given again."""
 SECRET = "pipeline.crew"  # the name of a crew is its password, so it is never shown
+GONE = {
+    "truncated": "benchmarks.corrections:Truncated",
+    "truncated_sequence": "benchmarks.corrections:TruncatedSequence",
+    "icepop": "benchmarks.corrections:IcePop",
+}
+"""Values of `grpo.correction` in earlier versions, and the plugin that is the same."""
 MAX_LISTED = 8  # most settings in one sentence
 MAX_VALUE_CHARS = 60  # longest value in a sentence; system prompts are longer
 HOW_LONG = {"rounds", "minutes"}
@@ -67,6 +73,9 @@ def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> 
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
     UserError if the file cannot be read, or another value in it is wrong."""
     table = read_toml(file, "the run's settings")
+    if (gone := table.get("grpo", {}).get("correction")) in GONE:
+        del table["grpo"]["correction"]
+        say(Warned(f'{file} has grpo.correction = "{gone}", which is no more; a clone has it as {GONE[gone]}'))
     try:
         config = NodeConfig.model_validate(table, extra="ignore")
     except ValidationError as error:

@@ -26,7 +26,7 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     try:  # imported when needed; the object interface needs no display and keeps no global state
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        problem = "no package that draws is installed, and --csv needs none"
+        problem = "a picture needs matplotlib (--csv needs no package)"
         raise UserError(f"{problem}; to install it: {extra_command('plots')}") from None
     measures = [measure for measure in MEASURES if comparison.bands("round", measure)]
     figure = Figure(figsize=(10, 3.6 * len(measures)), dpi=120, layout="constrained")

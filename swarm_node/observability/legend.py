@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def running_legend(held_out: bool, member: bool) -> list[str]:
-    """Lines about the live lines of a run. `held_out`: it measures held-out figures."""
+def running_legend(held_out: bool, member: bool, own_tasks: bool = False) -> list[str]:
+    """Lines about the live lines of a run. `held_out`: it measures held-out figures; `own_tasks`: of `eval.tasks`."""
     reward = "reward = mean score of its answers"
     return [
-        f"{reward}; held-out = on questions never trained on" if held_out else reward,
+        f"{reward}; held-out = on questions {'of eval.tasks' if own_tasks else 'never trained on'}"
+        if held_out
+        else reward,
         *(["group = one question with its answers, as members send them to each other"] if member else []),
     ]
 
@@ -17,7 +19,7 @@ def running_legend(held_out: bool, member: bool) -> list[str]:
 def table_legend(columns: Sequence[str], samples: int) -> str:
     """A line about the columns of a table of held-out figures, each with `samples` answers to a question."""
     meanings = {
-        f"pass@{samples}": f"of questions with a right one in {samples}",
+        f"pass@{samples}": f"share of questions with a right answer among {samples}",
         "pass@1": "share of right answers",
         "reward": "mean score",
     }

@@ -97,7 +97,7 @@ def plot_reward(
 
 def no_picture() -> str:
     """The sentence about what is not installed."""
-    return f"no picture of the rewards; this installs what draws it: {extra_command('plots')}"
+    return f"no picture of the rewards without matplotlib; to install it: {extra_command('plots')}"
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

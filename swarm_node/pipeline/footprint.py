@@ -136,6 +136,7 @@ class Footprint:
         return stage_bytes(frozen, trained, self._itemsize, self.reference, offered, kept)
 
 
-def free_memory() -> int:
-    """Bytes of GPU memory that are free or, without a GPU, of main memory; 0 = not known."""
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else free_main_memory()
+def free_memory(device: str = "auto") -> int:
+    """Bytes of GPU memory that are free or, without a GPU or on the device `cpu`, of main memory; 0 = not known."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    return int(torch.cuda.mem_get_info()[0]) if on_gpu else free_main_memory()

@@ -79,22 +79,7 @@ def load_policy(
     plan = prepare(config, report=report)
     check(plan)
     tokenizer = load_tokenizer(config)
-    files = _vetted_weights(plan)
-    vetting.check_declared(plan.base, plan.size, files)
-    model, found = _load(
-        AutoModelForCausalLM,
-        plan.base,
-        plan.revision,
-        config=plan.config,
-        dtype=plan.dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        **loading_options(plan.quantize, plan.dtype, plan.device),
-        **PLAIN,
-    )
-    if found["missing_keys"] or found["mismatched_keys"]:
-        lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
-        raise UserError(f"{type(model).__name__}: {lacks(plan.base, lacking[0])}; {COPY_AGAIN}, or {OTHER}")
+    model, files = load_base(plan)
     if not plan.lora and type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{type(model).__name__} ({plan.base}): transformers does not load again what it saves of such a model; "
@@ -136,6 +121,28 @@ def load_policy(
         template = f"prompts are {config.prompt_template!r} (policy.prompt_template)"
         report(Detail(f"no chat template in this tokenizer: {template}"))
     return policy
+
+
+def load_base(plan: Plan) -> tuple[Any, list[Path]]:
+    """The model of `plan` without an adapter, on the CPU if it is not quantised, and its files of weights. UserError if
+    these are not what they should be."""
+    files = _vetted_weights(plan)
+    vetting.check_declared(plan.base, plan.size, files)
+    model, found = _load(
+        AutoModelForCausalLM,
+        plan.base,
+        plan.revision,
+        config=plan.config,
+        dtype=plan.dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        **loading_options(plan.quantize, plan.dtype, plan.device),
+        **PLAIN,
+    )
+    if found["missing_keys"] or found["mismatched_keys"]:
+        lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
+        raise UserError(f"{type(model).__name__}: {lacks(plan.base, lacking[0])}; {COPY_AGAIN}, or {OTHER}")
+    return model, files
 
 
 def _engine_name(policy: Policy) -> str:

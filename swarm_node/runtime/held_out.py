@@ -72,6 +72,11 @@ class HeldOutFigures:
         return self._config.eval.samples
 
     @property
+    def has_own_tasks(self) -> bool:
+        """Whether `eval.tasks` are asked, of which training may have seen some."""
+        return bool(self._config.eval.tasks)
+
+    @property
     def rewards(self) -> RewardsConfig:
         return self._config.rewards
 

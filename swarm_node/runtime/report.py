@@ -50,7 +50,12 @@ class RunReport:
             return
         if self._before.table and self._now.table:
             columns, table = rows(self._before.table, self._now.table, self.held_out.samples, self.held_out.rewards)
-            console.progress.table("held-out questions, which are never trained on", columns, table)
+            title = (
+                "questions of eval.tasks"
+                if self.held_out.has_own_tasks
+                else "held-out questions, which are never trained on"
+            )
+            console.progress.table(title, columns, table)
             console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:
                 figure, samples = self.held_out.figure, self.held_out.samples

@@ -66,7 +66,7 @@ class Bucket:
             self.fs, place = fsspec.core.url_to_fs(url)
         except ImportError as error:
             extra = EXTRAS.get(scheme)
-            package = extra_command(extra) if extra else f"pip install fsspec's driver for {scheme}"
+            package = extra_command(extra) if extra else f"the driver of fsspec for {scheme}"
             raise UserError(f"--checkpoint-to {url} needs a package: {package}") from error
         except ValueError as error:
             raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error

@@ -36,7 +36,7 @@ def in_metrics(names: Iterable[str]) -> dict[str, str]:
 def endless(names: Collection[str]) -> UserError:
     """The error about tasks of which all questions are wanted, and that make questions without end."""
     return UserError(
-        f"--all asks every question, and {', '.join(names)} has no last one: name question files (--tasks test.jsonl), "
+        f"--all asks every question, and {', '.join(names)} never ends: name question files (--tasks test.jsonl), "
         "or a number of questions (--questions 1000)"
     )
 

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -40,16 +41,17 @@ FORMAT = 1
 REPEATS = 3  # processes of each arm
 STEPS = 10  # counted steps of a process, at most
 FOREVER = 1e18
+CLASS = re.compile(r"[A-Za-z_][\w.]{0,79}")  # of an exception
 LONGEST_REASON = 300  # characters
 PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes")
 MIB = 2**20
 
-Who = Literal["ours", "trl"]
-NAMES: dict[Who, str] = {"ours": "swarm-node", "trl": "TRL"}
+Side = Literal["ours", "trl"]
+NAMES: dict[Side, str] = {"ours": "swarm-node", "trl": "TRL"}
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """What is done in a step, and how many steps there are."""
+    """The work of a step, and the number of steps."""
 
     prompts: int  # 0 = as many as are usual for the model
     group_size: int  # answers to each prompt
@@ -62,16 +64,16 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What the process of an arm is to do."""
+    """The task of an arm's process."""
 
-    who: Who
+    side: Side
     policy: dict[str, Any]  # `PolicyConfig`
     work: StepWork
     checkpointing: bool = False  # TRL: recompute activations, for less memory
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """What a process measured."""
+    """The figures of a process."""
 
     engine: str
     device: str
@@ -90,7 +92,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command line asks for."""
+    """The choices of the command line."""
 
     minutes: float
     group_size: int
@@ -101,7 +103,7 @@ class BenchRequest:
 
 @dataclass
 class Result:
-    """What became of an arm's processes."""
+    """The figures of an arm's processes, or why there are none."""
 
     arms: list[Arm]
     failed: str = ""
@@ -128,32 +130,32 @@ def main(config: NodeConfig, request: BenchRequest, say: Callable[[str], None]) 
 
 def measure_arms(
     config: NodeConfig, request: BenchRequest, say: Callable[[str], None], repeats: int = REPEATS
-) -> dict[Who, Result]:
+) -> dict[Side, Result]:
     """Run the arms in turn. Raises UserError if this package cannot train the model."""
     until = time.monotonic() + 60 * request.minutes
-    whos: list[Who] = ["ours", *(["trl"] if importlib.util.find_spec("trl") else [])]  # type: ignore[list-item]
-    results: dict[Who, Result] = {who: Result([]) for who in whos}
+    sides: list[Side] = ["ours", *(["trl"] if importlib.util.find_spec("trl") else [])]  # type: ignore[list-item]
+    results: dict[Side, Result] = {side: Result([]) for side in sides}
     policy = config.policy.model_dump(mode="json")
     work = StepWork(request.prompts, request.group_size, request.length)
-    took: dict[Who, float] = {}
+    took: dict[Side, float] = {}
     for repeat in range(repeats):
         if repeat and until - time.monotonic() < sum(took.values()):
             break
-        for i, who in enumerate(whos):
-            result = results[who]
-            left, processes = until - time.monotonic(), (repeats - repeat) * len(whos) - i
+        for i, side in enumerate(sides):
+            result = results[side]
+            left, processes = until - time.monotonic(), (repeats - repeat) * len(sides) - i
             if result.failed:
                 continue
-            say(f"{NAMES[who]}, {repeat + 1} of {repeats} …")
+            say(f"{NAMES[side]}, {repeat + 1} of {repeats} …")
             began = time.monotonic()
             work = msgspec.structs.replace(work, until=began + left / processes)
-            spec = Spec(who, policy, work, result.checkpointing)
-            found = run(spec, left)
-            if found == OUT_OF_MEMORY and who == "trl" and not result.arms:
+            spec = Spec(side, policy, work, result.checkpointing)
+            found = run(spec, left, say)
+            if found == OUT_OF_MEMORY and side == "trl" and not result.arms:
                 result.checkpointing = True
                 say("TRL ran out of memory: again with gradient checkpointing …")
-                found = run(msgspec.structs.replace(spec, checkpointing=True), until - time.monotonic())
-            took[who] = time.monotonic() - began
+                found = run(msgspec.structs.replace(spec, checkpointing=True), until - time.monotonic(), say)
+            took[side] = time.monotonic() - began
             if isinstance(found, str):
                 result.failed = "" if result.arms else found
                 continue
@@ -166,9 +168,9 @@ def measure_arms(
 OUT_OF_MEMORY = "out of memory"
 
 
-def run(spec: Spec, seconds: float) -> Arm | str:
-    """Measure an arm in a process of its own, within so many seconds: what it measured, or why it did not. Raises
-    UserError if the process refuses the model or a setting."""
+def run(spec: Spec, seconds: float, say: Callable[[str], None]) -> Arm | str:
+    """Measure an arm in a process of its own, within so many seconds. Gives its figures, or why there are none, in
+    words that name no path; `say` takes the rest. Raises UserError if this package refuses the model or a setting."""
     command = [sys.executable, "-m", "swarm_node.cli.commands.bench_arms", msgspec.json.encode(spec).decode()]
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     try:
@@ -176,32 +178,35 @@ def run(spec: Spec, seconds: float) -> Arm | str:
     except subprocess.TimeoutExpired:
         return "no step ended in time: give more --minutes, or a lower --length, --group-size or --prompts"
     if done.returncode == 0:
-        last = done.stdout.strip().rpartition("\n")[2]
-        told = msgspec.json.decode(last)
+        told = msgspec.json.decode(done.stdout.strip().rpartition("\n")[2])
         if "failed" not in told:
             return msgspec.convert(told, Arm)
-        if told.get("refused") and spec.who == "ours":
-            raise UserError(told["failed"])
-        return _shown(str(told["failed"]))
+        if told.get("refused"):
+            if spec.side == "ours":
+                raise UserError(told["failed"])
+            say(_shown(told["failed"]))
+            return "it does not load this model"
+        return str(told["failed"])
     if done.returncode < 0:
         return f"ended by signal {-done.returncode}" + (
             ", probably for want of memory" if done.returncode == -9 else ""
         )
     errors = [line for line in done.stderr.splitlines() if line.strip()]
-    reason = errors[-1] if errors else f"exit code {done.returncode}"
-    return _shown(reason)
+    say(_shown(errors[-1] if errors else f"exit code {done.returncode}"))
+    kind = errors[-1].partition(":")[0] if errors else ""
+    return kind if CLASS.fullmatch(kind) else f"exit code {done.returncode}"
 
 
 def _shown(reason: str) -> str:
-    """A reason as it may be sent in."""
-    return printable(reason.replace(str(Path.home()), "~"))[:LONGEST_REASON]
+    """A reason for the terminal."""
+    return printable(reason)[:LONGEST_REASON]
 
 
-def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Who, Result]) -> dict[str, Any]:
+def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Side, Result]) -> dict[str, Any]:
     """The document of the file. It names no path, host or user."""
     whole = [arm for result in results.values() for arm in result.arms]
     if not whole:
-        reasons = "; ".join(f"{NAMES[who]}: {result.failed}" for who, result in results.items())
+        reasons = "; ".join(f"{NAMES[side]}: {result.failed}" for side, result in results.items())
         raise UserError(f"nothing was measured: {reasons}")
     one = whole[0]
     is_local = Path(config.policy.model).expanduser().is_dir()
@@ -222,7 +227,7 @@ def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Who, Re
         "prompts": one.prompts,
         "group_size": request.group_size,
         "length": request.length,
-        "arms": {who: _figures(result) for who, result in results.items()},
+        "arms": {side: _figures(result) for side, result in results.items()},
     }
 
 
@@ -267,7 +272,7 @@ COLUMNS = ["", "s a step", "sampling, s", "tokens/s", "peak MiB"]
 def table(document: Mapping[str, Any]) -> list[str]:
     """Lines that show a document: on what, one row for each arm, and how much longer TRL takes."""
     arms: Mapping[str, Any] = document["arms"]
-    measured = {who: arm for who, arm in arms.items() if "failed" not in arm}
+    measured = {side: arm for side, arm in arms.items() if "failed" not in arm}
     one, machine = next(iter(measured.values())), document["machine"]
     gpu = f"{machine['device']}, " if machine["device_gib"] else ""
     kind = f"{'LoRA' if one['lora'] else 'all weights'}, {document['quantize'] or one['dtype']}"
@@ -276,7 +281,7 @@ def table(document: Mapping[str, Any]) -> list[str]:
         f"{document['model']} ({one['parameters'] / 1e6:,.4g} M parameters, {kind}), a step of {size}",
         f"{gpu}{machine['cpu']}, {one['threads']} of {machine['cores']:g} cores, {document['date']}",
         "",
-        *_aligned([COLUMNS, *(_row(who, arm) for who, arm in arms.items())]),
+        *_aligned([COLUMNS, *(_row(side, arm) for side, arm in arms.items())]),
         "",
     ]
     if len(measured) == 2:
@@ -298,11 +303,11 @@ def _ratios(measured: Mapping[str, Any]) -> list[float]:
     return [statistics.median(trl["step_s"]) / statistics.median(ours["step_s"]) for ours, trl in pairs]
 
 
-def _row(who: str, arm: Mapping[str, Any]) -> list[str]:
-    name = NAMES[who]  # type: ignore[index]
+def _row(side: str, arm: Mapping[str, Any]) -> list[str]:
+    name = NAMES[side]  # type: ignore[index]
     if "failed" in arm:
         return [name, f"failed: {arm['failed']}"]
-    name = f"swarm-node, {arm['engine']}" if who == "ours" else arm["engine"]
+    name = f"swarm-node, {arm['engine']}" if side == "ours" else arm["engine"]
     name += ", checkpointing" if arm["gradient_checkpointing"] else ""
     step, sampling, tokens = arm["step_s"], arm["sampling_s"], arm["tokens_s"]
     return [name, _spread(step), _spread(sampling), f"{tokens[1]:,.0f}", f"{arm['peak_mib'][1]:,.0f}"]

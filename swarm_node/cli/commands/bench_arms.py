@@ -35,10 +35,9 @@ from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.engines.base import Engine
 from swarm_node.policy.engines.transformers import TransformersEngine
-from swarm_node.policy.loading import Plan, load_policy, load_tokenizer, prepare
+from swarm_node.policy.loading import load_base, load_policy, load_tokenizer, prepare
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.quantised import loading_options
 from swarm_node.rollouts import collect
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling, Score, Task
@@ -212,7 +211,7 @@ def _synchronise() -> None:
 def measure_arm(spec: Spec) -> Arm:
     """The steps of one arm. UserError if the model or its questions do not allow them."""
     config = PolicyConfig(**spec.policy)
-    return (_measure_trl if spec.who == "trl" else _measure_ours)(spec, config)
+    return (_measure_trl if spec.side == "trl" else _measure_ours)(spec, config)
 
 
 def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
@@ -240,18 +239,9 @@ def _endless(policy: Policy) -> Engine:
 def _measure_trl(spec: Spec, config: PolicyConfig) -> Arm:
     from importlib.metadata import version
 
-    from transformers import AutoModelForCausalLM
-
-    plan: Plan = prepare(config)
+    plan = prepare(config)
     work = _with_prompts(spec.work, plan.device, plan.size)
-    model = AutoModelForCausalLM.from_pretrained(
-        plan.base,
-        revision=plan.revision,
-        dtype=plan.dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        **loading_options(plan.quantize, plan.dtype, plan.device),
-    ).to(plan.device)
+    model = load_base(plan)[0].to(plan.device)
     tokenizer = load_tokenizer(config)
     prompts = [_prompt(tokenizer, config, task.question) for task in _tasks(work)]
     lora = lora_config(config) if plan.lora else None

@@ -136,11 +136,12 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     except UserError:  # a model family that cannot be split into stages
         frozen = plan.size if plan.lora else 0
         needed = stage_bytes(frozen, plan.size - frozen, itemsize, bool(config.grpo.beta))
-    free = free_memory()
+    free = free_memory(plan.device.type)
     checkpointed = needed - itemsize * plan.size * plan.lora
     needed += RUNTIME_BYTES - plan.saved
     needs = f"{model} needs {_gib(needed)} with the program itself, and more for answers (a start says how much)"
-    training, machine = training_of(config, plan), Hardware(plan.device.type, free)
+    machine = Hardware(plan.device.type, free, int(config.resources.max_memory_gb * 2**30))
+    training = training_of(config, plan)
     if not config.pipeline.stages:
         needed = training.least_bytes(machine.gpu)
         needs = f"{model} needs at least {_gib(needed)} with the program itself"

@@ -1,5 +1,7 @@
 import json
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,9 @@ def test_no_token_ends_an_answer(kind: Any) -> None:
 def test_time_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def run(spec: Spec, seconds: float) -> Arm | str:
-        asked.append(spec.who)
-        return arm([1.0]) if spec.who == "ours" else bench.OUT_OF_MEMORY if not spec.checkpointing else "too slow"
+    def run(spec: Spec, seconds: float, say: Callable[[str], None]) -> Arm | str:
+        asked.append(spec.side)
+        return arm([1.0]) if spec.side == "ours" else bench.OUT_OF_MEMORY if not spec.checkpointing else "too slow"
 
     monkeypatch.setattr(bench, "run", run)
     results = bench.measure_arms(config(), REQUEST, lambda sentence: None)
@@ -83,19 +85,35 @@ def test_time_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(UserError, match="--length 200: this model takes at most 128"):
-        bench.run(Spec("ours", config().policy.model_dump(mode="json"), StepWork(1, 2, 200)), 600)
+        bench.run(Spec("ours", config().policy.model_dump(mode="json"), StepWork(1, 2, 200)), 600, print)
 
 
-def test_a_process_that_dies_gives_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho 'OSError: {Path.home()}/model is gone' >&2\nexit 1\n")
+@pytest.mark.parametrize(
+    ("script", "reason", "said"),
+    [
+        ("echo 'OSError: /srv/secret/model is gone' >&2; exit 1", "OSError", ["OSError: /srv/secret/model is gone"]),
+        ("echo '/srv/secret: not found' >&2; exit 3", "exit code 3", ["/srv/secret: not found"]),
+        ("echo '{\"failed\": \"no /srv/secret\", \"refused\": true}'", "it does not load this model", ["no /srv/secret"]),
+        ("kill -9 $$", "ended by signal 9, probably for want of memory", []),
+    ],
+)
+def test_a_process_that_dies_says_why_without_paths(
+    script: str, reason: str, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, told = tmp_path / "python", list[str]()
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 60) == "OSError: ~/model is gone"
-    program.write_text("#!/bin/sh\nkill -9 $$\n")
-    assert bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 60) == "ended by signal 9, probably for want of memory"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    assert "no step ended in time" in str(bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 1))
+    assert bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 60, told.append) == reason
+    assert told == said
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: object, **kwargs: object) -> None:
+        raise subprocess.TimeoutExpired("arm", 1)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert "no step ended in time" in str(bench.run(Spec("trl", {}, StepWork(1, 2, 4)), 1, print))
 
 
 def test_steps_end_when_another_would_be_late() -> None:

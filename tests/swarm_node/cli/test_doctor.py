@@ -148,7 +148,7 @@ def test_a_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts(free: int, running: bool = False) -> list[str]:
-        monkeypatch.setattr(footprint, "free_memory", lambda: free)
+        monkeypatch.setattr(footprint, "free_memory", lambda device: free)
         return [check.verdict for check in room(NodeConfig(), Path("runs/new"), running)]
 
     needed = RUNTIME_BYTES + 16 * prepare(PolicyConfig()).size  # weights, gradients, two moments
@@ -163,7 +163,7 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_fits_is_said_of_a_model_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lengths(free: int, **policy: object) -> str:
-        monkeypatch.setattr(footprint, "free_memory", lambda: free)
+        monkeypatch.setattr(footprint, "free_memory", lambda device: free)
         config = NodeConfig.model_validate({"policy": {"model": starter_path(), "lora": True} | policy})
         checks = {check.name: check for check in room(config, Path("runs/new"), False)}
         assert [*checks] == ["memory", "lengths", "disk"]
@@ -371,7 +371,7 @@ def test_remedies_say_what_is_known(
     assert start.having() == started
     Path("file").touch()
     assert directory(Path("file/run"), start).remedy == elsewhere
-    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda device: 1)
     (tight, _) = room(NodeConfig(), Path("runs/new"), False, start)
     assert tight.remedy == f"{started} --lora"
     named = NodeConfig(policy=PolicyConfig(lora=True), pipeline=PipelineConfig(stages=2, crew="home"))
@@ -499,7 +499,7 @@ def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
 def test_a_lone_run_needs_no_network(
     stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda device: 1)
     crew = PipelineConfig(stages=stages, crew="local" if stages else "")
     with RunDir.open("runs/alone") as run:
         run.write("config.toml", dump_toml(NodeConfig(run_dir="runs/alone", pipeline=crew)))
@@ -550,7 +550,7 @@ def test_a_cure_is_named_once(
 def test_a_bootstrap_needs_no_room_for_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda device: 1)
     monkeypatch.setattr(check_network, "own_address", lambda: PRIVATE)
     a_member_run("bootstrap")
     examine("runs/alice", NodeConfig(), json_output=True)

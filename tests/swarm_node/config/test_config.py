@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_node.config import NodeConfig, TaskConfig, dump_toml, load_config
+from swarm_node.config.own import read_own
 from swarm_node.config.writing import config_reference
 from swarm_node.errors import UserError
 
@@ -259,6 +260,14 @@ def test_settings_that_contradict_each_other(sets: list[str], message: str) -> N
         load_config(sets=[part])
     with pytest.raises(UserError, match=re.escape(message)):
         load_config(sets=sets)
+
+
+def test_a_run_with_a_correction_that_is_gone_reads(tmp_path: Path) -> None:
+    file, said = tmp_path / "config.toml", list[str]()
+    file.write_text('[grpo]\ncorrection = "icepop"\nk = 3\n')
+    config = read_own(file, said.append)
+    assert (config.grpo.correction, config.grpo.k) == ("recorded", 3)
+    assert len(said) == 1 and said[0].endswith("a clone has it as benchmarks.corrections:IcePop")
 
 
 def test_only_reward_functions_may_judge_alone() -> None:

@@ -126,7 +126,7 @@ def test_a_test_file_is_asked_while_training(capsys: pytest.CaptureFixture[str])
         assert f"asking {many} of test, 1 answers to each\n" in words
     evaluate_main("run", ["train.jsonl"], 1, None, True)
     assert "; --all asks every question of a file" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(UserError, match="gcd has no last one"):
+    with pytest.raises(UserError, match="gcd never ends"):
         evaluate_main("starter", ["gcd"], 1, None, True, every=True)
     assert train_locally(settings(2, eval=asked | {"tasks": ["train.jsonl"]}, tasks=["train.jsonl"])) == 0
     said = " ".join("".join(capsys.readouterr()).split())

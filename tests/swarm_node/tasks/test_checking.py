@@ -53,9 +53,7 @@ def test_what_does_not_exist_is_named(spec: str, said: str) -> None:
 
 def test_only_files_have_all_questions() -> None:
     check_end(["good.jsonl", "sums.csv", TaskConfig(file="q.txt"), "mine.py:Class"])
-    with pytest.raises(
-        UserError, match=r"--all asks every question, and gcd, small has no last one: name question files"
-    ):
+    with pytest.raises(UserError, match=r"--all asks every question, and gcd, small never ends: name question files"):
         check_end([TaskConfig(env="gcd"), "good.jsonl", "small"])
 
 

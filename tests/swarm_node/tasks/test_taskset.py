@@ -255,7 +255,7 @@ def test_a_test_file_is_asked_whole_and_in_order(tmp_path: Path) -> None:
     assert [task.name.index for task in tasks.held_out(3)] == [0, 1, 2]
     mixed = load_tasks(["small/gcd", file], REWARDS, whole=True)
     assert mixed.held_out(4)[0].label == "gcd", "of what has no end, the held-out part is asked"
-    with pytest.raises(UserError, match="gcd has no last one"):
+    with pytest.raises(UserError, match="gcd never ends"):
         mixed.every()
 
 
