@@ -26,6 +26,7 @@ from swarm_node.policy.activations import measured, row
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.products import Layout, packed_layout
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
 from swarm_node.policy.oom import is_out_of_memory, map_large_tensors
@@ -126,11 +127,13 @@ class Fitting:
         if setting == "on" or (setting == "auto" and self._tokens() < wanted):
             self._checkpoint(setting == "on")
         if self.machine.available and self.bytes(self._least) > self.machine.available:
-            raise UserError(sentence_of_refusal(self._training, self.machine))
+            raise UserError(sentence_of_refusal(self._training, self.machine, self.bytes(self._least)))
         tokens = max(self._tokens(), self._least.tokens)
-        if tokens < wanted:
-            trainer.report(f"at most {tokens:,} tokens in a microbatch: more do not fit into {self.machine.in_words}")
+        if tokens < trainer.limit:
+            limits = f"at most {tokens:,} tokens in a microbatch: more do not fit into {self.machine.in_words}"
+            trainer.report(limits if tokens < wanted else Detail(limits))
         trainer.limit = min(trainer.limit, tokens)
+        self._pack()
         if self.machine.room < math.inf:
             self.policy.prompts_at_once = self._prompts_at_once
         if self.mapped and not self.machine.gpu:
@@ -145,7 +148,7 @@ class Fitting:
     def _training(self) -> Training:
         model = model_of(self.policy.config.model, self.policy.num_parameters(), self.policy.base.config)
         config = self.config.model_copy(update={"policy": self.policy.config})
-        return Training(model, config, self.policy.is_lora, self.policy.dtype.itemsize)
+        return Training(model, config, self.policy.is_lora, self.policy.dtype.itemsize, self._copies)
 
     @property
     def _answer(self) -> int:
@@ -187,10 +190,21 @@ class Fitting:
 
     @property
     def _copied(self) -> int:
-        """Bytes of the copy of the weights that is sampled from. On a GPU it is made within what is free then."""
+        """Bytes of the copy of the weights that is sampled from."""
         engine = self.policy.engine
-        copies = isinstance(engine, NativeEngine) and not self.machine.gpu and engine.layout.name != "own"
+        copies = isinstance(engine, NativeEngine) and engine.layout.name != "own"
         return self.shape.weights + self.shape.saved if copies else 0
+
+    def _pack(self) -> None:
+        """Have the native engine sample from packed weights, if they are faster and there is room for the copy."""
+        engine = self.policy.engine
+        if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or self.machine.gpu:
+            return
+        own, packed = engine.layout, packed_layout(self.policy.base)
+        engine.layout = packed
+        if self.bytes(self._work()) > self.machine.room:
+            engine.layout = packed = Layout(own.name, f"{own.why}, for which there is no room beside a round")
+        self.trainer.report(Detail(f"sampling multiplies with {packed.name} weights: {packed.why}"))
 
     def _tokens(self) -> int:
         """Tokens of the largest microbatch that fits, at most the trainer's limit."""

@@ -46,7 +46,7 @@ class Checkpointing:
         if not self._layers:
             return False
         trained = [p for p in model.parameters() if p.requires_grad]
-        some = trained[:: max(1, len(trained) // SOME)]
+        some = trained[:: -max(1, len(trained) // SOME)]  # the last one is lora_B; lora_A has no gradient at first
 
         def passed() -> tuple[Tensor, tuple[Tensor | None, ...]]:
             logprobs = token_logprobs(model, batch, 1.0, full_logits=full_logits)[0]

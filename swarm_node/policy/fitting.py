@@ -12,6 +12,7 @@ from swarm_node.policy.sizes import KnownModel, largest_fitting, least_work, rou
 SHARE = 0.9
 """Part of the memory that a run plans with. The rest is for other programs, and for what the estimate misses."""
 SHORTEST = 32  # tokens of an answer; shorter ones are not proposed
+AGAIN = "--set grpo.gradient_checkpointing=auto"
 MOST_ANSWERS = 256  # to one question; larger groups are not proposed
 GIB = 2**30
 
@@ -48,13 +49,14 @@ class Training:
     config: NodeConfig
     lora: bool
     width: int  # bytes of a weight
+    copies: int = 0  # of what is trained in float32, for averaging
 
     def least_bytes(self, gpu: bool) -> int:
         """Bytes of a round with one question sampled, and one of its answers trained on, at a time."""
         policy = self.config.policy
         shape = self.model.shape(policy.lora_rank if self.lora else 0, self.width, policy.quantize)
         reference = bool(self.config.grpo.beta) and not self.lora
-        return round_bytes(shape, shape.activations, least_work(self.config), gpu, reference)
+        return round_bytes(shape, shape.activations, least_work(self.config), gpu, reference, self.copies)
 
     def fits(self, machine: Hardware) -> bool:
         """Whether such a round fits into the room that a machine has."""
@@ -88,28 +90,29 @@ def option_that_fits(training: Training, machine: Hardware) -> str:
     return option or ""
 
 
-def sentence_of_refusal(training: Training, machine: Hardware) -> str:
-    """The sentence about a run that does not fit: what it takes, what there is, and the setting that fits."""
-    needed, option = training.least_bytes(machine.gpu) / GIB, option_that_fits(training, machine)
+def sentence_of_refusal(training: Training, machine: Hardware, measured: int = 0) -> str:
+    """The sentence about a run that does not fit: what it takes (the `measured` bytes, else computed ones), what there
+    is, and the setting that fits."""
+    needed, option = (measured or training.least_bytes(machine.gpu)) / GIB, option_that_fits(training, machine)
     remedy = f"it fits with {option}" if option else "take a smaller --model, or several machines (docs/stages.md)"
     return f"{training.model.name} needs at least {needed:.1f} GiB, of {machine.in_words} here: {remedy}"
 
 
 def _smaller(training: Training, machine: Hardware) -> Iterator[tuple[str, Training]]:
     """Options that save memory with the training that they make, the least change first."""
-    config, new = training.config, training.config.rollouts.max_new_tokens
+    config, new, again = training.config, training.config.rollouts.max_new_tokens, ""
     if config.grpo.gradient_checkpointing == "off":
-        training = training.with_(grpo={"gradient_checkpointing": "auto"})
-        yield "--set grpo.gradient_checkpointing=auto", training
-    ways = [("", training)]
+        training, again = training.with_(grpo={"gradient_checkpointing": "auto"}), AGAIN
+        yield AGAIN, training
+    ways = [(again, training)]
     if not training.lora:
-        ways.append(("--lora", replace(training, lora=True, width=2 if machine.gpu else 4)))
+        ways.append((f"{again} --lora".strip(), replace(training, lora=True, width=2 if machine.gpu else 4)))
     lora = ways[-1][1]
     if machine.device != "cuda" and lora.width == 4:
         half = f"{ways[-1][0]} --set policy.dtype=bfloat16".strip()
         ways.append((half, replace(lora, width=2)))
     if machine.device in ("cpu", "cuda") and config.policy.quantize != "nf4":
-        ways.append(("--quantize nf4", replace(lora.with_(policy={"quantize": "nf4"}), width=ways[-1][1].width)))
+        ways.append((f"{again} --quantize nf4".strip(), lora.with_(policy={"quantize": "nf4"})))
     yield from ways[1:]
     for option, one in ways:
         shorter = new // 2

@@ -19,8 +19,9 @@ from swarm_node.policy.architecture import is_windowed, largest
 from swarm_node.policy.engines import find_engine
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
-from swarm_node.policy.engines.products import layout_of
+from swarm_node.policy.engines.products import Layout, layout_of
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.suitability import (
     check_architecture,
@@ -63,7 +64,7 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     rng = torch.Generator().manual_seed(0)
     words = min(largest(text, "vocab_size", policy.vocabulary), policy.vocabulary)
     prompt, one, two = (torch.randint(words, (k,), generator=rng).tolist() for k in (7, 3, 5))
-    native, known = False, policy.family in SUPPORTED
+    native, known, layout = False, policy.family in SUPPORTED, layout_of(policy.base)
     if not known:
         check_architecture(policy, longest)
     with torch.no_grad():
@@ -75,22 +76,21 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
         policy.split_head = _head_is_apart(policy, prompt + one, rows[0])
         policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
         if rollouts.engine in ("auto", "native") and not windowed and known:
-            native = _native_agrees(policy, prompt, one, two, rows)
+            native = _native_agrees(policy, prompt, one, two, rows, layout)
     if not known:
         check_training(policy, prompt, one, two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
     kind = TransformersEngine if rollouts.engine in ("auto", "native") else find_engine(rollouts.engine)
     if native:
-        recorded = policy.device.type == "cuda" and graphs_agree(policy, prompt, two)
-        policy.engine = policy.engine_of(GraphEngine if recorded else NativeEngine)
+        recorded = policy.device.type == "cuda" and graphs_agree(policy, prompt, two, layout)
+        engine = GraphEngine if recorded else NativeEngine
+        policy.engine = engine(policy.model, policy.eos_ids, policy.pad_id, layout)
+        policy.report(Detail(f"sampling multiplies with {layout.name} weights: {layout.why}"))
     elif kind is TransformersEngine and not known:
         policy.engine = generate_engine(policy, prompt, two)
     else:
         policy.engine = policy.engine_of(kind)
-    if native:
-        layout = layout_of(policy.base)
-        policy.report(Detail(f"sampling multiplies with {layout.name} weights: {layout.why}"))
 
 
 def _head_is_apart(policy: Policy, ids: list[int], logits: Tensor) -> bool:
@@ -98,6 +98,8 @@ def _head_is_apart(policy: Policy, ids: list[int], logits: Tensor) -> bool:
     try:
         return torch.equal(_head_of_backbone(policy, ids), logits)
     except Exception as exc:  # a model without such parts, or with others under their names
+        if is_out_of_memory(exc):
+            raise
         policy.report(Detail(f"this architecture has no backbone of its own ({type(exc).__name__}): full logits"))
         return False
 
@@ -120,22 +122,28 @@ def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
             policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
         )
     except Exception as exc:  # many forward passes refuse such a mask, each in its own way
+        if is_out_of_memory(exc):
+            raise
         policy.report(Detail(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows"))
         return False
     return same(packed[: p + a], rows[0]) and same(packed[p + a :], rows[1][p:])
 
 
-def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
+def _native_agrees(
+    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor], layout: Layout
+) -> bool:
     """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
     prompts = [prompt, prompt + two[:2]]
     own_rows = [rows[0], own_logits(policy, prompts[1] + one)]
     try:
-        decoder = Decoder(policy.model, layout_of(policy.base).name)
+        decoder = Decoder(policy.model, layout.name)
         cache = decoder.slice.cache([len(p) for p in prompts], 2, len(one))
         ours = [decoder.prefill(cache, prompts).repeat_interleave(2, 0)]
         for step, token in enumerate(one):
             ours.append(decoder.forward(cache, torch.full((4,), token, device=policy.device), step))
     except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
+        if is_out_of_memory(exc):
+            raise
         policy.report(Detail(f"the native engine does not suit this model ({type(exc).__name__}: {exc})"))
         return False
     logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
@@ -146,9 +154,9 @@ def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[
     )
 
 
-def graphs_agree(policy: Policy, prompt: list[int], more: list[int]) -> bool:
+def graphs_agree(policy: Policy, prompt: list[int], more: list[int], layout: Layout) -> bool:
     """Whether recorded steps sample with the model's own log-probabilities."""
-    engine = GraphEngine(policy.model, [], policy.pad_id)
+    engine = GraphEngine(policy.model, [], policy.pad_id, layout)
     try:
         differences = differences_of_samples(policy, engine, [prompt, prompt + more])
     except Exception as exc:  # an operation that cannot be recorded, or not on this device

@@ -157,7 +157,7 @@ def round_bytes(
 ) -> int:
     """Bytes of a round. `reference`: the weights of before training are kept; `copies`: of what is trained in float32,
     for averaging, in main memory."""
-    lasting = RUNTIME_BYTES + shape.weights + shape.optimiser + reference * shape.weights
+    lasting = (0 if gpu else RUNTIME_BYTES) + shape.weights + shape.optimiser + reference * shape.weights
     lasting += 0 if gpu else copies * 4 * shape.trained
     sampling = sampling_bytes(shape, work.answers, work.sampled) + (work.copied or copied_bytes(shape, gpu))
     return lasting + max(sampling, update_bytes(shape, kept, work, gpu))

@@ -355,7 +355,8 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
     config, policy = node.config, node.policy
     copies = 0 if node.averager is None else AVERAGING_COPIES
     machine = hardware_of(policy.device, limits.own_memory)
-    bytes = limits.with_network(Fitting(node.trainer, prompts, config, machine, copies).fit())
+    bytes = Fitting(node.trainer, prompts, config, machine, copies).fit()
+    bytes = bytes if machine.gpu else limits.with_network(bytes)
     needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu)
     say(str(needed), "estimate")
     say(Detail(needed.longest), "estimate")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, Sample, sample
-from swarm_node.policy.engines.products import Linear, Name, joined, layout_of
+from swarm_node.policy.engines.products import Layout, Linear, Name, joined, layout_of
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -104,10 +104,11 @@ class Decoder:
 class NativeEngine(BatchEngine):
     """Decodes with a `Decoder`, which is made anew after each `update`."""
 
-    def __init__(self, model: nn.Module, eos: list[int], pad_id: int) -> None:
+    def __init__(self, model: nn.Module, eos: list[int], pad_id: int, layout: Layout | None = None) -> None:
+        """`layout` of the weights in its decoders; None = that of `layout_of`."""
         super().__init__()
         self._model, self._eos = model, torch.tensor(eos)
-        self.layout = layout_of(model)
+        self.layout = layout or layout_of(model)
         self._decoder: Decoder | None = None
 
     @property

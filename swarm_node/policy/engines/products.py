@@ -2,9 +2,10 @@
 
     own        the modules as they are: no copy, an adapter is computed beside its layer
     joined     a copy with adapters merged, modules with one input side by side: [in, out] on a CPU, [out, in] on a GPU
-    packed     such a copy in the blocks of oneDNN, on a CPU: 1.2 to 2 times as fast as `own`, most with few rows
+    packed     such a copy in the blocks of oneDNN, on a CPU
 
-Small models are `joined`: at their sizes `packed` gains little. For others `packed` is measured once in a process.
+Small models are `joined`: at their sizes `packed` gains little. For others `packed` is measured once in a process, and
+taken where rounds leave room for the copy.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm_node.policy.packed import is_packed, plain_weight, values_of
+from swarm_node.policy.sizes import COPIED_BYTES
 
-JOINED_BYTES = 512 * 2**20  # a CPU copies the weights of a round unmeasured only while the copy is at most this big
 ROWS = 8  # of the products that are measured; oneDNN chooses its blocks for as many
 WORTH = 1.15  # times as fast as `own`: below, packing costs more than it gains
 REPEATS = 5
@@ -38,28 +38,29 @@ class Layout(NamedTuple):
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The layout for `model` here: a copy may take half of the free memory."""
+    """The layout for `model` to begin with: a copy if it is small, or takes at most half of what a GPU has free."""
     weights = next(model.parameters())
     itemsize = weights.element_size()  # of the embedding, which is never quantised
     copy = sum(values_of(p) * (itemsize if is_packed(p) else p.element_size()) for p in model.parameters())
     size = f"a copy of the weights takes {copy / 2**30:.1f} GiB"
     if weights.is_cuda:
-        fits = copy <= torch.cuda.mem_get_info(weights.device)[0] // 2
+        free, device = torch.cuda.mem_get_info(weights.device)[0], weights.device
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held for later tensors
+        fits = copy <= free // 2
         return Layout("joined", size) if fits else Layout("own", f"{size}, more than half of what is free")
-    if copy <= JOINED_BYTES:
-        return Layout("joined", size)
+    return Layout("joined" if copy <= COPIED_BYTES else "own", size)
+
+
+def packed_layout(model: nn.Module) -> Layout:
+    """The layout for a `model` that is not small, on a machine with room for a copy of it."""
+    weights = next(model.parameters())
     if any(is_packed(p) for p in model.parameters()):
-        return Layout("own", f"{size}, which quantised weights are there to save")
+        return Layout("own", "a copy would take the memory that quantised weights save")
     if weights.device.type != "cpu":
-        return Layout("own", f"{size}, and its gain is not known on {weights.device.type}")
-    if copy > psutil.virtual_memory().available // 2:
-        return Layout("own", f"{size}, more than half of what is free")
+        return Layout("own", f"packed weights are for CPUs, not for {weights.device.type}")
     gain = packing_gain(model.config.get_text_config().hidden_size, weights.dtype)
-    if gain < WORTH:
-        return Layout(
-            "own", f"packed weights measured {gain:.1f} times as fast here" if gain else "no packed weights here"
-        )
-    return Layout("packed", f"packed weights measured {gain:.1f} times as fast here; {size}")
+    measured = f"packed weights measured {gain:.1f} times as fast" if gain else "this processor has no packed weights"
+    return Layout("packed" if gain >= WORTH else "own", measured)
 
 
 @lru_cache
@@ -72,7 +73,7 @@ def packing_gain(hidden: int, dtype: torch.dtype) -> float:
         try:
             blocks = _packed(weight)
             own, packed = F.linear(x, weight), _product(x, blocks, None)
-        except RuntimeError:  # torch without oneDNN, or a dtype that this processor does not multiply
+        except (RuntimeError, AttributeError):  # torch without oneDNN, or a dtype that this processor does not multiply
             return 0.0
         if not torch.allclose(own.float(), packed.float(), rtol=1e-2, atol=0.1):  # of values about hidden ** 0.5
             return 0.0

@@ -12,6 +12,8 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.memory import Fitting, check_plan, hardware_of, shape_of, training_of
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.architecture import model_of
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.products import Layout
 from swarm_node.policy.fitting import SHARE, Hardware, Training, option_that_fits, sentence_of_refusal
 from swarm_node.policy.loading import load_policy, prepare
 from swarm_node.policy.policy import Policy
@@ -90,6 +92,20 @@ def test_below_a_group_gradients_are_checkpointed(policy: Policy) -> None:
     assert seen == sorted(seen, reverse=True)
 
 
+@pytest.mark.parametrize(("available", "name"), [(0, "packed"), (64 * GIB, "packed"), (GIB // 2 + 2**27, "own")])
+def test_weights_are_packed_if_there_is_room(
+    available: int, name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lines = policy.engine, list[str]()
+    assert isinstance(engine, NativeEngine)
+    monkeypatch.setattr(engine, "layout", Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.packed_layout", lambda model: Layout("packed", "faster"))
+    monkeypatch.setattr(Fitting, "_copied", property(lambda self: GIB * (engine.layout.name == "packed")))
+    bytes = fitting(policy, available, lines=lines).fit()
+    assert engine.layout.name == name and any(f"multiplies with {name} weights" in line for line in lines)
+    assert (bytes > GIB) == (name == "packed")
+
+
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_checkpointing_can_be_chosen(setting: str, policy: Policy) -> None:
     fitting(policy, 64 * GIB, settings(gradient_checkpointing=setting)).fit()
@@ -164,6 +180,11 @@ def test_a_refusal_names_the_setting_that_fits(gib: float, settings: dict[str, o
     assert (f"it fits with {found}" if found else "take a smaller --model") in sentence_of_refusal(asked, machine)
     assert "Qwen/Qwen3-4B needs at least" in sentence_of_refusal(asked, machine)
     assert shlex.split(found) == found.split()
+
+
+def test_a_refusal_undoes_what_saves_no_memory() -> None:
+    asked = training(lora=False).with_(grpo={"gradient_checkpointing": "off"})
+    assert option_that_fits(asked, Hardware("cuda", 24 * GIB)) == "--set grpo.gradient_checkpointing=auto --lora"
 
 
 def test_a_cpu_is_told_of_16_bits() -> None:

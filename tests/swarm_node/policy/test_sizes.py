@@ -14,7 +14,6 @@ from swarm_node.policy.sizes import (
     KNOWN,
     MOST_ON_CPU,
     PART,
-    RUNTIME_BYTES,
     KnownModel,
     Work,
     bytes_with,
@@ -62,7 +61,6 @@ def test_all_weights_take_more_than_an_adapter() -> None:
     whole = NodeConfig.model_validate({"policy": {"lora": False}})
     for model in KNOWN:
         assert bytes_with(model, whole, True) - bytes_with(model, adapter, True) > 12 * model.parameters
-        assert bytes_with(model, whole, True) > bytes_with(model, whole, False), "float32 on both, and torch's reserve"
 
 
 def test_a_gpu_carries_more_than_main_memory() -> None:
@@ -88,5 +86,5 @@ def test_the_estimate_is_near_what_a_gpu_reserved(size: str, model: KnownModel) 
     tokens, longest = batch.tokens(largest), largest[0].length
     work = Work(8 * prompts, 8 * prompts * new + 64 * prompts, tokens, longest, tokens)
     shape = model.shape(16, 2)
-    needed = round_bytes(shape, shape.activations, work, gpu=True) - RUNTIME_BYTES
+    needed = round_bytes(shape, shape.activations, work, gpu=True)
     assert needed / 2**20 == pytest.approx(measured, rel=0.03)
