@@ -148,7 +148,8 @@ def main() -> None:
     print(table([*columns, "probe s", "update, CPU s"], list(map(row, found))))
     for each in found:
         del each["path"]
-    write(f"memory/{'quick' if args.quick else '-'.join(sizes)}", {"rows": found})
+    if not args.quick:
+        write(f"memory/{'-'.join(sizes)}", {"rows": found})
 
 
 def row(each: dict[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ def hardware_of(device: torch.device, most: int = 0) -> Hardware:
     """The memory of a device that is free or that this process has already. `most` is its limit of main memory."""
     if device.type == "cuda":
         return Hardware("cuda", int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
-    free, mine = free_main_memory(), psutil.Process().memory_info()
+    free, mine = free_main_memory() or psutil.virtual_memory().available, psutil.Process().memory_info()
     available = free and free + mine.rss - getattr(mine, "shared", 0)  # pages of files count as free already
     return Hardware(device.type, available, most)
 
@@ -122,7 +122,7 @@ class Fitting:
         takes then, at most. UserError if not even one answer fits, or if `grpo.gradient_checkpointing` is on and the
         model has none."""
         setting, trainer = self.config.grpo.gradient_checkpointing, self.trainer
-        wanted = min(self._group, trainer.limit)
+        wanted = min(self._group, max(trainer.limit, self._answer))
         self.mapped |= setting == "on" or self._tokens() < wanted
         if setting == "on" or (setting == "auto" and self._tokens() < wanted):
             self._checkpoint(setting == "on")
@@ -208,7 +208,7 @@ class Fitting:
 
     def _tokens(self) -> int:
         """Tokens of the largest microbatch that fits, at most the trainer's limit."""
-        most, least = self.trainer.limit, 0
+        most, least = max(self.trainer.limit, self._answer), 0
         while least < most:
             middle = (least + most + 1) // 2
             longest = min(middle, self._group if self.trainer.packing else self._answer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import sys
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,9 +44,12 @@ def map_large_tensors() -> None:
 
 
 def _mallopt(parameter: int, value: int) -> None:
-    libc = ctypes.util.find_library("c")
-    if not sys.platform.startswith("linux") or libc is None:
-        return
-    mallopt = getattr(ctypes.CDLL(libc), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := _find_mallopt()) is not None:
         mallopt(parameter, value)
+
+
+@cache
+def _find_mallopt() -> Any:
+    """The function of the C library; None if it has none."""
+    libc = ctypes.util.find_library("c") if sys.platform.startswith("linux") else None  # it starts a process
+    return None if libc is None else getattr(ctypes.CDLL(libc), "mallopt", None)

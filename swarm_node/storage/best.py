@@ -29,7 +29,7 @@ class Best(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> float:
-        """The figure that chose it; -inf if a damaged file lacks it."""
+        """The figure that chose it; -inf without one, which `read_best` never gives."""
         value = self.pass_1 if self.figure == "pass_1" else self.reward
         return -math.inf if value is None else value
 
@@ -41,6 +41,8 @@ def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | 
         with open(run / BEST, "rb") as file:
             best = msgspec.json.decode(file.read(MAX_BYTES), type=Best)
     except (OSError, ValueError, RecursionError):
+        return None
+    if math.isinf(best.value):
         return None
     if conditions is not None and best.conditions != msgspec.to_builtins(conditions):
         return None

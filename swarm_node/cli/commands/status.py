@@ -9,7 +9,6 @@ The document is printed as text (`status_text`) or, with --json, as it is (docs/
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -99,9 +98,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
 def _best(run: RunDir) -> dict[str, Any] | None:
     """The checkpoint with the best held-out figure, if the run keeps one."""
     best = read_best(run.path)
-    if best is None or not math.isfinite(best.value):
-        return None
-    return {"round": best.round, "figure": best.figure, "value": best.value}
+    return None if best is None else {"round": best.round, "figure": best.figure, "value": best.value}
 
 
 def _paused(run: RunDir, status: Mapping[str, Any]) -> str | None:
