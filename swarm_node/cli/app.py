@@ -12,6 +12,7 @@ import functools
 import gc
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from swarm_node.cli.options import with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError, UserError
 from swarm_node.runtime.waiting import wait_passively
+from swarm_node.storage.rundir import FULL, explained
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -88,12 +90,17 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
             _tell(UserError(named), values)
             raise typer.Exit(USER_ERROR) from None
         except Exception as error:
-            if (own := blamed(error)) is None:
+            if (own := _disk_full(error) or blamed(error)) is None:
                 raise
             _tell(own, values)
-            raise typer.Exit(USER_ERROR) from None
+            raise typer.Exit(_exit_code(own)) from None
 
     return run
+
+
+def _disk_full(error: Exception) -> SwarmNodeError | None:
+    """The error to show where a disk had no room, wherever a command came upon it; None for another error."""
+    return explained(error, Path("a file")) if isinstance(error, OSError) and error.errno in FULL else None
 
 
 def _exit_code(error: SwarmNodeError) -> int:

@@ -78,13 +78,14 @@ def note(sentence: str, err: bool = True) -> None:
         typer.echo(sentence, err=err)
 
 
-def note_for(config: NodeConfig, kind: str) -> Callable[[str], None]:
-    """A `note` on standard error, which with `--log-format json` is a JSON line of that `kind`."""
+def note_for(config: NodeConfig, kind: str, err: bool = True) -> Callable[[str], None]:
+    """A `note` on standard error. With `--log-format json` it is a JSON line of that `kind` in the stream that has the
+    log: standard error, or standard output unless `err`."""
     if config.log_format != "json":
         return note
     from swarm_node.runtime.console import LEVELS, shown_as_lines
 
-    show = shown_as_lines("json", config.name or config.directory.name, sys.stderr)
+    show = shown_as_lines("json", config.name or config.directory.name, sys.stderr if err else sys.stdout)
 
     def as_line(sentence: str) -> None:
         if show is not None and is_shown(level_of(sentence)):
@@ -116,26 +117,29 @@ class CommandSettings:
         """The configuration, with more values from the command. Raises UserError."""
         return load_config(self.file, os.environ, self.flags | flags, self.sets, COMMAND_VARIABLES)
 
-    def load_run(self, member: bool) -> NodeConfig:
-        """The configuration for a start in a directory that may have a run. Raises UserError."""
+    def load_run(self, member: bool, usual_name: str = "", err: bool = True) -> NodeConfig:
+        """The configuration for a start in a directory that may have a run. `usual_name` names the node, and so its
+        directory, where nothing else names either. `err`: the log goes to standard error. Raises UserError."""
         layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
-        return _with_notes(layers, member)
+        if usual_name and not any({"name", "run_dir"} & table.keys() for _, table in layers):
+            layers = [("the usual name", {"name": usual_name}), *layers]
+        return _with_notes(layers, member, err)
 
-    def load_again(self, run: Path) -> NodeConfig:
+    def load_again(self, run: Path, err: bool = True) -> NodeConfig:
         """The configuration to go on with the run in the directory `run`: its own settings, and those given here. Its
-        `swarm` says whether it is a member's. Raises UserError."""
+        `swarm` says whether it is a member's. `err`: the log goes to standard error. Raises UserError."""
         own = read_own(run / "config.toml")
         layers = read_layers(self.file, os.environ, self.flags | {"run_dir": str(run)}, self.sets, COMMAND_VARIABLES)
-        return _with_notes(layers, own.swarm is not None)
+        return _with_notes(layers, own.swarm is not None, err)
 
 
-def _with_notes(layers: Layers, member: bool) -> NodeConfig:
+def _with_notes(layers: Layers, member: bool, err: bool) -> NodeConfig:
     """`load_run_config`, whose notes are shown in the format of the log that it gives, in plain text if it fails."""
     notes: list[str] = []
     show: Callable[[str], None] = note
     try:
         config = load_run_config(layers, member, notes.append)
-        show = note_for(config, "settings")
+        show = note_for(config, "settings", err)
         return config
     finally:
         for sentence in notes:

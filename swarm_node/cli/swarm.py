@@ -95,8 +95,10 @@ def bootstrap(
         ),
     ] = None,
 ) -> None:
-    """Run a rendezvous node for others to join through; prints the join link. It trains nothing. Ctrl-C ends it."""
-    config = settings.load()
+    """Run a rendezvous node for others to join through; prints the join link. It trains nothing. Ctrl-C ends it.
+
+    `swarm-node resume DIR` starts it again later, with its settings."""
+    config = settings.load_run(member=True, usual_name="bootstrap")
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -23,28 +22,44 @@ def local(settings: CommandSettings, dry_run: DryRun = False, json_output: Json 
     """Train on this machine alone. Ctrl-C saves and ends.
 
     `swarm-node resume DIR` goes on with the run later."""
-    _train(settings.load_run(member=False), False, dry_run, json_output)
+    _train(settings.load_run(member=False, err=json_output or dry_run), False, dry_run, json_output)
 
 
 def join(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
     """Train as a member of a swarm, on your own answers and on those of others. Without others, it trains alone.
 
     `swarm-node resume DIR` goes on with the run later, in its swarm."""
-    _train(settings.load_run(member=True), True, dry_run, json_output)
+    _train(settings.load_run(member=True, err=json_output or dry_run), True, dry_run, json_output)
 
 
 def resume(
     settings: CommandSettings,
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run directory of `local` or `join`.")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Directory of a run, or of a bootstrap.")] = None,
     dry_run: DryRun = False,
     json_output: Json = False,
 ) -> None:
-    """Go on with a run that has stopped, alone or in its swarm, with its own settings and those that you add."""
+    """Go on with a run that has stopped, alone or in its swarm, with its own settings and those that you add.
+
+    A bootstrap starts again at its address, with its key."""
     if run is None:
         raise UserError(f"which run? {_runs_here()}")
     _check_stopped(RunDir(run))
-    config = settings.load_again(run)
+    is_bootstrap = RunDir(run).read_role() == BOOTSTRAP
+    config = settings.load_again(run, err=json_output or dry_run or is_bootstrap)
+    if is_bootstrap and not dry_run:
+        _bootstrap_again(config, json_output)
     _train(config, config.swarm is not None, dry_run, json_output)
+
+
+def _bootstrap_again(config: NodeConfig, json_output: bool) -> NoReturn:
+    """Start a bootstrap again, without a page. Raises UserError."""
+    if json_output:
+        raise UserError(f"{config.directory} is of a bootstrap, which ends with no document: leave out --json")
+    from swarm_node.runtime.bootstrap import run_bootstrap
+    from swarm_node.runtime.limits import be_nice
+
+    be_nice(config.resources)
+    raise typer.Exit(run_bootstrap(config))
 
 
 def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -> None:
@@ -54,7 +69,7 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
     from swarm_node.runtime.shutdown import NOT_BEGUN, leaving_at_once
 
     run = RunDir(config.directory)
-    tell = note_for(config, "stop")  # made here, since a signal may come in the middle of its import
+    tell = note_for(config, "stop", json_output)  # made here, since a signal may come in the middle of its import
 
     def leave() -> None:
         run.abandon()
@@ -69,7 +84,7 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     from swarm_node.swarm.links import swarm_to_join
 
     check_run_place(config, member)
-    found = swarm_to_join(config, note_for(config, "note")) if member else None
+    found = swarm_to_join(config, note_for(config, "note", json_output)) if member else None
     is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
     own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
@@ -77,7 +92,7 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
         starting()
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
-    told = note_for(config, "settings")
+    told = note_for(config, "settings", json_output)
     say_preset(config.resources, told)
     config = gentle_by_default(config, told) if member else config
     be_nice(config.resources)
@@ -107,9 +122,6 @@ def _check_stopped(run: RunDir) -> None:
     if run.in_use:
         paused = f"; `swarm-node unpause {run.quoted}` ends its pause" if run.paused.exists() else ""
         raise TemporaryError(f"{run.path} is running already, as process {run.holder}{paused}")
-    if run.read_role() == BOOTSTRAP:
-        again = f"swarm-node bootstrap {shlex.quote(str(run.swarm))} --run-dir {run.quoted}"
-        raise UserError(f"{run.path} is of a bootstrap: `{again}` starts it again")
 
 
 def sweep(

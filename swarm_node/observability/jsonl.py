@@ -24,7 +24,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
-from swarm_node.storage.rundir import os_error_text, os_errors_explained
+from swarm_node.storage.rundir import explained, os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -113,7 +113,7 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1  # threads that end late still append: the number may be another file's by then
         if error:
-            raise UserError(os_error_text(error, self.path)) from error
+            raise explained(error, self.path) from error
 
     def _write_waiting(self) -> OSError | None:
         while self._waiting:

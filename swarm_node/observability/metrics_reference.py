@@ -143,7 +143,7 @@ METRICS: dict[str, dict[str, str]] = {
         "seconds of a start.",
         "machine/cores": "Cores that it may use; a container's quota counts.",
         "machine/memory_bytes": "Main memory of all its processes; a page that they share counts once for each.",
-        "machine/disk_bytes": "Size of the run directory, measured once a minute.",
+        "machine/disk_bytes": "Size of the run directory, measured once a minute and after each checkpoint.",
         "machine/gpu_bytes": "GPU memory that it holds. Missing without a GPU in use.",
     },
     "Cost": {

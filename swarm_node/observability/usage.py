@@ -3,11 +3,12 @@
     Usage: cores used (mean over the last seconds), memory, bytes of the run directory, GPU memory
 
 A look costs less than a millisecond and is taken at most every SAMPLE_S, when somebody asks; the run directory is
-measured every DISK_S. Loads no torch, but asks one that is loaded.
+measured every DISK_S, and after each checkpoint. Loads no torch, but asks one that is loaded.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -110,6 +111,7 @@ class UsageSampler:
     """Looks at this node's processes and its run directory. From any thread."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.saved_s: Callable[[], float] = lambda: math.inf  # seconds since a checkpoint was complete
         self._directory = directory
         self._clock = clock
         self._processes = ProcessTree()
@@ -138,7 +140,7 @@ class UsageSampler:
         return {} if usage is None else usage.metrics()
 
     def _look(self, passed: float) -> Usage:
-        if self._clock() - self._disk_at >= DISK_S:
+        if self._clock() - self._disk_at >= min(DISK_S, self.saved_s()):
             self._disk_at, self._disk = self._clock(), bytes_below(self._directory)
         before, self._cpu_s = self._cpu_s, self._processes.cpu_s()
         self._at = self._clock()

@@ -24,7 +24,8 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
 from protocol.transports.ports import lost_port
-from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
+from swarm_node.config import NetworkConfig, NodeConfig
+from swarm_node.config.own import dump_own
 from swarm_node.errors import StopRequested, TemporaryError, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
@@ -75,16 +76,16 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         run = RunDir(config.directory)
         stack.enter_context(leaving_at_once(run.abandon))
         stack.enter_context(run.take())
+        stack.callback(run.abandon)  # unless it has begun by then
         open_log(run, lines or (lambda text, kind, level: None if level == "error" else _tell(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
-        run.write("config.toml", dump_toml(config))
         health = Health(what="look", least_s=NO_ADDRESS_S)
         open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
         stack.enter_context(stopping_when_asked(run, stop, say))
         try:
-            stop.allow()
+            _load_network(stop)
             manifest, transport = _enter(swarm, config, run, stop, stack)
             run.keep()
             health.identify(name, manifest.swarm_id)
@@ -97,7 +98,7 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
             _watch(config, manifest, transport, run, health, page)
         except StopRequested:
             health.leaving = True
-            say("leaving")
+            say("leaving", "stop")
     return 0
 
 
@@ -122,6 +123,15 @@ def _print(sentence: str, stream: TextIO | None = None) -> None:
         os.close(nowhere)
 
 
+def _load_network(stop: Stopper) -> None:
+    """Import the network, which takes seconds, and only then let a signal that came meanwhile end the start: it would
+    break the import at any point. Nothing has been written by then."""
+    stop.hold()
+    import protocol.transports.p2p.transport  # noqa: F401
+
+    stop.allow()
+
+
 def _enter(
     swarm: Swarm, config: NodeConfig, run: RunDir, stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
@@ -130,9 +140,11 @@ def _enter(
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:
             manifest = fetch_manifest(visit, swarm, say)
-    keep(manifest, run, swarm.named)
-    _say_lost_port(config.network, run)
     stop.hold()
+    keep(manifest, run, swarm.named)
+    run.write("config.toml", dump_own(config, config))
+    run.write_status(_named(config, manifest))  # so that `resume` knows a bootstrap, however early this start ends
+    _say_lost_port(config.network, run)
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
     stop.allow()
@@ -218,13 +230,8 @@ def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dic
     """The content of swarm.json, as `Member.status` gives it, for a member that trains nothing."""
     members = transport.members()
     names = {peer: card.name for peer, card in members.items()}
-    return {
-        "role": BOOTSTRAP,
-        "swarm": manifest.swarm_id,
-        "swarm_name": manifest.name,
-        "time": time.time(),
+    return _named(config, manifest) | {
         "peer": transport.peer_id,
-        "name": config.name,
         "addresses": transport.addresses,
         "traffic": dict(transport.stats()),
         "refused": msgspec.to_builtins(refusal_rows(transport.refusals(), {}, names)),
@@ -232,4 +239,16 @@ def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dic
             peer: {"name": card.name, "present": True, "policy_version": card.policy_version}
             for peer, card in sorted(members.items())
         },
+    }
+
+
+def _named(config: NodeConfig, manifest: Manifest) -> dict[str, Any]:
+    """The part of swarm.json that is known before the network is up."""
+    return {
+        "role": BOOTSTRAP,
+        "swarm": manifest.swarm_id,
+        "swarm_name": manifest.name,
+        "time": time.time(),
+        "name": config.name,
+        "peers": {},
     }

@@ -124,6 +124,7 @@ class Run:
         self._saved_at = 0.0  # when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         self.console.health.measures |= saved_ages(self.checkpoints, self._mirror)
+        self.console.usage.saved_s = lambda: self.checkpoints.age_s
         resumed = self.state.resume()
         self._declare(self.held_out.figures.last)
         if crew is None:

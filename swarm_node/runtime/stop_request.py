@@ -7,15 +7,16 @@ A file, as for `pause`: the process id in a run directory may belong to another 
 
 from __future__ import annotations
 
-import shlex
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.shutdown import DEADLINE_S, NOTICE_RESERVE_S, Stopper
 from swarm_node.say import Say
+from swarm_node.storage.names import newest_round
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
 
@@ -56,7 +57,7 @@ def stop_run(run: RunDir, say: Say, wait_s: float = STOP_WAIT_S) -> str:
         return f"no node runs in {run.path}; {_again(run)}"
     with os_errors_explained(run.stop):
         run.write_stop()
-    say(f"stopping {run.path}: its node saves and leaves …")
+    say(f"stopping {run.path}: its node is asked to save and leave …")
     until = time.monotonic() + wait_s
     while run.in_use:
         if time.monotonic() > until:
@@ -80,7 +81,24 @@ def _not_ended(run: RunDir, wait_s: float) -> str:
 
 
 def _again(run: RunDir) -> str:
-    """The command that starts the run again, in a sentence."""
+    """The command that starts the run again, and from where, in a sentence."""
+    again = f"`swarm-node resume {run.quoted}`"
     if run.read_role() == BOOTSTRAP:
-        return f"`swarm-node bootstrap {shlex.quote(str(run.swarm))} --run-dir {run.quoted}` starts it again"
-    return f"`swarm-node resume {run.quoted}` goes on with it"
+        return f"{again} starts it again"
+    if (run.path / "stages").is_dir():  # of a crew, whose other members have the rest of its checkpoint
+        return f"{again} goes on with it"
+    saved, last = newest_round(run.checkpoints), _last_round(run)
+    if saved is None:
+        return f"{again} begins it anew: nothing was saved" if last else f"{again} begins it: no round had ended"
+    lost = f"; its last round was {last}, and nothing newer was saved" if last is not None and last > saved else ""
+    return f"{again} goes on with it after round {saved}{lost}"
+
+
+def _last_round(run: RunDir) -> int | None:
+    """The last round that metrics.jsonl has; None if it has none, or cannot be read."""
+    try:
+        record = last_record(run.metrics) or {}
+    except UserError:
+        return None
+    number = record.get("round")
+    return number if isinstance(number, int) else None

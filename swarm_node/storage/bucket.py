@@ -80,8 +80,8 @@ class Bucket:
             raise TemporaryError(f"--checkpoint-to {url}: {error}") from error
         if not there:
             raise TemporaryError(
-                f"--checkpoint-to {url}: there is no such folder; mount the share that it is on, or make it there: "
-                f"mkdir {shlex.quote(place)}"
+                f"--checkpoint-to {place if self._local else url}: there is no such folder; mount the share that it is "
+                f"on, or make it there: mkdir {shlex.quote(place)}"
             )
 
     def copies(self) -> list[Copy]:

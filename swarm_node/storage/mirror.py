@@ -32,7 +32,7 @@ from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import ForeignCheckpoint, check_files, read_state
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
-from swarm_node.storage.rundir import os_error_text
+from swarm_node.storage.rundir import explained
 
 NEW_CHECKPOINT_CHECK_S = 1.0  # time between two looks for a new checkpoint
 END_CHECK_S = 0.2  # time between two looks at how long the last copy may still take
@@ -116,7 +116,7 @@ class Mirror:
             self.here.sweep()
             whole, torn = self._state_here(crew)
         except OSError as error:
-            raise UserError(os_error_text(error, self._run)) from error
+            raise explained(error, self._run) from error
         if whole and not crew:
             return
         # A member with whole stages, and none torn, may lack nothing: a bucket that cannot be read must not stop it.

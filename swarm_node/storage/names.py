@@ -14,3 +14,8 @@ def order(path: Path) -> tuple[int, int]:
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
+
+
+def newest_round(directory: Path) -> int | None:
+    """The round of the newest checkpoint in a directory, whether it is whole or not; None if there is none."""
+    return max((order(path)[0] for path in directory.glob("round-*") if NAME.fullmatch(path.name)), default=None)

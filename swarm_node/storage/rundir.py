@@ -387,8 +387,12 @@ def os_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = TemporaryError if error.errno in FULL else UserError
-        raise kind(os_error_text(error, path)) from error
+        raise explained(error, path) from error
+
+
+def explained(error: OSError, path: Path) -> UserError:
+    """The error that says what is wrong with `path`, and what to do about it. A full disk is one that time may mend."""
+    return (TemporaryError if error.errno in FULL else UserError)(os_error_text(error, path))
 
 
 def os_error_text(error: OSError, path: Path) -> str:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.errors import TEMPORARY
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
 from tests.image.test_docker_files import image_env
 from tests.support.docker_files import DOCKER
@@ -265,7 +266,8 @@ def test_only_a_release_becomes_the_latest_image(tag: str, tags: list[str], tmp_
 
 def test_skypilot_runs_a_member_that_comes_back() -> None:
     task = yaml.safe_load((DOCKER / "skypilot.yaml").read_text())
-    assert task["resources"]["use_spot"] and task["resources"]["job_recovery"] == "FAILOVER"
+    assert task["resources"]["use_spot"]
+    assert task["resources"]["job_recovery"] == {"strategy": "FAILOVER", "recover_on_exit_codes": [TEMPORARY]}
     given = {"SWARM_NODE_SWARM": "swarm://x", "SWARM_NODE_NAME": "a", "SWARM_NODE_CHECKPOINT_TO": "s3://bucket/swarm"}
     assert {name for name, value in task["envs"].items() if not value} == set(given)
     config = load_config(env=task["envs"] | given)
@@ -301,9 +303,19 @@ def test_a_public_bootstrap_keeps_port_and_key() -> None:
     inside = {volume.split(":")[1] for volume in service["volumes"]}
     assert {config.swarm, config.network.identity, env["SWARM_NODE_CONFIG"]} == inside - {"/data"}
     assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert service["restart"] == "unless-stopped", "on-failure would not start it at boot"
     assert int(service["stop_grace_period"].removesuffix("s")) > LONGEST_EXIT_S
+
+
+def test_bootstraps_leave_before_the_machine_is_full() -> None:
+    _, container = pod("Deployment/swarm-bootstrap")
+    env = {each["name"]: each["value"] for each in container["env"]}
+    assert container["resources"]["limits"]["memory"] == "1Gi"
+    for config in (settings(env), load_config(PUBLIC / "bootstrap.toml")):
+        assert 0 < config.resources.max_memory_gb < 1, "docs/public-swarm.md asks for a machine with 1 GB"
 
 
 def test_prometheus_of_a_public_swarm_has_the_alerts() -> None:
     loaded = yaml.safe_load((PUBLIC / "prometheus.yml").read_text())
+    assert [each["labels"] for each in loaded["scrape_configs"][0]["static_configs"]] == [{"role": "bootstrap"}]
     assert [(PUBLIC / file).resolve() for file in loaded["rule_files"]] == [DOCKER / "grafana/alerts.yml"]

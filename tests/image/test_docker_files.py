@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm_node.config import load_config
+from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
 from tests.support.docker_files import COMPOSE, DOCKER, NODES
 from tests.support.repository import ROOT
 
@@ -81,6 +82,12 @@ def test_the_guide_s_script_keeps_secrets(tmp_path: Path) -> None:
     assert its["swarm-node.keys"].read_text() == "AWS_SECRET_ACCESS_KEY=x\n"
     unit = (etc / "systemd" / "system" / "swarm-node.service").read_text()
     assert all(f"--env-file {path} " in unit for path in its.values())
+    assert re.findall(r"^Restart\w*=.*$", unit, re.MULTILINE)[:2] == [
+        "Restart=on-failure",
+        "RestartPreventExitStatus=2",
+    ]
+    waits = [int(number) for number in re.findall(r"(?:--stop-timeout |stop -t |TimeoutStopSec=)(\d+)", unit)]
+    assert waits == [20, 20, 30] and min(waits) > DEADLINE_S + SAFE_EXIT_S
 
 
 def test_the_builder_is_sent_nothing_else() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
 from swarm_node.config import NodeConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file
@@ -22,7 +23,7 @@ HOW_TO_GET_ONE = "joining a swarm creates one, and so does `swarm-node identity 
 def shown(config: NodeConfig) -> str:
     """The peer id of a run, and its key file."""
     run = RunDir(config.directory)
-    file = identity_file(config.network, run)
+    file = _key_file(config, run)
     return f"{_load(file, f'no identity in {run.path}: {HOW_TO_GET_ONE}').peer_id}\n{file}"
 
 
@@ -39,7 +40,7 @@ def create(config: NodeConfig) -> str:
 def export_key(config: NodeConfig, file: Path) -> str:
     """Copy the key of a run to `file`, which must not exist."""
     run = RunDir(config.directory)
-    identity = _load(identity_file(config.network, run), f"no identity in {run.path}: {HOW_TO_GET_ONE}")
+    identity = _load(_key_file(config, run), f"no identity in {run.path}: {HOW_TO_GET_ONE}")
     with _saved(file):
         identity.save(file)
     return f"{identity.peer_id}\n{file} has the key: never run it on two machines at once"
@@ -57,12 +58,26 @@ def import_key(config: NodeConfig, file: Path) -> str:
 
 def _own_place(config: NodeConfig) -> RunDir:
     """The run directory, if a node in it uses the key there."""
-    if config.network.identity is not None:
+    run = RunDir(config.directory)
+    if (named := _named(config, run)) is not None:
+        where = "" if config.network.identity else f" (in {run.config})"
         raise UserError(
-            f"network.identity names a key elsewhere, {config.network.identity}, so the node would not use one in its "
-            "run directory: leave out --identity, SWARM_NODE_IDENTITY and network.identity"
+            f"network.identity names a key elsewhere, {named}{where}, so the node would not use one in its run "
+            "directory: leave out --identity, SWARM_NODE_IDENTITY and network.identity"
         )
-    return RunDir(config.directory)
+    return run
+
+
+def _named(config: NodeConfig, run: RunDir) -> str | None:
+    """The key file that is named to this command or, if none is, in the settings of the run."""
+    if config.network.identity is None and run.exists:
+        return read_own(run.config).network.identity
+    return config.network.identity
+
+
+def _key_file(config: NodeConfig, run: RunDir) -> Path:
+    """The file of the key with which the node runs. Raises UserError."""
+    return identity_file(config.network.model_copy(update={"identity": _named(config, run)}), run)
 
 
 def _load(file: Path, if_missing: str) -> Identity:

@@ -22,6 +22,7 @@ from swarm_node.cli.options import COMMAND_VARIABLES
 from swarm_node.config import load_config
 from swarm_node.config.keys import all_keys
 from swarm_node.config.options import OPTIONS, all_variables, explanation
+from swarm_node.errors import TEMPORARY
 from swarm_node.storage.rundir import RunDir
 
 
@@ -112,6 +113,27 @@ def test_kept_settings_may_be_a_json_line(tmp_path: Path) -> None:
     [record] = map(json.loads, told.stderr.splitlines())
     assert (record["kind"], record["level"], record["node"]) == ("settings", "info", "r")
     assert "goes on with its own settings: grpo.loss = gspo" in record["message"]
+
+
+def test_json_lines_are_all_in_one_stream(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.toml").write_text("[grpo]\nloss = 'gspo'\n")
+    words = "local", "--run-dir", str(tmp_path / "r"), "--log-format", "json", "--tasks", "no.jsonl"
+    refused, as_document = run(*words), run(*words, "--json")
+    assert [json.loads(line)["kind"] for line in refused.stdout.splitlines()] == ["settings"]
+    assert refused.stderr.startswith("swarm-node: ") and refused.stderr.count("\n") == 1
+    assert json.loads(as_document.stdout).keys() == {"error"} and '"settings"' in as_document.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, TEMPORARY), (errno.EDQUOT, TEMPORARY)])
+def test_a_full_disk_is_temporary_anywhere(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **rest: Any) -> None:
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr(RunDir, "check_usable", full)
+    refused = run("local")
+    assert refused.exit_code == code
+    assert refused.stderr.startswith("swarm-node: disk full: cannot write some/file; free some space")
 
 
 LOADS = """
@@ -437,6 +459,18 @@ def test_a_key_moves_to_another_run() -> None:
     assert Path("runs/b/identity.key").stat().st_mode & 0o777 == 0o600
     shown = run("identity", "show", "--run-dir", "runs/none", "--identity", "backup.key")
     assert shown.stdout.splitlines() == [peer, "backup.key"]
+
+
+def test_the_key_that_a_run_is_told_is_its_own() -> None:
+    peer = run("identity", "new", "--run-dir", "a").stdout.splitlines()[0]
+    Path("hub").mkdir()
+    Path("hub/config.toml").write_text("[network]\nidentity = 'a/identity.key'\n")
+    exported = run("identity", "export", "--run-dir", "hub", "hub.key")
+    assert exported.stdout.splitlines()[0] == peer and Identity.load(Path("hub.key")).peer_id == peer
+    assert run("identity", "show", "--run-dir", "hub").stdout.splitlines() == [peer, "a/identity.key"]
+    refused = run("identity", "new", "--run-dir", "hub")
+    assert refused.exit_code == 2 and "names a key elsewhere, a/identity.key (in hub/config.toml)" in refused.stderr
+    assert not Path("hub/identity.key").exists()
 
 
 def test_no_key_is_replaced_by_another() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.install import extra_command
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter
@@ -184,7 +184,7 @@ def test_lines_without_room_are_an_error_at_close(path):
     writer = MetricsWriter(path, [].append)
     with file_size_limit(10):
         writer.write(record(1))
-        with pytest.raises(UserError, match="disk full"):
+        with pytest.raises(TemporaryError, match="disk full"):
             writer.close()
 
 

@@ -75,6 +75,14 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert all(sample.name.endswith("_total") == (family.type == "counter") for sample in family.samples), name
 
 
+def test_bootstraps_are_told_by_a_label_that_stays() -> None:
+    down = {rule["alert"]: rule["expr"] for rule in alerts() if rule["alert"].endswith("Down")}
+    assert down.pop("SwarmBootstrapDown") == 'up{role="bootstrap"} == 0', "no history, which ends after a day"
+    for name, expr in down.items():
+        ups = re.findall(r"\bup\b(\{[^}]*\})?", expr)
+        assert len(ups) == 2 and all('role!="bootstrap"' in each for each in ups), name
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 def test_promtool_finds_no_fault_in_the_names() -> None:
     health = Health()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -75,6 +76,20 @@ def test_the_run_directory_is_measured(tmp_path: Path) -> None:
     usage = sampler.now()
     assert usage is not None and 3500 <= usage.disk < 3600
     assert bytes_below(tmp_path / "none") == 0
+
+
+def test_a_checkpoint_has_it_measured_again(tmp_path: Path) -> None:
+    clock, saved_at = Clock(), [math.inf]
+    sampler = UsageSampler(tmp_path, clock)
+    sampler.saved_s = lambda: abs(clock.now - saved_at[0])
+    seen: list[int] = []
+    for size, saved in ((10, math.inf), (20, math.inf), (30, 2.5 * SAMPLE_S), (40, 2.5 * SAMPLE_S)):
+        (tmp_path / "state").write_bytes(bytes(size))
+        clock.now, saved_at[0] = clock.now + SAMPLE_S, saved
+        usage = sampler.now()
+        assert usage is not None
+        seen.append(usage.disk)
+    assert seen == [10, 10, 30, 30]
 
 
 @pytest.mark.parametrize("gpu", [0, 3 * 2**30])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
 from protocol.messages import PeerCard
 from protocol.topics import rollout_topic
@@ -26,6 +28,7 @@ from swarm_node.runtime.pause import pause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
+from tests.support.ports import free_port
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -103,6 +106,45 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     assert status["peers"][peer_id(1)]["name"] == "bob"
     assert status["link"] == output.out.splitlines()[-1]
     assert parse_manifest(Path("hub/swarm.toml").read_bytes()).swarm_id == manifest.swarm_id
+
+
+def test_resume_starts_it_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    Identity.generate().save(Path("own.key"))
+    opened: list[NetworkConfig] = []
+    monkeypatch.setattr(bootstrap, "open_transport", lambda network, *rest: opened.append(network) or Hub())
+    monkeypatch.setattr(bootstrap, "MEMBERS_CHECK_S", 0.01)
+    options = ["--identity", "own.key", "--listen", "127.0.0.1", "--port", str(free_port()), "--gossip-port", "0"]
+    first = CliRunner().invoke(app, ["bootstrap", "sums.toml", "--run-dir", "hub", *options])
+    config = Path("hub/config.toml").read_text()
+    again = CliRunner().invoke(app, ["resume", "hub"])
+    assert (first.exit_code, again.exit_code) == (0, 0), again.output
+    assert opened[0] == opened[1] and opened[1].identity == "own.key" and not Path("hub/identity.key").exists()
+    assert Path("hub/config.toml").read_text() == config
+    assert "hub goes on with its own settings: network.identity = own.key, network.listen = 127.0.0.1" in again.stderr
+
+
+def test_a_signal_while_the_network_loads_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: pytest.fail("it started"))
+    module = "protocol.transports.p2p.transport"
+    package, loaded = importlib.import_module("protocol.transports.p2p"), importlib.import_module(module)
+    monkeypatch.setattr(package, "transport", loaded)  # as it is again after this test
+    monkeypatch.delitem(sys.modules, module)
+
+    class Interrupting:
+        """The importer, in the middle of which somebody presses Ctrl-C."""
+
+        def find_spec(self, name: str, *rest: Any) -> None:
+            if name == module:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith(" INFO    leaving")
+    assert not Path("hub").exists()
 
 
 def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def test_a_node_that_trains_saves_and_leaves(run: RunDir) -> None:
     rounds = read_jsonl(run.metrics)[-1]["round"]
     assert (run.checkpoints / f"round-{rounds:08}").is_dir()
     assert said == [
-        f"stopping {run.path}: its node saves and leaves …",
-        f"{run.path} has stopped; `swarm-node resume {run.path}` goes on with it",
+        f"stopping {run.path}: its node is asked to save and leave …",
+        f"{run.path} has stopped; `swarm-node resume {run.path}` goes on with it after round {rounds}",
     ]
     assert "asked to stop by `swarm-node stop`" in [event["text"] for event in read_jsonl(run.events)]
     assert not run.stop.exists() and not run.in_use
@@ -92,12 +92,24 @@ def test_what_no_node_saw_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "again"), [("", "`swarm-node resume r` goes on"), (BOOTSTRAP, "`swarm-node bootstrap r/swarm.toml --run")]
+    ("role", "saved", "last", "again"),
+    [
+        ("", None, None, "begins it: no round had ended"),
+        ("", None, 7, "begins it anew: nothing was saved"),
+        ("", 5, 5, "goes on with it after round 5"),
+        ("", 5, 7, "goes on with it after round 5; its last round was 7, and nothing newer was saved"),
+        (BOOTSTRAP, None, None, "starts it again"),
+    ],
 )
-def test_without_a_node_it_says_how_to_start(role: str, again: str) -> None:
+def test_without_a_node_it_says_what_resumes(role: str, saved: int | None, last: int | None, again: str) -> None:
     with RunDir.open("r") as run:
         run.config.touch()
         run.write_status({"role": role})
+        if saved is not None:
+            (run.checkpoints / f"round-{saved:08}-1").mkdir()
+            (run.checkpoints / f"round-{saved + 1:08}.tmp").mkdir()
+        if last is not None:
+            run.metrics.write_text(f'{{"round": {last}}}\n')
     result = CliRunner().invoke(app, ["stop", "r"])
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"no node runs in r; {again}")
+    assert result.stdout == f"no node runs in r; `swarm-node resume r` {again}\n"

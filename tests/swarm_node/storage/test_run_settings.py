@@ -196,7 +196,19 @@ def test_resume_says_what_else_to_do() -> None:
         said = refused("resume", "r", code=TEMPORARY)
         assert f"running already, as process {os.getpid()}; `swarm-node unpause r` ends its pause" in said
     run.write_status({"role": "bootstrap"})
-    assert "`swarm-node bootstrap r/swarm.toml --run-dir r` starts it again" in refused("resume", "r")
+    assert "r is of a bootstrap, which ends with no document: leave out --json" in refused("resume", "r", "--json")
+
+
+def test_a_bootstrap_starts_again_with_its_settings() -> None:
+    other, asked = a_manifest("swarm", ["small/gcd"]), {"port": 33130, "gossip_port": 33131, "listen": "127.0.0.1"}
+    a_run({"swarm": str(other), "name": "hub", "network": asked | {"identity": "a/identity.key"}}, trained=False)
+    RunDir("r").write_status({"role": "bootstrap"})
+    network = start("resume", "r")["network"]
+    assert network.items() >= {**asked, "identity": "a/identity.key"}.items()
+    for words in (["resume", "r"], ["bootstrap", str(other), "--run-dir", "r"]):  # however it is started
+        said = CliRunner().invoke(app, words).stderr
+        assert "no key file at a/identity.key (network.identity)" in said, said
+    assert not (RUN / "identity.key").exists()
 
 
 @pytest.mark.parametrize("trained", [True, False])
