@@ -76,13 +76,13 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         run = RunDir(config.directory)
         stack.enter_context(leaving_at_once(run.abandon))
         stack.enter_context(run.take())
-        stack.callback(run.abandon)  # unless it has begun by then
+        stack.callback(run.undo)  # a start that has not begun by then leaves no key that nobody was told of
         open_log(run, lines or (lambda text, kind, level: None if level == "error" else _tell(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
         health = Health(what="look", least_s=NO_ADDRESS_S)
         open_health(config, health, run, stack)
-        stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
+        stop = stack.enter_context(stopper(config.spot, run.undo, say, advice=""))
         stack.enter_context(stopping_when_asked(run, stop, say))
         try:
             _load_network(stop)

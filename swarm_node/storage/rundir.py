@@ -295,6 +295,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         if self._made and all(path in made for path in self.path.rglob("*")):
             self._remove()
 
+    def undo(self) -> None:
+        """Remove what this start made if it has not begun, whatever it wrote."""
+        self._remove()
+
     def _remove(self) -> None:
         """Remove the directories that this start made; none once the run has begun."""
         made, self._made = self._made, []

@@ -147,6 +147,22 @@ def test_a_signal_while_the_network_loads_leaves_nothing(
     assert not Path("hub").exists()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_signal_while_the_network_starts_leaves_no_new_key(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    if not is_new:
+        Path("hub").mkdir()
+
+    def open_transport(*arguments: Any) -> Hub:
+        Identity.generate().save(Path("hub/identity.key"))
+        signal.raise_signal(signal.SIGINT)
+        return Hub()
+
+    monkeypatch.setattr(bootstrap, "open_transport", open_transport)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert Path("hub/identity.key").exists() == (not is_new), "a directory that was there is left alone"
+
+
 def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
     hub = Hub()
