@@ -83,13 +83,19 @@ class Health:
     name = "health"
 
     def __init__(
-        self, what: str = "round", least_s: float = LEAST_SILENCE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        what: str = "round",
+        least_s: float = LEAST_SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+        done: Callable[[Mapping[str, float]], str] | None = None,
     ):
-        """`what` names the work that repeats."""
+        """`what` names the work that repeats. `done` makes the status text of its last time from the numbers of that,
+        up to `12 s ago`."""
         self.waiting: Callable[[], str] = str  # returns what the node waits for with good reason; empty = nothing
         self.leaving = False
         self.measures: Measures = {}
         self._what = what
+        self._done = done or (lambda numbers: f"{what} {numbers['round']:.0f} ended")
         self._least_s = least_s
         self._clock = clock
         self._began = self._looked = clock()
@@ -142,7 +148,7 @@ class Health:
         if silent > max(self._least_s, TIMES * longest):
             before = f"before that, one took {longest:.1f} s at most"
             return False, f"no {self._what} has ended for {silent:.0f} s; {before}"
-        return True, f"{self._what} {self._numbers['round']:.0f} ended {self._clock() - self._last:.0f} s ago"
+        return True, f"{self._done(self._numbers)} {self._clock() - self._last:.0f} s ago"
 
     def alive(self) -> tuple[bool, str]:
         """(whether the node may still do its work without a new start, a status text or the reason why not)"""

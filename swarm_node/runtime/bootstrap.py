@@ -11,8 +11,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,18 +77,17 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         run = RunDir(config.directory)
         stack.enter_context(leaving_at_once(run.abandon))
         stack.enter_context(run.take())
-        stack.callback(run.undo)  # a start that has not begun by then leaves no key that nobody was told of
+        stack.callback(run.undo)  # a start that nobody could dial by then leaves nothing
         open_log(run, lines or (lambda text, kind, level: None if level == "error" else _tell(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
-        health = Health(what="look", least_s=NO_ADDRESS_S)
+        health = Health(what="look", least_s=NO_ADDRESS_S, done=_seen)
         open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, run.undo, say, advice=""))
         stack.enter_context(stopping_when_asked(run, stop, say))
         try:
             _load_network(stop)
             manifest, transport = _enter(swarm, config, run, stop, stack)
-            run.keep()
             health.identify(name, manifest.swarm_id)
             page = None
             if beside is not None:
@@ -188,15 +188,17 @@ def _watch(
     """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
     link, there, line_at, status_at, looks = "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
-    once, kinds, history = Once(say), kinds_of(manifest), History()
+    once, of_links, kinds, history = Once(say), Once(partial(say, kind="link")), kinds_of(manifest), History()
     memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
+        if addresses or config.network.dial_only:
+            run.keep()  # others may know it from here on
         if addresses and (newest := join_link(manifest.swarm_id, addresses, others)) != link:
             link = newest
             _print(link, sys.stdout)
             if reach := reach_of(link):
-                once("reach", reach)
+                of_links("reach", reach)
         with suppress(OSError):  # too many open files: it is looked at again
             if exceeded := memory.exceeded():
                 raise TemporaryError(f"the bootstrap took {exceeded}")
@@ -224,6 +226,12 @@ def _watch(
                 seen = page_of(members, link, kinds) | {"history": history.add(time.time(), members, kinds)}
                 page.write_status(page_status(manifest.swarm_id, manifest.name, seen))
         time.sleep(MEMBERS_CHECK_S)
+
+
+def _seen(numbers: Mapping[str, float]) -> str:
+    """What /healthz says of a look: `2 members seen, checked`."""
+    members = int(numbers["swarm/peers"])
+    return f"{members} {'member' if members == 1 else 'members'} seen, checked"
 
 
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:

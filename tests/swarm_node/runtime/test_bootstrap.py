@@ -29,6 +29,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
+from tests.support.run_files import read_jsonl
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -94,6 +95,8 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     assert "1 other member;" in output.err
     assert output.err.count("this link works only on this machine") == 1
     assert output.err.splitlines()[-1].endswith(" INFO    leaving")
+    kinds = {event["text"].partition(";")[0]: event["kind"] for event in read_jsonl(Path("hub/events.jsonl"))}
+    assert (kinds["leaving"], kinds["this link works only on this machine"]) == ("stop", "link")
     assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
     assert hub.announced[0].roles == ["bootstrap"]
     assert hub.announced[0].shards == []
@@ -153,14 +156,35 @@ def test_a_signal_while_the_network_starts_leaves_no_new_key(is_new: bool, monke
     if not is_new:
         Path("hub").mkdir()
 
+    class Unreachable(Hub):
+        """Has no address by the time that somebody presses Ctrl-C."""
+
+        def stats(self) -> Mapping[str, float]:
+            signal.raise_signal(signal.SIGINT)
+            return {}
+
     def open_transport(*arguments: Any) -> Hub:
         Identity.generate().save(Path("hub/identity.key"))
-        signal.raise_signal(signal.SIGINT)
-        return Hub()
+        return Unreachable()
 
     monkeypatch.setattr(bootstrap, "open_transport", open_transport)
     assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
     assert Path("hub/identity.key").exists() == (not is_new), "a directory that was there is left alone"
+
+
+def test_health_says_how_many_members_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    write, said = Health.write, list[str]()
+
+    def written(health: Health, looks: int, numbers: Mapping[str, float]) -> None:
+        write(health, looks, numbers)
+        said.append(health.verdict()[1])
+
+    monkeypatch.setattr(Health, "write", written)
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: Hub())
+    monkeypatch.setattr(bootstrap, "MEMBERS_CHECK_S", 0.01)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert (said[0], said[-1]) == ("0 members seen, checked 0 s ago", "1 member seen, checked 0 s ago")
 
 
 def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
