@@ -32,9 +32,11 @@ from swarm_node.observability.tally import Tally
 from swarm_node.storage.best import read_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.run_settings import KEPT as KEPT_NAME
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 READ = 256  # records in memory at once
+COUNTS = {"rounds", "tokens", "held-out questions"}  # figures that are counted: no interval is shown of them
 GRID = 200  # points of a group's curve
 SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of the run
 ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
@@ -58,6 +60,7 @@ class RunFigures:
     settings: dict[str, Any]  # flat, without the keys in ALIKE
     final: dict[str, float]  # figure -> value; what was not measured is missing
     curves: dict[tuple[str, str], Curve]  # (axis, measure) -> curve
+    earlier: str = ""  # the newest file with earlier settings, if rounds were trained under others than `settings`
 
 
 @dataclass
@@ -119,6 +122,26 @@ class Comparison:
         numbered = bool(self.differences) and not by_run
         return [str(number + 1) if numbered else group.name for number, group in enumerate(self.groups)]
 
+    @property
+    def meanings(self) -> list[str]:
+        """What each column's head stands for, where that is a number."""
+        found = []
+        for head, group in zip(self.heads, self.groups, strict=True):
+            more = f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else ""
+            found.append(f"{head} = {_from_here(group.runs[0].path)}{more}")
+        return found if self.heads == [str(number + 1) for number in range(len(self.groups))] else []
+
+    @property
+    def changed(self) -> list[str]:
+        """A remark on each run whose settings changed while it trained."""
+        return [
+            f"{_from_here(run.path)}: its settings changed while it trained, and only the last ones are compared; "
+            f"earlier ones are in {run.earlier}, and its first rewards may be under other tasks or rewards"
+            for group in self.groups
+            for run in group.runs
+            if run.earlier
+        ]
+
     def bands(self, axis: str, measure: str) -> list[tuple[RunGroup, Band]]:
         """The curve of each group in which the measure was taken."""
         found = []
@@ -147,12 +170,20 @@ class Comparison:
             "groups": [
                 {
                     "name": group.name,
-                    "runs": [{"path": str(run.path), "seed": run.seed, **run.final} for run in group.runs],
+                    "runs": [
+                        {"path": str(run.path), "seed": run.seed, "earlier_settings": run.earlier or None, **run.final}
+                        for run in group.runs
+                    ],
                     "final": {name: {"mean": mean, "half": half} for name, (mean, half) in group.final.items()},
                 }
                 for group in self.groups
             ],
         }
+
+
+def _from_here(path: Path) -> str:
+    """A path as it is named from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def read_run(path: Path) -> RunFigures:
@@ -176,7 +207,8 @@ def read_run(path: Path) -> RunFigures:
     final = _figures(tally, held, config.eval.samples)
     if (best := read_best(path)) is not None:
         final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
-    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held))
+    earlier = max((file.name for file in path.glob("config-*.toml") if KEPT_NAME.fullmatch(file.name)), default="")
+    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held), earlier)
 
 
 KEPT = ("round", "time", "reward", "step_time", "eval/pass_1", "eval/reward")  # metrics that become curves
@@ -307,12 +339,12 @@ def figure_rows(comparison: Comparison) -> Iterator[list[str]]:
     names = {name: None for group in comparison.groups for name in group.final}
     yield ["runs", *(str(len(group.runs)) for group in comparison.groups)]
     for name in names:
-        yield [name, *(_cell(group.final.get(name)) for group in comparison.groups)]
+        yield [name, *(_cell(group.final.get(name), name not in COUNTS) for group in comparison.groups)]
 
 
-def _cell(figure: tuple[float, float | None] | None) -> str:
+def _cell(figure: tuple[float, float | None] | None, with_half: bool) -> str:
     if figure is None:
         return "-"
     mean, half = figure
     form = ",.0f" if abs(mean) >= 100 or mean.is_integer() and mean > 1 else ".3f"
-    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")
+    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None and with_half else "")

@@ -6,7 +6,7 @@
 Both falls are judged by the paired bootstrap of `summary`. A task has few questions, for which percentile intervals are
 too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
 questions each for seven tasks, where nothing was learned, 5 % of 400 drawn pairs of evaluations had a task that fell.
-Nothing is said where all tasks together have too few questions for a claim of the summary.
+While a run trains, nothing is said where all tasks together have fewer than ENOUGH_QUESTIONS.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from swarm_node.config.figures import WORDS, Figure
-from swarm_node.observability.summary import LEAST_QUESTIONS, interval
+from swarm_node.observability.summary import ENOUGH_QUESTIONS, LEAST_QUESTIONS, interval
 
-LEAST_OF_TASK = 10  # questions of a task, below which nothing is said of it
+LEAST_OF_TASK = LEAST_QUESTIONS  # questions of a task, below which nothing is said of it
 NOTABLE = 0.05  # a figure of a task that is lower by less needs no word in the table at the end
 ALIKE = (
     "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
@@ -42,13 +42,13 @@ def remarks(
     figure: Figure = "pass_1",
 ) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
-    or of fewer than LEAST_QUESTIONS.
+    or of fewer than ENOUGH_QUESTIONS.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right, or
     their mean reward if that is the `figure`.
     `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy.
     """
-    if not LEAST_QUESTIONS <= len(labels) == len(before) == len(now):
+    if not ENOUGH_QUESTIONS <= len(labels) == len(before) == len(now):
         return {}
     found: dict[str, str] = {}
     if samples > 1 and figure == "pass_1":
@@ -85,14 +85,14 @@ def lower_tasks(
     if samples > 1 and figure == "pass_1":
         figures[f"pass@{samples}"] = ([float(x > 0) for x in before], [float(x > 0) for x in now])
     tasks = dict.fromkeys(labels)
-    level, enough = 1 - 0.05 / (len(tasks) * len(figures)), len(labels) >= LEAST_QUESTIONS
+    level = 1 - 0.05 / (len(tasks) * len(figures))
     lines = []
     for task in tasks:
         mine = [i for i, label in enumerate(labels) if label == task]
         fell = []
         for name, (was, then) in figures.items():
             old, new = [was[i] for i in mine], [then[i] for i in mine]
-            verdict = _verdict(interval(old, new, LEAST_OF_TASK, level) if enough else None)
+            verdict = _verdict(interval(old, new, LEAST_OF_TASK, level))
             if verdict == SURE if figure == "reward" else fmean(old) - fmean(new) >= NOTABLE:
                 fell.append(f"{name} {fmean(old):.3f} -> {fmean(new):.3f}, {verdict}")
         if fell:

@@ -14,7 +14,7 @@ from typing import Any
 
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines
-from swarm_node.observability.sinks import Sink, TextSink
+from swarm_node.observability.sinks import HeldOutSink, Sink, TextSink
 from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
 from swarm_node.say import Warned
 
@@ -66,6 +66,10 @@ class MetricsWriter:
             return
         self._next_texts = time.monotonic() + TEXTS_S
         self._each_sink(lambda sink: sink.write_samples(round, samples) if isinstance(sink, TextSink) else None)
+
+    def write_held_out(self, round: int, figures: Mapping[str, float]) -> None:
+        """Give figures that belong to no record to the sinks that take them: the file has a record for each round."""
+        self._each_sink(lambda sink: sink.write_held_out(round, figures) if isinstance(sink, HeldOutSink) else None)
 
     def _thin(self) -> None:
         rounds = line_rounds(self._file.path)

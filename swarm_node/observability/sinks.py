@@ -35,6 +35,13 @@ class TextSink(Protocol):
         """Show some questions with their answers, as records of samples.jsonl."""
 
 
+@runtime_checkable
+class HeldOutSink(Protocol):
+    """A sink that also takes held-out figures from before the first round (0) and from after the last one."""
+
+    def write_held_out(self, round: int, figures: Mapping[str, float]) -> None: ...
+
+
 AXES = ("step", "round", "time")  # numbers that TensorBoard has as axes of every curve
 SAMPLE_COLUMNS = ["round", "task", "peer", "question", "right", "answer", "judged", "reward", "correct"]
 
@@ -75,6 +82,9 @@ class TensorBoard:
         for name, value in numbers.items():
             if name not in AXES:
                 self._writer.add_scalar(name, value, round)
+
+    def write_held_out(self, round: int, figures: Mapping[str, float]) -> None:
+        self.write(round, figures)
 
     def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for number, sample in enumerate(samples, 1):
@@ -117,6 +127,9 @@ class WandB:
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=round)
 
+    def write_held_out(self, round: int, figures: Mapping[str, float]) -> None:
+        self.write(round, figures)
+
     def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
@@ -155,6 +168,10 @@ class Trackio:
         if round > self._recorded:
             self._run.log(dict(numbers), step=round)
             self._recorded = round
+
+    def write_held_out(self, round: int, figures: Mapping[str, float]) -> None:
+        if round >= self._recorded:
+            self._run.log(dict(figures), step=round)
 
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):

@@ -3,9 +3,9 @@
 Whether the held-out figure (pass@1 or mean reward) changed by more than noise is judged by the 95 % percentile interval
 of a paired bootstrap over questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions
 rather than answers. The same questions are asked before and after, so easy and hard ones cancel. The change is more
-than noise if the interval excludes 0. That is noise of questions and of sampling, not of another seed. Below 50
-questions no claim is made: without a change, one in twelve intervals of 30 questions excludes 0; of 50 and more about
-one in twenty, as it should be.
+than noise if the interval excludes 0. That is noise of questions and of sampling, not of another seed. Without a
+change, one in twelve intervals of 30 questions excludes 0; of 50 and more about one in twenty, as it should be. So the
+summary says of fewer than 50 that the interval is somewhat too narrow, and of fewer than ten it gives none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from swarm_node.observability.samples import without_middle
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth, worth_lines
 
-LEAST_QUESTIONS = 50
+LEAST_QUESTIONS = 10  # with fewer there is no interval
+ENOUGH_QUESTIONS = 50  # with fewer, an interval is somewhat too narrow
 LEAST_ROUNDS = 20  # with fewer rounds, a change of reward compares one round with another
 RESAMPLES = 4000
 MAX_DRAWN = 10**6  # numbers in memory at once: this is drawn while a node leaves
@@ -114,6 +115,7 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run in numbers; parts that did not occur are None."""
 
     rounds_recorded: int = 0
+    reward_rounds: int = 0  # the rounds since tasks or rewards last changed, which the rewards are of; 0 = all
     resumed_at: int = 0  # the round after which the last start resumed
     reward_first_tenth: float | None = None
     reward_last_tenth: float | None = None
@@ -167,6 +169,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
     left_out = {f"{kind}{reason}": n for prefix, kind in REFUSED.items() for reason, n in _below(prefix, whole).items()}
     return Figures(
         rounds_recorded=tally.rounds,
+        reward_rounds=tally.rounds - tally.earlier if tally.earlier else 0,
         resumed_at=resumed_at,
         reward_first_tenth=tally.rewards.first(tenth)[0] if n else None,
         reward_last_tenth=tally.rewards.last(tenth)[0] if n else None,
@@ -285,18 +288,20 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
 def _has_learned(run: Figures) -> bool:
     """Whether the reward rose, over more than a few rounds, and the held-out figure did not fall."""
     first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
-    if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS or run.alike:
+    if first is None or last is None or (run.reward_rounds or run.rounds_recorded) < LEAST_ROUNDS or run.alike:
         return False
     return last > first and (held is None or held.main[1] >= held.main[0])
 
 
 def _reward(run: Figures) -> list[str]:
-    n, first, last = run.rounds_recorded, run.reward_first_tenth, run.reward_last_tenth
+    n, first, last = run.reward_rounds or run.rounds_recorded, run.reward_first_tenth, run.reward_last_tenth
     if first is None or last is None:
         return []
     if n == 1:
-        return [f"reward {last:.3f} in its only round"]
-    return [f"reward {first:.3f} -> {last:.3f}, first and last tenth of {n:,} rounds"]
+        only = "the one round since tasks or rewards changed" if run.reward_rounds else "its only round"
+        return [f"reward {last:.3f} in {only}"]
+    which = f"the {n:,} rounds since tasks or rewards changed" if run.reward_rounds else f"{n:,} rounds"
+    return [f"reward {first:.3f} -> {last:.3f}, first and last tenth of {which}"]
 
 
 def _held_out(held: HeldOut | None) -> list[str]:
@@ -311,7 +316,8 @@ def _held_out(held: HeldOut | None) -> list[str]:
     else:
         low, high = held.interval
         verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
-        lines = [f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions)"]
+        narrow = ", which make it somewhat too narrow" if held.questions < ENOUGH_QUESTIONS else ""
+        lines = [f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions{narrow})"]
     others = {
         "pass@1": held.pass_1 if held.figure == "reward" else None,
         f"pass@{held.samples}": held.pass_k if held.samples > 1 else None,

@@ -87,10 +87,18 @@ class Tally(msgspec.Struct):
     used: float = 0.0
     num_tokens: float = 0.0
     differing: float = 0.0  # rounds with an own group whose rewards were not all equal, or that do not say
-    rewards: Buckets = msgspec.field(default_factory=Buckets)
+    rewards: Buckets = msgspec.field(default_factory=Buckets)  # of the rounds since tasks or rewards last changed
+    judged_by: str = ""  # a digest of those tasks and rewards; empty = not known
+    earlier: int = 0  # rounds recorded before that change
     totals: dict[str, float] = {}  # totals of the swarm, averaging and stages, over all starts
     seen: dict[str, float] = {}  # the same totals in the last round
     cost: dict[str, float] = {}  # `cost/*` of the last round
+
+    def judge(self, by: str) -> None:
+        """Begin the rewards anew if the next round is judged by other tasks or rewards than those so far."""
+        if self.judged_by not in ("", by):
+            self.rewards, self.earlier = Buckets(), self.rounds
+        self.judged_by = by
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record of metrics.jsonl, which may stand for several rounds."""

@@ -25,8 +25,8 @@ SHOWN = 24  # first questions of which an evaluation keeps the first answer; tas
 SHOWN_CHARS = 300  # most characters kept of each of their texts
 NONE_HELD_OUT = (
     "no question is held out of training, so there are no held-out figures: one in five is, chosen by a hash of its "
-    "text, and the tasks have too few; 20 different questions nearly always give one, about 250 give the 50 that it "
-    "takes to tell learning from noise"
+    "text, and the tasks have too few; 20 different questions nearly always give one, and about 250 give 50, of which "
+    "the 95 % interval of a change is as wide as it should be"
 )
 
 
@@ -138,11 +138,18 @@ def cells(held: Held | None, names: Mapping[str, str]) -> list[str]:
 def rows(
     before: dict[str, Held], after: dict[str, Held], samples: int, rewards: RewardsConfig
 ) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table before -> after."""
+    """Columns and rows of the table before -> after; of the figures after alone if `before` is empty."""
     names = titles([before, after], samples, rewards)
-    columns = ["task", "questions", *(f"{title} {when}" for title in names.values() for when in ("before", "after"))]
+    times = {"before": before, "after": after} if before else {"after": after}
+    columns = ["task", "questions", *(f"{title} {when}" for title in names.values() for when in times)]
     table = []
-    for label, new in sorted(after.items(), key=lambda item: item[0] == "all"):  # the rest stays in its order
-        pairs = zip(cells(before.get(label), names), cells(new, names), strict=True)
+    for label, new in told(after).items():
+        pairs = zip(*(cells(each.get(label), names) for each in times.values()), strict=True)
         table.append([label, str(new.questions), *(cell for pair in pairs for cell in pair)])
     return columns, table
+
+
+def told(table: Mapping[str, Held]) -> dict[str, Held]:
+    """The rows of a table that are shown: `all` comes last, and is left out where it would repeat a single task."""
+    tasks = {label: held for label, held in table.items() if label != "all"}
+    return tasks if len(tasks) == 1 or "all" not in table else tasks | {"all": table["all"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
 from swarm_node.runtime.waiting import wait_passively
+from swarm_node.storage.run_settings import not_used
 from swarm_node.storage.rundir import RunDir
 
 Config = NodeConfig | Mapping[str, Any] | str | Path
@@ -20,7 +22,8 @@ def train(config: Config, callbacks: Sequence[Callback] = (), *, quiet: bool = F
     """Train until `rounds` or `minutes` are over, a callback ends the run or Ctrl-C comes. Does what `swarm-node local`
     does, or `join` if the configuration names a `swarm`.
 
-    If its directory has a run, that run goes on, with its own settings and those given. `quiet` shows nothing;
+    If its directory has a run, that run goes on, with its own settings and those given; a Python warning names changed
+    settings for which no round was left. `quiet` shows nothing;
     events.jsonl has all sentences in any case. Environment variables `SWARM_NODE_*` are not read.
 
     Ctrl-C saves and returns if `train` was called in the main thread; a second one raises KeyboardInterrupt. No other
@@ -38,7 +41,10 @@ def train(config: Config, callbacks: Sequence[Callback] = (), *, quiet: bool = F
     with RunDir.open(settings.directory) as run:
         from swarm_node.runtime.start import start  # loads torch
 
-        return start(settings, run, swarm, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
+        result = start(settings, run, swarm, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
+    if result.not_used:
+        warnings.warn(f"{result.run_dir}: {not_used(result.not_used)}", stacklevel=2)
+    return result
 
 
 def resolve(config: Config, quiet: bool = False) -> NodeConfig:

@@ -29,6 +29,10 @@ class TrainResult:
     """Reward, tokens, held-out figures, traffic: the numbers of the summary."""
     checkpoint: Path | None
     """Directory of the newest checkpoint, which has the policy; None if there is none, or a crew has its parts."""
+    rounds_now: int = 0
+    """Rounds that this start did; 0 if the run in the directory was complete already."""
+    not_used: tuple[str, ...] = ()
+    """Settings, as `key = value`, that differ from those of the run and were not used, since no round was left."""
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Each record of metrics.jsonl in turn: `round`, `reward`, `step_time` … A long run's old rounds share one."""

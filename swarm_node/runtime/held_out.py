@@ -52,7 +52,7 @@ class HeldOutFigures:
         can be kept. In the context of `allowed`, a signal may raise StopRequested: questions are asked in it."""
         self._config = config
         self._policy = policy
-        self.tasks = evaluation_tasks(config, tasks)
+        self.tasks, self.also_trained = evaluation_tasks(config, tasks)
         self._show = show
         self._measured = measured
         self._allowed = allowed
@@ -101,15 +101,15 @@ class HeldOutFigures:
             found["rewards"] = [[function.path, function.weight] for function in config.rewards.functions]
         return found
 
-    def measure_before(self) -> None:
-        """Measure before the first round."""
+    def measure_before(self) -> dict[str, float]:
+        """Measure before the first round; the metrics, which are empty if no question is held out."""
         if self._config.eval.questions == 0:
-            return
+            return {}
         if self.tasks.held_out(1):
             self._show("held-out questions, before training")
         else:
             say(NONE_HELD_OUT, "held_out")
-        self._measure("before training", 0)
+        return self._metrics(self._measure("before training", 0))
 
     def begin(self) -> None:
         """Tell that training begins: its time is what evaluations get a share of."""
@@ -129,19 +129,25 @@ class HeldOutFigures:
         if not now.table:
             return {}
         self._remark(now)
+        return self._metrics(now)
+
+    def _metrics(self, now: Evaluation) -> dict[str, float]:
+        if not now.table:
+            return {}
         every = now.table["all"]
         found = {"eval/pass_1": every.pass_1, "eval/pass_k": every.pass_k}
         if reports_reward(self._config.rewards):
             found["eval/reward"] = every.reward
         return {name: value for name, value in found.items() if value is not None}
 
-    def measure_after(self, round: int, again: bool) -> None:
-        """Measure after the last round. `again`: also if there are figures of that round."""
+    def measure_after(self, round: int, again: bool) -> dict[str, float]:
+        """Measure after the last round; the metrics, empty if nothing was measured. `again`: also if there are figures
+        of that round."""
         if self.figures.round == round and self.figures.last.table and not again:
-            return
+            return {}
         if self._config.eval.questions and self.tasks.held_out(1):
             self._show("held-out questions, after training")
-        self._measure("after training", round)
+        return self._metrics(self._measure("after training", round))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
@@ -206,16 +212,16 @@ class HeldOutFigures:
         self._noticed = set(found)
 
 
-def evaluation_tasks(config: NodeConfig, tasks: TaskSet) -> TaskSet:
-    """The tasks whose questions an evaluation asks: `eval.tasks`, else what is held out of `tasks`, the run's own.
-    Raises UserError."""
+def evaluation_tasks(config: NodeConfig, tasks: TaskSet) -> tuple[TaskSet, int]:
+    """The tasks whose questions an evaluation asks: `eval.tasks`, else what is held out of `tasks`, the run's own; and
+    the number of their questions that training may draw. Raises UserError."""
     if not config.eval.tasks:
-        return tasks
+        return tasks, 0
     found = load_tasks(config.eval.tasks, config.rewards, whole=True)
     if known := found.overlap(tasks):
         of = f"{known} question{'' if known == 1 else 's'} of eval.tasks"
         say(Warned(f"{of} can be drawn in training too, so held-out figures may show what was remembered"), "held_out")
-    return found
+    return found, known
 
 
 def compared(

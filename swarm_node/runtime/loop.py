@@ -167,6 +167,8 @@ class Run:
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
             say_reach(self.config, 3 * trained)  # with the optimiser's two moments
         say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
+        for line in self.tasks.split():
+            say(line, "start")
         measures, is_member = self.config.eval.questions > 0, self.node.member is not None
         for line in running_legend(measures, is_member, self.held_out.has_own_tasks):
             say(line, "legend")
@@ -179,7 +181,8 @@ class Run:
                     stop.allow()
                     if self.node.round > 0:
                         self.state.settle_best()
-                        self.held_out.measure_after(self.node.round, again=self.node.averager is not None)
+                        again = self.node.averager is not None
+                        self.records.evaluated(self.node.round, self.held_out.measure_after(self.node.round, again))
                         stop.check()
                 except StopRequested:
                     self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
@@ -244,10 +247,11 @@ class Run:
         if self.crew is None:
             _fit(node, self.limits, prompts)
         if node.round == 0:
-            self.held_out.measure_before()
+            self.records.evaluated(0, self.held_out.measure_before())
         self.held_out.begin()
         if node.round >= config.total_rounds:
             say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
+            self.own.say_unused()
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
 
@@ -308,7 +312,7 @@ class Run:
         """Record a round, and save the weights if they are the best so far."""
         self.records.write(record)
         self.own.trained()
-        self.state.tally.add(record)
+        self.state.count(record)
         averager = self.node.averager
         self.progress.update(self.node.round, record, "" if averager is None else averager.brief())
         self.callbacks.round(self.node.round, record)
@@ -348,7 +352,8 @@ class Run:
     def result(self, report: RunReport) -> TrainResult:
         """The ended run, for the program that started it."""
         newest = None if self.crew is not None else self.checkpoints.newest
-        return TrainResult(self.run.path, self.node.round, self.finished, report.figures, newest)
+        rounds, now = self.node.round, self.node.round - self.began_at
+        return TrainResult(self.run.path, rounds, self.finished, report.figures, newest, now, self.own.not_used)
 
 
 def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:

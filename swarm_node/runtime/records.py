@@ -34,6 +34,11 @@ class RunRecords:
         if self._samples.due(round):
             self._metrics.write_samples(round, self._samples.write(round, own, trained))
 
+    def evaluated(self, round: int, figures: Mapping[str, float]) -> None:
+        """Give held-out figures from before or after training to the sinks that take them."""
+        if figures:
+            self._metrics.write_held_out(round, figures)
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the metrics of a round."""
         self._metrics.write(record)

@@ -48,13 +48,12 @@ class RunReport:
             console.events.write("summary", "\n".join(words))
         if console.tell_as_json("\n".join(words), self.document):
             return
-        if self._before.table and self._now.table:
+        if self._now.table:
             columns, table = rows(self._before.table, self._now.table, self.held_out.samples, self.held_out.rewards)
-            title = (
-                "questions of eval.tasks"
-                if self.held_out.has_own_tasks
-                else "held-out questions, which are never trained on"
-            )
+            title = "held-out questions, which are never trained on"
+            if self.held_out.has_own_tasks:
+                known = self.held_out.also_trained
+                title = "questions of eval.tasks" + (f", of which training may draw {known:,}" if known else "")
             console.progress.table(title, columns, table)
             console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:

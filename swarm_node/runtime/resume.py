@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -207,6 +209,12 @@ class RunState:
             "prompt": [policy.system_prompt, policy.prompt_template],
             "rewards": self.config.rewards.model_dump(mode="json"),
         }
+
+    def count(self, record: Mapping[str, Any]) -> None:
+        """Add the round that this record is of to the running figures."""
+        judges = [self.node.tasks.names, self.config.rewards.model_dump(mode="json")]
+        self.tally.judge(hashlib.sha256(msgspec.json.encode(judges)).hexdigest()[:16])
+        self.tally.add(record)
 
     def set_aside(self) -> None:
         """Rename the metrics of earlier rounds, whose checkpoints are gone or refused, and forget which was best."""

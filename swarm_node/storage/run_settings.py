@@ -8,7 +8,7 @@ checkpoint                     `CHECKPOINT_KEYS` of the settings behind its weig
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import GIVEN_ANEW, dump_own, flat, listed, read_own, shown
 from swarm_node.errors import UserError
-from swarm_node.say import Once, Say
+from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.rundir import RunDir
 
 CHECKPOINT_KEYS = {"tasks", "policy", "rollouts", "eval"}
@@ -39,6 +39,7 @@ class RunSettings:
         self._say = say
         self._before: NodeConfig | None = None  # settings in config.toml, as long as they are not replaced
         self._once = Once(say)
+        self.not_used: tuple[str, ...] = ()  # settings, as `key = value`, that `say_unused` found
         self.of_weights = self._for_checkpoints(config)  # settings behind the present weights, for their checkpoint
 
     def begin(self, trained: bool, checkpoint: Mapping[str, Any] | None = None) -> None:
@@ -59,6 +60,13 @@ class RunSettings:
         if changed := self._changed():
             words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
             self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
+
+    def say_unused(self) -> None:
+        """Say which settings change though no round is left to train; those of evaluations count all the same."""
+        changed = [(key, new) for key, (_, new) in self._changed() if not key.startswith("eval.")]
+        self.not_used = tuple(f"{key} = {shown(key, new)}" for key, new in changed)
+        if changed:
+            self._say(Warned(not_used(self.not_used)))
 
     def _say_stretched(self, when: str) -> None:
         """Say that the learning rate jumps where its schedule falls over other rounds than before."""
@@ -104,6 +112,11 @@ class RunSettings:
         """The name of the next file with earlier settings. These files are never removed."""
         numbers = [int(match[1]) for path in self._run.path.iterdir() if (match := KEPT.fullmatch(path.name))]
         return f"config-{max(numbers, default=0) + 1:04}.toml"
+
+
+def not_used(settings: Sequence[str]) -> str:
+    """The sentence about settings for which no round was left."""
+    return f"{listed(settings)} {'was' if len(settings) == 1 else 'were'} not used: nothing was left to train"
 
 
 def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:

@@ -22,6 +22,7 @@ from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.one_turn import OneTurn, extract
 from swarm_node.types import Task
 
+NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
 MAX_LISTED = 8  # columns in a message
 
 
@@ -104,7 +105,8 @@ def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, 
         raise ValueError("not a JSON object")
     missing = [column for column in columns[: 1 + answer_needed] if column not in row]
     if missing:
-        raise ValueError(_no_column(missing[0], row))
+        needless = f". {NO_ANSWER}" if missing[0] == columns[1] else ""
+        raise ValueError(_no_column(missing[0], row) + needless)
     question, answer = row.pop(columns[0]), row.pop(columns[1], None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"`{columns[0]}` must be a text")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import logging
 import math
 import random
@@ -39,6 +40,7 @@ ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
 LOGGER = logging.getLogger(__name__)
+MOST_COUNTED = 100_000  # questions of a source that are counted when a run starts: it takes a second
 CHECKER = "checker"  # name of the task's own checker among the rewards
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
@@ -71,7 +73,7 @@ class TaskSet:
             name = function.path.rpartition(":")[2]
             if name in (CHECKER, *self._functions):
                 raise UserError(f"two rewards are called {name!r}: rename the function in {function.path!r}")
-            self._functions[name] = load_function(function.path, "reward function")
+            self._functions[name] = _plain(load_function(function.path, "reward function"), name)
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
@@ -142,6 +144,15 @@ class TaskSet:
         streams = [_each(s) if self._whole and s.finite else _evaluation_tasks(s) for s in self._sources]
         in_turn = chain.from_iterable(zip_longest(*streams))
         return list(islice((task for task in in_turn if task is not None), n))
+
+    def split(self) -> list[str]:
+        """For each source with an end that is not too long to count: how many questions train, and how many do not."""
+        lines = []
+        for source in self._sources:
+            if source.finite and source.size <= MOST_COUNTED:
+                held = [is_held_out(task.question) for task in _each(source)]
+                lines.append(f"{source.label}: {len(held) - sum(held):,} questions trained on, {sum(held):,} held out")
+        return lines
 
     def every(self) -> list[Task]:
         """All questions in their order, one source after the other. UserError if a source has no end."""
@@ -390,6 +401,17 @@ def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreComp
 def has_signal(rollouts: Sequence[Rollout]) -> bool:
     """Whether any reward differs: without that every advantage is zero."""
     return len({(r.reward, *r.rewards.items()) for r in rollouts}) > 1
+
+
+def _plain(function: RewardFunction, name: str) -> RewardFunction:
+    """The same function. UserError if it is an `async def`, which returns no rewards when it is called."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise UserError(
+            f"reward function {name!r}{place_of(called)} is an `async def`, which is not awaited here: write a plain "
+            "`def`, with asyncio.run(...) inside for what must be awaited"
+        )
+    return function
 
 
 def _call(

@@ -39,6 +39,7 @@ from swarm_node.storage.rundir import os_errors_explained
 
 FORMAT = 1
 REPEATS = 3  # processes of each arm
+FEW_STEPS = 3  # with fewer of an arm, a ratio is rough
 STEPS = 10  # counted steps of a process, at most
 FOREVER = 1e18
 CLASS = re.compile(r"[A-Za-z_][\w.]{0,79}")  # of an exception
@@ -140,6 +141,7 @@ def measure_arms(
     took: dict[Side, float] = {}
     for repeat in range(repeats):
         if repeat and until - time.monotonic() < sum(took.values()):
+            say(f"time was up after {repeat} of {repeats}: --minutes gives more")
             break
         for i, side in enumerate(sides):
             result = results[side]
@@ -288,13 +290,21 @@ def table(document: Mapping[str, Any]) -> list[str]:
         ratios = _ratios(measured)
         low, middle, high = quartiles(ratios)
         spread = f" ({low:.1f} to {high:.1f})" if len(ratios) > 1 else ""
-        lines.append(f"TRL takes {middle:.1f} times as long a step{spread}")
+        rough = "; with so few steps, that is rough" if min(_steps(measured).values()) < FEW_STEPS else ""
+        lines.append(f"TRL takes {middle:.1f} times as long a step{spread}{rough}")
     elif "trl" not in arms:
         lines.append(f"TRL is not installed; to measure it too: {pip('trl')}")
+    counted = ", ".join(f"{NAMES[side]} {n}" for side, n in _steps(measured).items())  # type: ignore[index]
     return [
         *lines,
-        "medians (quartiles) of all steps after the first of each process; tokens/s: of answers, by the whole step",
+        f"medians (quartiles) of all steps after the first of each process ({counted}); tokens/s: of answers, by the "
+        "whole step",
     ]
+
+
+def _steps(measured: Mapping[str, Any]) -> dict[str, int]:
+    """Side -> the number of its steps that count."""
+    return {side: sum(len(one["step_s"]) for one in arm["processes"]) for side, arm in measured.items()}
 
 
 def _ratios(measured: Mapping[str, Any]) -> list[float]:

@@ -23,7 +23,8 @@ def compare_runs(
 
     if picture is not None:
         check_ending(picture)
-    comparison = Comparison(paths, apart)
+    folders = [path for path in paths if not path.is_file()]  # `runs/sweep/*` names files of the sweep too
+    comparison = Comparison(folders or paths, apart)
     if table is not None:
         comparison.write_csv(table)
     if picture is not None:
@@ -42,12 +43,18 @@ def show(comparison: Comparison) -> None:
     heads = comparison.heads
     if comparison.differences:
         settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
+        for line in comparison.meanings:
+            print(line)
         print_table("settings that differ", ["", *heads], settings)
     elif len(comparison.groups) > 1:
         print("the settings differ in nothing but the seed")
     else:
         print("the settings differ in nothing but the seed, so the runs are averaged; --apart shows them side by side")
-    print_table("figures, with half of the 95 % interval over seeds", ["", *heads], list(figure_rows(comparison)))
+    several = any(len(group.runs) > 1 for group in comparison.groups)
+    title = "figures, with half of the 95 % interval over seeds" if several else "figures"
+    print_table(title, ["", *heads], list(figure_rows(comparison)))
+    for remark in comparison.changed:
+        print(remark)
 
 
 def print_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

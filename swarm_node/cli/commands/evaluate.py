@@ -21,7 +21,7 @@ from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, cells, evaluate_on, titles
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, cells, evaluate_on, titles, told
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.option_limits import check_options
@@ -70,7 +70,7 @@ def main(
         return
     names = titles([table], samples, config.rewards)
     shown = Table("task", "questions", *names.values(), title=title, box=SIMPLE_HEAD)
-    for label, held in table.items():
+    for label, held in told(table).items():
         shown.add_row(label, str(held.questions), *cells(held, names))
     console = Console(highlight=False, markup=False)
     console.print(shown)

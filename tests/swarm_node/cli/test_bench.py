@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_time_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert results["trl"].failed == "too slow" and results["trl"].checkpointing and len(results["ours"].arms) == 3
 
 
+def test_repeats_that_time_does_not_allow_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run", lambda spec, seconds, say: arm([1.0]))
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    said: list[str] = []
+    results = bench.measure_arms(config(), replace(REQUEST, minutes=0.0), said.append)
+    assert said == ["swarm-node, 1 of 3 …", "time was up after 1 of 3: --minutes gives more"]
+    assert len(results["ours"].arms) == 1
+
+
 def test_a_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(UserError, match="--length 200: this model takes at most 128"):
         bench.run(Spec("ours", config().policy.model_dump(mode="json"), StepWork(1, 2, 200)), 600, print)
@@ -137,7 +147,10 @@ def test_the_table_has_quartiles_and_ratios() -> None:
     assert any(line.startswith("| TRL 1.16.0, checkpointing") and "| 6 (4-8) " in line for line in lines)
     assert "TRL takes 3.0 times as long a step (2.5 to 3.5)" in lines
     once = table(describe(config(), REQUEST, {"ours": Result([arm([2.0])]), "trl": Result([arm([3.0])])}))
-    assert "TRL takes 1.5 times as long a step" in once and any(
+    assert lines[-1].startswith(
+        "medians (quartiles) of all steps after the first of each process (swarm-node 6, TRL 6);"
+    )
+    assert "TRL takes 1.5 times as long a step; with so few steps, that is rough" in once and any(
         "native | 2 " in line and "(" not in line for line in once
     )
     assert quartiles([]) == [] and quartiles([1.0]) == [1.0, 1.0, 1.0]

@@ -71,6 +71,19 @@ def test_final_figures_have_students_interval(runs: list[Path]) -> None:
     assert alone.final["reward, last tenth"] == (0.5, None) and alone.final["tokens"] == (30, None)
 
 
+def test_columns_say_which_runs_they_are(runs: list[Path]) -> None:
+    Path("runs/notes.json").write_text("{}")
+    (runs[2] / "config-0001.toml").write_text((runs[2] / "config.toml").read_text())
+    shown = CliRunner().invoke(app, ["compare", *map(str, [*runs, "runs/notes.json"])]).stdout
+    lines = shown.splitlines()
+    assert lines[:2] == ["1 = runs/a and 1 more", "2 = runs/c"], "and the file is left out"
+    assert "half of the 95 % interval" in shown and "±" in shown
+    assert not any("±" in line for line in lines if line.split()[:1] in (["rounds"], ["tokens"]))
+    assert "runs/c: its settings changed while it trained" in shown and "runs/a: its" not in shown
+    alone = CliRunner().invoke(app, ["compare", *map(str, runs), "--apart"]).stdout
+    assert "interval" not in alone and "±" not in alone and "1 =" not in alone
+
+
 def test_quantiles_are_those_of_students_t() -> None:
     assert [t_95(n) for n in range(2, 17)] == pytest.approx([stats.t.ppf(0.975, n - 1) for n in range(2, 17)], abs=1e-3)
     assert t_95(1000) == pytest.approx(stats.norm.ppf(0.975), abs=1e-3)

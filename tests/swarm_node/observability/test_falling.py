@@ -51,7 +51,7 @@ def test_few_questions_of_a_task_say_nothing() -> None:
 
 
 def test_too_few_questions_in_all_say_nothing() -> None:
-    of_summary = summary.LEAST_QUESTIONS
+    of_summary = summary.ENOUGH_QUESTIONS
     assert remarks(["gcd"] * (of_summary - 1), [0.5] * (of_summary - 1), [0.0] * (of_summary - 1), 1) == {}
     assert remarks(["gcd"] * of_summary, [0.5] * of_summary, [0.0] * of_summary, 1).keys() == {"task gcd"}
 
@@ -77,7 +77,7 @@ def test_each_lower_task_has_a_verdict() -> None:
     noisy = lower_tasks(["gcd"] * 50, [1.0, 0.0] * 25, [0.0, 0.875] * 25, 1)
     assert noisy == ["lower: gcd, 50 questions: pass@1 0.500 -> 0.438, may be noise"]
     few = lower_tasks(["gcd"] * 49, [0.5] * 49, [0.25] * 49, 1)
-    assert few == ["lower: gcd, 49 questions: pass@1 0.500 -> 0.250, too few questions to tell"]
+    assert few == ["lower: gcd, 49 questions: pass@1 0.500 -> 0.250, more than noise"], "as the summary says"
 
 
 def test_falling_rewards_are_named_as_such() -> None:

@@ -278,14 +278,19 @@ def test_tensorboard_shows_each_round_once_after_a_resume(path):
 
     for first in (1, 3):
         writer = MetricsWriter(path, print, open_sinks(["tensorboard"], path.parent, {}, first))
+        if first == 1:
+            writer.write_held_out(0, {"eval/pass_1": 0.25})
         for round in range(first, first + 4):
             writer.write(record(round, note="text", time=1.0, step=round))
         writer.write_samples(first, SAMPLES)
         writer.write_samples(first + 1, SAMPLES)  # so soon, sinks get no more
+        writer.write_held_out(first + 3, {"eval/pass_1": 0.5})
         writer.close()
     events = EventAccumulator(str(path.parent / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
+    measured = [(event.step, event.value) for event in events.Scalars("eval/pass_1")]
+    assert measured == [(0, 0.25), (6, 0.5)], "before and after training, though no record of a round has them"
     assert not {"step", "round", "time"} & set(events.Tags()["scalars"]), "they are axes"
     texts = events.Tensors("samples/1/text_summary")
     assert [event.step for event in texts] == [1, 3]
@@ -326,6 +331,8 @@ from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.observability.sinks import open_sinks
 path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 writer = MetricsWriter(path, print, open_sinks(["trackio"], path.parent, {"seed": 0}, first))
+if first == 1:
+    writer.write_held_out(0, {"reward": 0.0})
 for round in range(first, last + 1):
     writer.write({"round": round, "reward": round / 10 if first == 1 else 9.0, "note": "text"})
 writer.close()
@@ -347,6 +354,7 @@ def test_trackio_continues_its_run_and_prints_nothing(path, tmp_path, monkeypatc
     run_id = (path.parent / "trackio-id.txt").read_text()
     assert {name for name, _, _ in rows} == {f"{path.parent.name}-{run_id}"}
     assert [(step, json.loads(metrics)["reward"]) for _, step, metrics in rows] == [
+        (0, 0.0),
         (1, 0.1),
         (2, 0.2),
         (3, 0.3),

@@ -201,7 +201,7 @@ def test_many_questions_take_no_more_memory_than_some() -> None:
     assert peak < 40 * MAX_DRAWN < 8 * RESAMPLES * 3000 and 0.07 < low < high < 0.12
 
 
-@pytest.mark.parametrize(("before", "after"), [(49, 49), (100, 99), (0, 128)])
+@pytest.mark.parametrize(("before", "after"), [(9, 9), (100, 99), (0, 128)])
 def test_few_or_other_questions_support_no_claim(before: int, after: int) -> None:
     assert interval([0.0] * before, [1.0] * after) is None
 
@@ -217,6 +217,16 @@ def test_few_or_other_questions_support_no_claim(before: int, after: int) -> Non
 def test_noise_is_called_noise(interval: tuple[float, float] | None, words: str) -> None:
     held = HeldOut(128, 1, (0.20, 0.22), (0.20, 0.22), interval)
     assert summary(Figures(held_out=held)) == [f"outcome   held-out pass@1 0.200 -> 0.220, {words}"]
+
+
+def test_a_large_gain_is_told_from_few_questions() -> None:
+    before, after = [0.0] * 45, [0.0, 0.0, 1.0] * 15
+    low, high = interval(before, after) or (0.0, 0.0)
+    assert 0.15 < low < 1 / 3 < high < 0.5
+    [line] = summary(Figures(held_out=HeldOut(45, 1, (0.0, 1 / 3), (0.0, 1 / 3), (low, high))))
+    assert f"+0.333: more than noise (95 % interval {low:+.3f} to {high:+.3f}, 45 questions, which make it" in line
+    [line] = summary(Figures(held_out=HeldOut(9, 1, (0.0, 1.0), (0.0, 1.0), None)))
+    assert line.endswith("+1.000: 9 questions are too few to tell it from noise")
 
 
 @pytest.mark.parametrize(

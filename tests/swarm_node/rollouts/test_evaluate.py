@@ -29,7 +29,7 @@ def test_questions_without_a_checker_have_rewards_alone() -> None:
         "gcd": Held(1, 0.5, 1.0, 0.5),
         "all": Held(2, 0.5, 1.0, 0.5),
     }
-    columns, lines = rows({}, {"poems": table["poems"]}, 8, OWN)
+    columns, lines = rows({"lcm": table["poems"]}, {"poems": table["poems"]}, 8, OWN)
     assert columns == ["task", "questions", "reward before", "reward after"]
     assert lines == [["poems", "1", "-", "0.500"]]
     columns, lines = rows(table, table, 8, OWN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -96,6 +97,31 @@ def test_a_callback_ends_the_run_and_train_resumes_it() -> None:
     assert ("evaluation", 2) in recorder.heard, "as at the end of any run"
     again = swarm_node.train({"run_dir": "run"}, quiet=True)  # the run's own settings
     assert (again.rounds, again.finished, again.figures.resumed_at) == (3, True, 2)
+
+
+def test_changed_settings_of_a_complete_run_are_named() -> None:
+    first = swarm_node.train(TINY, quiet=True)
+    assert (first.rounds_now, first.not_used) == (3, ())
+    with pytest.warns(UserWarning, match="run: grpo.learning_rate = 0.5 was not used: nothing was left to train"):
+        again = swarm_node.train(TINY | {"grpo": {"learning_rate": 0.5}}, quiet=True)
+    assert (again.rounds, again.rounds_now, again.finished) == (3, 0, True)
+    assert again.not_used == ("grpo.learning_rate = 0.5",)
+    told = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert "grpo.learning_rate = 0.5 was not used: nothing was left to train" in [each["text"] for each in told]
+
+
+def test_figures_of_two_rewards_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    swarm_node.train(TINY, quiet=True)
+    Path("rew.py").write_text("def ones(prompts, completions, **columns):\n    return [5.0] * len(completions)\n")
+    rewards = {"functions": [{"path": "rew.py:ones"}], "checker_weight": 0}
+    more = swarm_node.train(TINY | {"rounds": 5, "rewards": rewards}, quiet=True)
+    assert more.figures.rounds_recorded == 5 and more.figures.reward_rounds == 2
+    assert more.figures.reward_first_tenth == more.figures.reward_last_tenth == 5.0
+    again = swarm_node.train({"run_dir": "run", "rounds": 6})
+    assert again.figures.reward_rounds == 3 and again.figures.held_out is None
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "reward 5.000 -> 5.000, first and last tenth of the 3 rounds since tasks or rewards changed" in said
+    assert "reward after" in said and "reward before" not in said, "the figures from after training stand alone"
 
 
 def test_a_failing_callback_loses_no_round() -> None:

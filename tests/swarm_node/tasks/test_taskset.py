@@ -228,6 +228,7 @@ def test_no_tasks_at_all() -> None:
         (b'\n{"answer": "b"}', "line 2: no column `question`; it has `answer`. Name the columns"),
         (b'{"question": " ", "answer": "b"}', "line 1: `question` must be a text"),
         (b'{"question": "a"}', "line 1: no column `answer`; it has `question`. Name the columns"),
+        (b'{"question": "a"}', "no answer is needed: --set rewards.checker_weight=0"),
         (b'{"question": "a", "answer": true}', "line 1: `answer` must be a text or a number"),
         (b'{"question": "a", "answer": " "}', "line 1: `answer` is empty"),
         (b'{"question": "\xff", "answer": "b"}', "line 1: "),
@@ -265,6 +266,28 @@ def test_questions_that_training_may_draw_are_counted(tmp_path: Path) -> None:
     held_out = len(training.only([str(tmp_path / "train.jsonl")]).held_out(100))
     assert test.overlap(training) == 60 - held_out
     assert load_tasks([write_lines(tmp_path / "new.jsonl", rows(80)[60:])], REWARDS, whole=True).overlap(training) == 0
+
+
+def test_a_file_says_how_it_is_split(tmp_path: Path) -> None:
+    tasks = load_tasks([write_lines(tmp_path / "train.jsonl", rows(60)), "small/gcd"], REWARDS)
+    held = len(tasks.only([str(tmp_path / "train.jsonl")]).held_out(100))
+    assert 0 < held < 30
+    assert tasks.split() == [f"train: {60 - held} questions trained on, {held} held out"], "gcd never ends"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "async def late(prompts, completions, **columns):\n    return [0.0]\n",
+        "async def late(prompts, completions, **columns):\n    yield 0.0\n",
+        "class Late:\n    async def __call__(self, **columns):\n        return [0.0]\nlate = Late()\n",
+    ],
+)
+def test_an_async_reward_function_is_refused(code: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    rewards = RewardsConfig.model_validate({"functions": [{"path": f"{tmp_path}/mine.py:late"}]})
+    with pytest.raises(UserError, match=r"reward function 'late' in .*mine.py, line \d, is an `async def`"):
+        load_tasks(["small/gcd"], rewards)
 
 
 def test_one_question_may_be_all_of_a_test_file(tmp_path: Path) -> None:
