@@ -9,9 +9,8 @@
     speed S C    four peers that train on 4 own and 4 foreign groups with token ids, every other one S times slower, for
                  the same virtual time
 
-C is `recorded`, the default of `grpo.correction`; or a class of `benchmarks.corrections`; or `none`: every ratio starts
-at 1, as if the groups were fresh. `wide` is `recorded`
-with the clip range to which M2PO falls back where its second moment is far above its limit (0.3 and 0.5; arXiv
+C is `recorded` or `truncated`, as `grpo.correction` has them; a class of `benchmarks.corrections`; or `none`: every
+ratio starts at 1, as if the groups were fresh. `wide` is `recorded` with the clip range to which M2PO falls back where its second moment is far above its limit (0.3 and 0.5; arXiv
 2510.01161, official code), as it is here from 16 updates on; `slowed` is `recorded` with VCPO's learning rate, times
 the root of the effective share of the step before (arXiv 2602.17616). Nodes, settings and
 figures are those of `benchmarks.sharing`; one JSON for each (setting, arm, seed) under results/staleness; what is there
@@ -49,7 +48,7 @@ PEERS = 4
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {"correction": "swarm_node.grpo.objective:Correction"},
     "recorded": {"correction": "recorded"},
-    "truncated": {"correction": "benchmarks.corrections:Truncated"},
+    "truncated": {"correction": "truncated"},
     "truncated_sequence": {"correction": "benchmarks.corrections:TruncatedSequence"},
     "icepop": {"correction": "benchmarks.corrections:IcePop"},
     "wide": {"correction": "recorded", "epsilon_low": 0.3, "epsilon_high": 0.5},

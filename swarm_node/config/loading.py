@@ -118,6 +118,11 @@ def _check_together(config: NodeConfig) -> None:
     correction = config.grpo.correction
     if config.grpo.off_policy_mask is not None and correction != "recorded":
         raise UserError(f'grpo.off_policy_mask needs grpo.correction = "recorded", not "{correction}"')
+    if correction == "truncated" and config.rollouts.top_p < 1:
+        raise UserError(
+            'grpo.correction = "truncated" compares with log-probabilities at sampling, which rollouts.top_p = '
+            f"{config.rollouts.top_p} alters: set it to 1"
+        )
     if config.grpo.advantage == "pass_k" and config.grpo.k >= config.rollouts.group_size:
         raise UserError(
             f"grpo.k = {config.grpo.k} must be less than rollouts.group_size ({config.rollouts.group_size}): of a "

@@ -42,7 +42,6 @@ UNREPORTED = {"swarm", "name", "run_dir", "rounds", "minutes"}
 --max-cpu stay in force even if they are not given again."""
 SECRET = "pipeline.crew"  # the name of a crew is its password, so it is never shown
 GONE = {
-    "truncated": "benchmarks.corrections:Truncated",
     "truncated_sequence": "benchmarks.corrections:TruncatedSequence",
     "icepop": "benchmarks.corrections:IcePop",
 }

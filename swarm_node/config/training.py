@@ -155,9 +155,11 @@ class GrpoConfig(Section):
     """Two-sided clip: also cap the ratio at this value when the advantage is negative."""
     importance_level: Literal["token", "sequence"] | None = None
     """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo: sequence)."""
-    correction: Literal["recorded"] | Plugin = "recorded"
+    correction: Literal["recorded", "truncated"] | Plugin = "recorded"
     """Denominator of the ratios, and factors on the loss, where another policy sampled. `recorded` = own recorded
-    log-probabilities, and ratio 1 for a peer's rollouts. Or a plugin `package.module:Class`."""
+    log-probabilities, and ratio 1 for a peer's rollouts. `truncated` = ratio 1, and importance weights as factors: at
+    most 2 a token, at most 1 for a peer's, 1 where none were recorded or sent; it needs `rollouts.top_p` = 1. Or a
+    plugin `package.module:Class`."""
     off_policy_mask: float | None = None
     """Leave out sequences with a negative advantage that have become unlikely (DeepSeek-V3.2). The limit is the mean
     loss of log-probability per token; 0.5 is a good start."""

@@ -1,4 +1,4 @@
-"""Off-policy corrections: `recorded`, with a mask or without, or a class of the user's own (`grpo.correction`)."""
+"""Off-policy corrections by name: `grpo.correction` names one of `CORRECTIONS`, or a class of the user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.errors import UserError
 from swarm_node.grpo.corrections.recorded import Recorded
 from swarm_node.grpo.corrections.sequence_mask import SequenceMask
+from swarm_node.grpo.corrections.truncated import Truncated
 from swarm_node.grpo.objective import Correction
+
+CORRECTIONS: dict[str, type[Correction]] = {"recorded": Recorded, "truncated": Truncated}
 
 
 def find_correction(config: GrpoConfig) -> Correction:
@@ -17,8 +20,8 @@ def find_correction(config: GrpoConfig) -> Correction:
     """
     if config.off_policy_mask is not None:
         return SequenceMask(config.off_policy_mask)
-    if config.correction == "recorded":
-        return Recorded()
+    if config.correction in CORRECTIONS:
+        return CORRECTIONS[config.correction]()
     kind = load_function(config.correction, "grpo.correction")
     try:
         correction = kind()

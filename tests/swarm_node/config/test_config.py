@@ -247,6 +247,7 @@ def test_overridden_wrong_values_are_blamed_too() -> None:
     ("sets", "message"),
     [
         (["grpo.correction=a.py:F", "grpo.off_policy_mask=0.5"], "grpo.off_policy_mask needs grpo.correction"),
+        (["grpo.correction=truncated", "rollouts.top_p=0.9"], "which rollouts.top_p = 0.9 alters"),
         (["grpo.advantage=pass_k", "rollouts.group_size=4"], "must be less than rollouts.group_size (4)"),
         (
             ["policy.quantize=nf4", "policy.lora=false"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nan, tensor
 from benchmarks.corrections import TruncatedSequence
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.corrections import CORRECTIONS, find_correction
 from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Correction, Tokens, policy_loss
 from swarm_node.grpo.trainer import Trainer
@@ -69,18 +70,23 @@ def test_by_default_a_senders_logprobs_change_nothing(mask):
     assert step(config, sent(True))["loss"] == step(config, sent(False))["loss"]
 
 
+def test_every_correction_has_a_name_in_the_configuration():
+    names = get_args(get_args(GrpoConfig.model_fields["correction"].annotation)[0])
+    assert set(names) == set(CORRECTIONS)
+
+
 def test_a_correction_that_cannot_be_used_is_a_user_error():
     with pytest.raises(UserError, match="must name a subclass"):
         find_correction(GrpoConfig(correction="builtins:dict"))
 
 
-# ------------------------------------------------------------ importance weights, which a user may name as plugins
+# ------------------------------------------------------------ importance weights; two are plugins, which lost
 
 FIRST = tensor([0.5, 0.5, 0.2, 0.2, 0.1, 0.4, 0.4]).log()  # of the first pass
 SEQUENCE = tensor([0, 0, 1, 1, 1, 2, 2])
 CLAIMED = SEQUENCE == 2
 EXPECTED = {  # sampled with ratios 4, 0.25; 3, 2, unknown; claimed: 4, 0.5
-    "benchmarks.corrections:Truncated": [2, 0.25, 2, 2, 1, 1, 0.5],
+    "truncated": [2, 0.25, 2, 2, 1, 1, 0.5],
     "benchmarks.corrections:TruncatedSequence": [1, 1, 2, 2, 2, 1, 1],
     "benchmarks.corrections:IcePop": [4, 0, 3, 2, 1, 1, 0.5],
 }
