@@ -208,14 +208,14 @@ def _clocks() -> tuple[float, float]:
 
 def _note_plans(node: Any, microbatches: list[int]) -> None:
     """Have the trainer note how many microbatches each update has."""
-    plan = node.trainer._plan
+    plan = node.trainer.plan
 
     def noted(rows: Any) -> Any:
         planned = plan(rows)
         microbatches.append(len(planned))
         return planned
 
-    node.trainer._plan = noted
+    node.trainer.plan = noted
 
 
 # --------------------------------------------------------------------- processes

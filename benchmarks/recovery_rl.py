@@ -219,7 +219,7 @@ class Run:
     def _wrap(self) -> None:
         """Have the trainer note norms, swap stages, and let stages that were made anew learn faster."""
         trainer, step = self.node.trainer, self.optimizer.step
-        plan, backward = trainer._plan, trainer._backward
+        plan, backward = trainer.plan, trainer._backward
 
         def noted() -> tuple[float, float]:
             for k in range(self.task.stages):
@@ -251,7 +251,7 @@ class Run:
 
         self.optimizer.step = noted  # type: ignore[method-assign]
         if self.arm.swapped:
-            trainer._plan, trainer._backward = in_two, by_turns  # type: ignore[method-assign,assignment]
+            trainer.plan, trainer._backward = in_two, by_turns  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def _order(self, odd: bool) -> Iterator[None]:

@@ -10,9 +10,10 @@
                  the same virtual time
 
 C is `recorded` or `truncated`, as `grpo.correction` has them; a class of `benchmarks.corrections`; or `none`: every
-ratio starts at 1, as if the groups were fresh. `wide` is `recorded` with the clip range to which M2PO falls back where its second moment is far above its limit (0.3 and 0.5; arXiv
-2510.01161, official code), as it is here from 16 updates on; `slowed` is `recorded` with VCPO's learning rate, times
-the root of the effective share of the step before (arXiv 2602.17616). Nodes, settings and
+ratio starts at 1, as if the groups were fresh. `wide` is `recorded` with the clip range to which M2PO falls back where
+its second moment is far above its limit (0.3 and 0.5; arXiv 2510.01161, official code), as it is here from 16 updates
+on; `slowed` is `recorded` with VCPO's learning rate, times the root of the effective share of the step before (arXiv
+2602.17616). Nodes, settings and
 figures are those of `benchmarks.sharing`; one JSON for each (setting, arm, seed) under results/staleness; what is there
 already is not run again. Differences are in points (hundredths), paired by seed, with 95 % bootstrap intervals.
 """

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from protocol.messages import TaskName
-from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
+from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.grpo.memory import Fitting
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.policy import probes
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.fitting import Hardware
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Sampling, Task
@@ -67,7 +68,9 @@ def round_of(folder: Path, lora: bool) -> Outcome:
     except UserError as refused:
         return Outcome(refused=str(refused))
     policy.keep_reference()
-    assert probes.estimate(policy, PROMPTS, ROLLOUTS, GRPO).bytes > 0
+    trainer = Trainer(policy, GRPO, SAMPLING, lambda text: None)
+    run = NodeConfig(policy=config, rollouts=ROLLOUTS, grpo=GRPO)
+    assert Fitting(trainer, PROMPTS, run, Hardware("cpu", 0)).fit() > 0
     groups = []
     for i, rollouts in enumerate(policy.generate(PROMPTS, 3, SAMPLING, [1, 2, 3])):
         for rollout in rollouts:
@@ -77,7 +80,6 @@ def round_of(folder: Path, lora: bool) -> Outcome:
         ]
         task = Task(TaskName("gcd", "0" * 16, "test 1", 0, i), "gcd", "question", "answer")
         groups.append(Group(task, PROMPTS[i], rewarded, policy.version))
-    trainer = Trainer(policy, GRPO, SAMPLING, lambda text: None)
     scored = trainer.logprobs(groups, 1.0, "scoring")
     assert scored is not None
     for group, table in zip(groups, scored, strict=True):

@@ -103,7 +103,7 @@ def test_small_policies_sample_more_groups(parameters: int, stages: int, given: 
 
 def test_reward_std_is_that_of_each_group() -> None:
     learner = node(0)
-    learner.tasks = SimpleNamespace(labels=[], scorer_errors=None)  # type: ignore[assignment]
+    learner.tasks = SimpleNamespace(labels=[], reward_labels={}, scorer_errors=None)  # type: ignore[assignment]
     rewards = [[0.1, 0.7, 0.3], [0.3, 0.1, 0.7], [1.0, 0.0, 0.0]]
     record = learner.record(Collected([group(each) for each in rewards]), {}, 1.0)
     assert record["reward_std"] == fmean(stdev(each) for each in rewards)
