@@ -36,7 +36,7 @@ WORDS = {
     "pool": "no room",
     "prompt": "another question",
     "quota": "over the sender's quota",
-    "rate": "too much of one peer",
+    "rate": "above what one member may send a minute",
     "schema": "malformed",
     "seen": "heard before",
     "shard": "on a topic that is not the sender's",

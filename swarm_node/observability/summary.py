@@ -286,11 +286,13 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_learned(run: Figures) -> bool:
-    """Whether the reward rose, over more than a few rounds, and the held-out figure did not fall."""
+    """Whether the reward rose, over more than a few rounds, and the held-out figure too (by more than noise)."""
     first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
     if first is None or last is None or (run.reward_rounds or run.rounds_recorded) < LEAST_ROUNDS or run.alike:
         return False
-    return last > first and (held is None or held.main[1] >= held.main[0])
+    if held is None or held.interval is None:
+        return last > first and (held is None or held.main[1] >= held.main[0])
+    return last > first and held.interval[0] > 0
 
 
 def _reward(run: Figures) -> list[str]:

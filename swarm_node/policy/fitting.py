@@ -38,6 +38,8 @@ class Hardware:
 
     @property
     def in_words(self) -> str:
+        if self.most and self.room == self.most:
+            return f"the {self.most / GIB:.1f} GiB that --max-memory allows"
         return f"{self.available / GIB:.1f} GiB of {'GPU memory' if self.gpu else 'memory'}"
 
 

@@ -88,7 +88,7 @@ def _while_paused(run: RunDir) -> str:
     averaging = read_own(run.config).averaging
     if averaging.method == "none" or not averaging.late_join:
         return kept
-    return f"{kept}, unless it started minutes ago and its partners get ahead: then it takes over the weights of one"
+    return f"{kept} (a node that has just joined may take newer weights of a partner instead)"
 
 
 def unpause_run(run: RunDir) -> str:

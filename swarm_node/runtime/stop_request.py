@@ -81,7 +81,12 @@ def _not_ended(run: RunDir, wait_s: float) -> str:
 
 
 def _again(run: RunDir) -> str:
-    """The command that starts the run again, and from where, in a sentence."""
+    """The command that starts the run again, from where, and whether it is paused then, in a sentence."""
+    paused = f"; it is still paused: `swarm-node unpause {run.quoted}` ends that" if run.paused.exists() else ""
+    return _start_again(run) + paused
+
+
+def _start_again(run: RunDir) -> str:
     again = f"`swarm-node resume {run.quoted}`"
     if run.read_role() == BOOTSTRAP:
         return f"{again} starts it again"

@@ -182,6 +182,11 @@ def test_a_refusal_names_the_setting_that_fits(gib: float, settings: dict[str, o
     assert shlex.split(found) == found.split()
 
 
+def test_the_least_limit_is_the_one_that_is_named() -> None:
+    assert Hardware("cpu", 8 * GIB, GIB).in_words == "the 1.0 GiB that --max-memory allows"
+    assert Hardware("cpu", 8 * GIB, 9 * GIB).in_words == "8.0 GiB of memory"
+
+
 def test_a_refusal_undoes_what_saves_no_memory() -> None:
     asked = training(lora=False).with_(grpo={"gradient_checkpointing": "off"})
     assert option_that_fits(asked, Hardware("cuda", 24 * GIB)) == "--set grpo.gradient_checkpointing=auto --lora"

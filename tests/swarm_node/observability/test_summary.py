@@ -242,6 +242,10 @@ def test_falls_and_few_rounds_are_not_learned(
     assert words[0].startswith("outcome   reward")
     words = summary(Figures(20, reward_first_tenth=0.2, reward_last_tenth=0.3))
     assert words[0].startswith("learned   reward"), "the other way about it is"
+    for low, word in ((-0.01, "outcome"), (0.01, "learned")):
+        noisy = HeldOut(50, 1, (0.5, 0.6), (0.5, 0.6), (low, 0.2))
+        words = summary(Figures(20, reward_first_tenth=0.2, reward_last_tenth=0.3, held_out=noisy))
+        assert words[0].startswith(f"{word}   reward")
 
 
 # ------------------------------------------------------------------- where things are, what to type

@@ -268,9 +268,9 @@ def test_a_pause_tells_whose_weights_come_after(method: str, told: bool, tmp_pat
     run = made(tmp_path / "run")
     run.config.write_text(f'[averaging]\nmethod = "{method}"\n')
     with RunDir.open(run.path):
-        assert "the weights of one" not in pause_run(run, None, now=1000.0), "it is in no swarm"
+        assert "newer weights of a partner" not in pause_run(run, None, now=1000.0), "it is in no swarm"
         run.swarm.touch()
-        assert ("then it takes over the weights of one" in pause_run(run, None, now=1000.0)) == told
+        assert ("newer weights of a partner" in pause_run(run, None, now=1000.0)) == told
 
 
 def test_a_run_that_has_just_started_can_be_paused(tmp_path: Path) -> None:
@@ -536,7 +536,7 @@ def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
         train_locally(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
-    assert newest.name == f"round-{rounds:08}"
+    assert newest.name.startswith(f"round-{rounds:08}")
 
 
 # --------------------------------------------------------------------- where it lives

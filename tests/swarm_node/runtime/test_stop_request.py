@@ -78,6 +78,8 @@ def test_a_paused_node_can_be_asked_to_stop(run: RunDir) -> None:
     with asked(run, run.read_waits) as said:
         train(run)
     assert "has stopped" in said[-1] and not run.has_rounds
+    if run.exists:
+        assert f"still paused: `swarm-node unpause {run.quoted}`" in said[-1]
 
 
 def test_what_no_node_saw_is_said(tmp_path: Path) -> None:
