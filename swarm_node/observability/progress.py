@@ -353,11 +353,8 @@ class ProgressDisplay:
 
     def _usage_lines(self, waiting: str) -> list[str]:
         """What the run takes, and how to stop it, on one line or on two."""
-        usage, fits, hint = (
-            self.usage(),
-            self._console.width,
-            self.paused_hint if waiting.startswith("paused") else self.hint,
-        )
+        usage, fits = self.usage(), self._console.width
+        hint = self.paused_hint if waiting.startswith("paused") else self.hint
         both = "; ".join(filter(None, [usage, hint]))
         return [both] if cell_len(both) <= fits else [usage, hint if cell_len(hint) <= fits else ""]
 

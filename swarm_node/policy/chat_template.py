@@ -12,8 +12,6 @@ import subprocess
 import sys
 from functools import lru_cache
 
-from transformers import PreTrainedTokenizerBase
-
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
@@ -23,15 +21,6 @@ CPU_S = 5  # a frame takes 0.1 s, Python's start included
 WALL_S = 60.0  # longest time on a machine that is busy with other things
 RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 """The child's program. An isolated Python ignores the user's own site and PYTHONPATH, where Jinja may be."""
-
-
-def tokenizer_frame(tokenizer: PreTrainedTokenizerBase, system: str, model: str) -> Frame:
-    """The frame of a tokenizer's chat template, with a system prompt (empty = none). UserError if it is refused."""
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as exc:  # it has several, and none is the default
-        raise UserError(f"the chat template of {model} fails: {exc}") from exc
-    return frame_around(template, system, json.dumps(tokenizer.special_tokens_map, default=str), model)
 
 
 @lru_cache(maxsize=16)
