@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import best_s, layout_of, packed_layout
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.packed import values_of
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling
 
@@ -44,15 +46,26 @@ def model_of(size: str) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def limit_of(model: PreTrainedModel) -> Callable[[int], float]:
-    """A function from rows to the tokens a second that memory and products allow; keys and values are not counted."""
-    dtype = model.dtype
+@dataclass(frozen=True)
+class Limit:
+    """What this machine could do with a model, its keys and values not counted."""
+
+    values: int  # of the model
+    read_s: float  # seconds to read its weights from memory once
+    operations_s: float  # of products in its dtype, multiplications and additions
+
+    def pass_s(self, rows: int, products: int = 1) -> float:
+        """Seconds of a pass over `rows` tokens with so many products for each weight."""
+        return max(self.read_s, 2 * self.values * rows * products / self.operations_s)
+
+
+def limit_of(model: PreTrainedModel) -> Limit:
+    """Measured here, with as many threads as torch has."""
     memory = torch.ones(2**27)  # 512 MiB: more than any cache
-    square = torch.randn(2048, 2048).to(dtype)
-    bytes_s = memory.nbytes / best_s(memory.sum)
-    products_s = 2 * 2048**3 / best_s(lambda: square @ square)
-    values = sum(p.numel() for p in model.parameters())
-    return lambda rows: rows / max(values * dtype.itemsize / bytes_s, 2 * values * rows / products_s)
+    square = torch.randn(2048, 2048).to(model.dtype)
+    ways = [lambda: square @ square, lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], "")]
+    read_s = best_s(memory.sum) / memory.nbytes * sum(p.nbytes for p in model.parameters())
+    return Limit(sum(map(values_of, model.parameters())), read_s, 2 * 2048**3 / min(map(best_s, ways)))
 
 
 def contestants(model: PreTrainedModel, rows: int, new: int) -> dict[str, Callable[[], object]]:
@@ -99,7 +112,13 @@ def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int
             for _ in range(repeats):
                 for name, work in contestants(model, batch, new).items():
                     times.setdefault(name, []).append(best_s(work, 1))
-            row = {"size": size, "rows": batch, "new": new, "limit_tok_s": limit(batch), "seconds": times}
+            row = {
+                "size": size,
+                "rows": batch,
+                "new": new,
+                "limit_tok_s": batch / limit.pass_s(batch),
+                "seconds": times,
+            }
             print(*line_of(row), sep="  ", flush=True)
             found.append(row)
     return found

@@ -5,8 +5,10 @@
 8 tasks x 8 completions of at most 16 tokens, the small tasks' own prompts, all weights trained, AdamW, DAPO loss, no
 KL. Two policies of each size: `trained` ones answer like the starter (about 4 tokens), `fresh` ones have random
 weights, so that nearly every completion runs to its 16 tokens. The size 0.5B has the shape of Qwen2.5-0.5B with random
-weights in bfloat16, LoRA of rank 16 on all linear layers, and 1 task x 8 completions of 64 tokens; `tiny` is a tiny one
-like it.
+weights in bfloat16 (`-float32`, `-nf4`: in these), LoRA of rank 16 on all linear layers, and 1 task x 8 completions of
+64 tokens, without the plain loop; `tiny` is a tiny one like it. Their second table has the seconds of a step in
+sampling and in the rest of it, and what memory and products of this machine allow: all weights are read once a token,
+and the update takes two products for each weight and token, forward and backward.
 
 Rewards alternate 0, 1, 0, 1 within each group: every group has a signal, nothing is skipped by anyone. Each contestant
 runs in a process of its own, in turn, with the same number of threads, which wait as the environment says
@@ -29,9 +31,11 @@ import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.common import median, table, write
 from swarm_node.cli.commands.bench import StepWork, quartiles
+from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 
 GROUPS, GROUP_SIZE, WARMUP = 8, 8, 2
 TEACHING_STEPS = 80
@@ -50,21 +54,33 @@ class Size:
     layers: int = 0
     groups: int = GROUPS
     new: int = 16
+    dtype: str = "float32"
+    quantize: Literal["nf4"] | None = None
 
     @property
     def lora(self) -> bool:
         return not self.hidden
 
     @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.lora else "float32"
-
-    @property
     def policies(self) -> list[str]:
         return ["fresh"] if self.lora else ["fresh", "trained"]
 
+    @property
+    def contestants(self) -> list[str]:
+        return ["ours", "trl"] if self.lora else list(CONTESTANTS)
 
-SIZES = {"0.44M": Size(128, 2), "3.2M": Size(256, 4), "0.5B": Size(groups=1, new=64), "tiny": Size(groups=1, new=8)}
+    def config(self, path: str, threads: int = 0) -> PolicyConfig:
+        return PolicyConfig(model=path, lora=self.lora, dtype=self.dtype, quantize=self.quantize, threads=threads)
+
+
+SIZES = {
+    "0.44M": Size(128, 2),
+    "3.2M": Size(256, 4),
+    "0.5B": Size(groups=1, new=64, dtype="bfloat16"),
+    "0.5B-float32": Size(groups=1, new=64),
+    "0.5B-nf4": Size(groups=1, new=64, dtype="bfloat16", quantize="nf4"),
+    "tiny": Size(groups=1, new=8, dtype="bfloat16"),
+}
 
 
 def make_policies(folder: Path, sizes: list[str]) -> None:
@@ -78,7 +94,7 @@ def make_policies(folder: Path, sizes: list[str]) -> None:
     for name in sizes:
         size = SIZES[name]
         if size.lora:
-            make_model(name, folder / f"{name} fresh")
+            make_model(name.partition("-")[0], folder / f"{name} fresh")
             continue
         print(f"teaching the {name} policy for {TEACHING_STEPS} steps", flush=True)
         trained = make_starter(folder / f"{name} trained", size.layers, size.hidden, TEACHING_STEPS, progress=False)
@@ -97,7 +113,6 @@ def work_of(spec: dict) -> StepWork:
 
 def tasks_of(work: StepWork) -> list:
     """The tasks of all steps."""
-    from swarm_node.config import RewardsConfig
     from swarm_node.tasks import load_tasks
 
     count = work.prompts * (work.warmup + work.steps)
@@ -106,28 +121,23 @@ def tasks_of(work: StepWork) -> list:
 
 def load(spec: dict):
     """(model, tokenizer, LoRA settings or None) of a contestant that is not this package."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from swarm_node.config import PolicyConfig
     from swarm_node.policy.adapters import lora_config
+    from swarm_node.policy.loading import load_base, load_tokenizer, prepare
 
-    size = SIZES[spec["size"]]
-    model = AutoModelForCausalLM.from_pretrained(spec["path"], dtype=size.dtype)
-    return model, AutoTokenizer.from_pretrained(spec["path"]), lora_config(PolicyConfig()) if size.lora else None
+    config = SIZES[spec["size"]].config(spec["path"])
+    model, _ = load_base(prepare(config))
+    return model, load_tokenizer(config), lora_config(config) if config.lora else None
 
 
 def run_ours(spec: dict):
     from swarm_node.cli.commands.bench_arms import our_steps
-    from swarm_node.config import PolicyConfig, RolloutsConfig
     from swarm_node.policy.loading import load_policy
 
-    work, size = work_of(spec), SIZES[spec["size"]]
-    settings = PolicyConfig(
-        model=spec["path"], lora=size.lora, dtype=size.dtype, threads=int(os.environ["OMP_NUM_THREADS"])
-    )
+    work = work_of(spec)
+    settings = SIZES[spec["size"]].config(spec["path"], int(os.environ["OMP_NUM_THREADS"]))
     rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
     policy = load_policy(settings, rollouts, lambda text: None)
-    return our_steps(policy, tasks_of(work), work, _now)
+    return our_steps(policy, tasks_of(work), work, _now, fit=True)
 
 
 def run_plain(spec: dict):
@@ -198,6 +208,18 @@ def run_trl(spec: dict):
     return trl_steps(model, tokenizer, prompts, work, lora, _now, **clipping)
 
 
+def limit_s(spec: dict) -> dict[str, float]:
+    """Seconds that memory and products of this machine allow a step, in its two parts."""
+    from benchmarks.decode import limit_of
+
+    size, model = SIZES[spec["size"]], load(spec)[0]
+    limit = limit_of(model)
+    answers = size.groups * GROUP_SIZE
+    trained = answers * size.new  # and the prompt, once a group, which is short
+    products = 2 if size.lora else 3  # forward, to the inputs and, if all weights are trained, to these
+    return {"sampling": size.new * limit.pass_s(answers), "rest": limit.pass_s(trained, products)}
+
+
 def _now() -> float:
     return time.process_time() if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter()
 
@@ -227,7 +249,7 @@ def update_memory(contestant: str) -> None:
 
 
 def _update_ours(model, prompts: list[list[int]], completions: list[list[int]]) -> None:
-    from swarm_node.config import GrpoConfig, PolicyConfig
+    from swarm_node.config import GrpoConfig
     from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.policy import Policy
     from swarm_node.policy.starter import build_tokenizer
@@ -295,13 +317,17 @@ def child(spec: dict) -> None:
     from swarm_node.cli.commands.bench_arms import Times, peak_bytes
     from swarm_node.policy.oom import keep_freed_memory
 
+    if spec["what"] == "limit":
+        print("\n" + json.dumps(limit_s(spec)))
+        return
     if spec["what"] == "step":
         keep_freed_memory()  # of this package for all, since it changes the speed of the others too
         times = CONTESTANTS[spec["who"]](spec)
     else:
         times = Times()
         update_memory(spec["who"])
-    print("\n" + json.dumps({"times": times.step, "tokens": times.tokens, "peak_mib": peak_bytes() / 2**20}))
+    found = {"times": times.step, "sampling": times.sampling, "tokens": times.tokens}
+    print("\n" + json.dumps(found | {"peak_mib": peak_bytes() / 2**20}))
 
 
 def run(spec: dict, threads: int) -> dict:
@@ -320,10 +346,11 @@ def run(spec: dict, threads: int) -> dict:
 
 def compete(folder: Path, size: str, policy: str, threads: int, args: argparse.Namespace) -> dict:
     """The figures of all contestants, in turn, for one policy."""
-    results: dict[str, list[dict]] = {who: [] for who in CONTESTANTS}
+    path = str(folder / f"{size} {policy}")
+    contestants = SIZES[size].contestants
+    results: dict[str, list[dict]] = {who: [] for who in contestants}
     for seed in range(args.seed, args.seed + args.repeats):
-        for who in CONTESTANTS:
-            path = str(folder / f"{size} {policy}")
+        for who in contestants:
             spec = {"what": "step", "who": who, "path": path, "steps": args.steps, "seed": seed, "size": size}
             results[who].append(run(spec, threads))
     ours = [median(each["times"]) for each in results["ours"]]
@@ -335,8 +362,12 @@ def compete(folder: Path, size: str, policy: str, threads: int, args: argparse.N
         "ms": {who: quartiles([1e3 * t for each in part for t in each["times"]]) for who, part in results.items()},
         "times_ours": {
             who: quartiles([median(each["times"]) / mine for each, mine in zip(results[who], ours, strict=True)])
-            for who in CONTESTANTS
+            for who in contestants
         },
+        "sampling_ms": {
+            who: quartiles([1e3 * t for each in part for t in each["sampling"]]) for who, part in results.items()
+        },
+        "limit_ms": {part: 1e3 * s for part, s in run({"what": "limit", "path": path, "size": size}, threads).items()},
         "peak_mib": {who: median([each["peak_mib"] for each in part]) for who, part in results.items()},
     }
 
@@ -347,12 +378,32 @@ COLUMNS += ["peak MiB: ours / plain / TRL", ""]
 
 def row(figures: dict) -> list[str]:
     """The row of a policy in the table: medians with quartiles."""
-    ms = ["{1:.0f} ({0:.0f}-{2:.0f})".format(*figures["ms"][who]) for who in CONTESTANTS]
-    ratios = ["{1:.1f}x ({0:.1f}-{2:.1f})".format(*figures["times_ours"][who]) for who in ("plain", "trl")]
-    peaks = " / ".join(f"{figures['peak_mib'][who]:.0f}" for who in CONTESTANTS)
+    measured = figures["ms"]
+    ms = ["{1:.0f} ({0:.0f}-{2:.0f})".format(*measured[who]) if who in measured else "" for who in CONTESTANTS]
+    ratios = [
+        "{1:.1f}x ({0:.1f}-{2:.1f})".format(*figures["times_ours"][who]) if who in measured else ""
+        for who in ("plain", "trl")
+    ]
+    peaks = " / ".join(f"{figures['peak_mib'][who]:.0f}" if who in measured else "" for who in CONTESTANTS)
     why = LEAVES if figures["policy"].endswith("trained") else ""
     tokens = f"{figures['tokens_an_answer']:.1f}"
     return [figures["policy"], str(figures["threads"]), tokens, *ms, *ratios, peaks, why]
+
+
+PARTS = ["policy", "threads", "sampling, ms: ours", "TRL", "limit", "the rest: ours", "TRL", "limit"]
+PARTS += ["ours / limit", "TRL / limit"]
+
+
+def parts(figures: dict) -> list[str]:
+    """The row of a policy in the table of a step's parts: medians."""
+    limits, cells, of_limit = figures["limit_ms"], {"sampling": [], "rest": []}, []
+    for who in ("ours", "trl"):
+        whole, sampling = figures["ms"][who][1], figures["sampling_ms"][who][1]
+        cells["sampling"].append(sampling)
+        cells["rest"].append(whole - sampling)
+        of_limit.append(f"{whole / sum(limits.values()):.1f}x")
+    both = [f"{ms:.0f}" for part, own in cells.items() for ms in (*own, limits[part])]
+    return [figures["policy"], str(figures["threads"]), *both, *of_limit]
 
 
 def main() -> None:
@@ -374,7 +425,7 @@ def main() -> None:
     if args.make:
         make_policies(Path(args.make), args.sizes)
         return
-    rows = []
+    rows, in_parts = [], []
     with tempfile.TemporaryDirectory() as folder:
         # in a process of its own: this one stays small, and so do its children's peaks where the system adds them
         make = [sys.executable, "-m", "benchmarks.step", "--make", folder, "--sizes", *args.sizes]
@@ -385,9 +436,13 @@ def main() -> None:
                 found.append(compete(Path(folder), size, policy, threads, args))
                 rows.append(row(found[-1]))
                 print(rows[-1], flush=True)
+                if SIZES[size].lora:
+                    in_parts.append(parts(found[-1]))
             if not args.quick:
                 write(f"step/{size}", {"seed": args.seed, "steps": args.steps, "repeats": args.repeats, "rows": found})
     print(table(COLUMNS, rows))
+    if in_parts:
+        print(table(PARTS, in_parts))
     if "0.44M" in args.sizes and not args.quick:
         memory = {who: run({"what": "memory", "who": who}, 1)["peak_mib"] for who in CONTESTANTS}
         print(table(["peak MiB at 152k vocabulary", *CONTESTANTS], [["", *(f"{m:.0f}" for m in memory.values())]]))
