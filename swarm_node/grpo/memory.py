@@ -110,7 +110,7 @@ class Fitting:
     ) -> None:
         """`prompts` are some encoded ones. `copies`: of what is trained in float32, for averaging."""
         self.trainer, self.policy, self.config, self.machine = trainer, trainer.policy, config, machine
-        self.shape: Shape = shape_of(self.policy)
+        self.shape: Shape = replace(shape_of(self.policy), adamw_8bit=config.grpo.optimizer == "adamw_8bit")
         self.kept: Activations = _kept(self.policy, self.shape)
         self._prompt, self._new = max(map(len, prompts)), config.rollouts.max_new_tokens
         self._answers = min(config.grpo.answers or config.rollouts.group_size, config.rollouts.group_size)

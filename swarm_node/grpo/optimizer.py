@@ -4,7 +4,7 @@
 
 with bias-corrected m^, v^ (arXiv 1711.05101); g is first scaled down to norm `grad_clip` if it is longer.
 Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8
-bits of mantissa, so most updates of 1e-6 would round to nothing.
+bits of mantissa, so most updates of 1e-6 would round to nothing. m and v are float32, or 8 bits a value (`adamw_8bit`).
 
 A policy held in stages has one optimiser a stage. Their squared gradient norms are added up, then each one calls
 `apply` with the same scale and rate.
@@ -16,13 +16,14 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import CheckpointError
+from swarm_node.errors import CheckpointError, UserError
+from swarm_node.policy.extras import check_optimizer
 
 
 class AnyOptimizer(Protocol):
@@ -49,8 +50,11 @@ class Optimizer:
         config: GrpoConfig,
         learning_rate: float,
         shared: Collection[str] = (),
+        embeddings: Collection[str] = (),
     ) -> None:
-        """`shared`: names of matrices that another stage has a copy of, which must make the same updates."""
+        """`shared`: names of matrices that another stage has a copy of, which must make the same updates.
+        `embeddings`: names of those whose moments are in float32 in any case. Raises UserError if `config.optimizer`
+        needs a package or a device that is not there."""
         self.named = dict(named)
         self.shared = shared
         self.learning_rate = learning_rate
@@ -68,18 +72,10 @@ class Optimizer:
         weights = {name: self.masters.get(name, p) for name, p in self.named.items()}
         own = [w for name, w in weights.items() if name not in shared]
         groups = [w for w in own if w.ndim > 1], [w for w in own if w.ndim <= 1], [weights[name] for name in shared]
-        self.adamw = torch.optim.AdamW(
-            [{"params": params} for params in groups],
-            lr=learning_rate,
-            fused=all(w.device.type in ("cpu", "cuda", "mps") for w in weights.values()),
-        )
+        adamw = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
+        # moments are allocated now, so that memory that suffices for the first update suffices for all
+        self.adamw = adamw([{"params": params} for params in groups], learning_rate, weights, embeddings)
         self.go_by(config)
-        for w in weights.values():  # allocated now, so that memory that suffices for the first update suffices for all
-            self.adamw.state[w] = {
-                "step": torch.zeros((), device=w.device),
-                "exp_avg": torch.zeros_like(w),
-                "exp_avg_sq": torch.zeros_like(w),
-            }
 
     def go_by(self, config: GrpoConfig) -> None:
         """Take over warm-up, clipping, betas and decay from `config` for later updates; the learning rate stays."""
@@ -164,21 +160,67 @@ class Optimizer:
         tensors: dict[str, Tensor] = {}
         for name, p in self.named.items():
             state = self.adamw.state[self.masters.get(name, p)]
-            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+            tensors |= {f"{key}.{name}": tensor for key, tensor in state.items()}
         if self.rate_scale != 1.0 and (own := [name for name in self.named if name not in self.shared]):
             tensors[f"rate_scale.{own[0]}"] = torch.tensor(self.rate_scale)
         return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Take over tensors of `state_dict`; without `step`, moments count as those of all updates. CheckpointError,
-        and nothing changed, if names or shapes differ."""
+        and nothing changed, if names or shapes differ; UserError if they are those of another `grpo.optimizer`."""
         mine = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("rate_scale.")}
         scales = [float(tensor) for name, tensor in tensors.items() if name.startswith("rate_scale.")]
         early = {name: torch.tensor(float(updates)) for name in mine if name.startswith("step.")}
         tensors = early | {name: tensor for name, tensor in tensors.items() if not name.startswith("rate_scale.")}
+        if (theirs := _kind(tensors)) != _kind(mine):
+            raise UserError(f"the checkpoint has moments of another kind: go on with --set grpo.optimizer={theirs}")
         if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
             raise CheckpointError("its optimiser state does not have the names and shapes of this policy")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.rate_scale = scales[0] if scales else 1.0
         self.updates = updates
+
+
+def embeddings_of(model: nn.Module) -> list[str]:
+    """Names of the trained embeddings of a model."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) in tables]
+
+
+def _adamw(
+    groups: list[dict[str, Any]], rate: float, weights: dict[str, Tensor], embeddings: Collection[str]
+) -> torch.optim.Optimizer:
+    """AdamW with moments in float32."""
+    fused = all(w.device.type in ("cpu", "cuda", "mps") for w in weights.values())
+    adamw = torch.optim.AdamW(groups, lr=rate, fused=fused)
+    for w in weights.values():
+        adamw.state[w] = {
+            "step": torch.zeros((), device=w.device),
+            "exp_avg": torch.zeros_like(w),
+            "exp_avg_sq": torch.zeros_like(w),
+        }
+    return adamw
+
+
+def _adamw_8bit(
+    groups: list[dict[str, Any]], rate: float, weights: dict[str, Tensor], embeddings: Collection[str]
+) -> torch.optim.Optimizer:
+    """AdamW with moments in 8 bits, but those of `embeddings` in float32. UserError if that is not possible here."""
+    check_optimizer("adamw_8bit")
+    devices = {w.device.type for w in weights.values()}
+    if devices - {"cpu", "cuda"}:
+        raise UserError(
+            f"grpo.optimizer = adamw_8bit is for CPUs and NVIDIA GPUs, not for {', '.join(devices)}: leave it out"
+        )
+    from swarm_node.grpo.adamw_8bit import AdamW8bit
+
+    adamw = AdamW8bit(groups, rate)
+    for name, w in weights.items():
+        adamw.state[w] = adamw.moments(w, wide=name in embeddings)
+    return adamw
+
+
+def _kind(state: Collection[str]) -> str:
+    """The `grpo.optimizer` whose state has these names; tensors that are all small have the same with both."""
+    return "adamw_8bit" if any(name.startswith("exp_avg_scale.") for name in state) else "adamw"

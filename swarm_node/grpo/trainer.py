@@ -33,7 +33,7 @@ from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
-from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
+from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
@@ -95,7 +95,8 @@ class Trainer:
         if optimizer is None:
             named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
             lora, trained = hasattr(policy.model, "peft_config"), sum(p.numel() for _, p in named)
-            optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(lora, trained))
+            rate = config.learning_rate or default_learning_rate(lora, trained)
+            optimizer = Optimizer(named, config, rate, embeddings=embeddings_of(policy.model))
         self.optimizer: AnyOptimizer = optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing

@@ -36,6 +36,7 @@ from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
 from swarm_node.pipeline.status_text import StatusText
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
+from swarm_node.policy.extras import check_optimizer
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.room import check_room
@@ -68,6 +69,7 @@ class CrewParts:
         UserError for a policy that cannot be divided so, a stage that does not exist, or files of another model."""
         if not config.pipeline.crew:
             raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
+        check_optimizer(config.grpo.optimizer, config.pipeline.stages)
         if config.seed is None:
             config = config.model_copy(update={"seed": entered.seed})
         self.own = config  # the configuration as the user of this node wants it

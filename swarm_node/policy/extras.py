@@ -1,4 +1,4 @@
-"""Packages that some settings of a policy need, looked for without torch."""
+"""The package that some settings need, looked for without torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,29 @@ from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.install import pip
 
-BITSANDBYTES = (0, 50)  # oldest version that computes and trains with such weights on a CPU
+BITSANDBYTES = (0, 50)  # oldest version with which weights and moments in 8 bits and less are known to work on a CPU
 
 
 def check_quantiser(config: PolicyConfig) -> None:
     """Raise UserError if `policy.quantize` is set, and the package that quantises is missing or too old."""
-    if config.quantize is None:
+    if config.quantize is not None:
+        _check(f"--quantize {config.quantize}")
+
+
+def check_optimizer(name: str, stages: int = 0) -> None:
+    """Raise UserError if the `grpo.optimizer` of that name needs a package that is missing or too old, or cannot be had
+    with a policy in `stages`."""
+    if name == "adamw":
         return
+    if stages:
+        raise UserError(
+            f"grpo.optimizer = {name} is not for pipeline stages, which share out memory for float32: leave it out"
+        )
+    _check(f"grpo.optimizer = {name}")
+
+
+def _check(setting: str) -> None:
+    """Raise UserError if the package is missing or too old; `setting` is what needs it."""
     wanted = ".".join(map(str, BITSANDBYTES))
     try:
         found = version("bitsandbytes")
@@ -23,9 +39,7 @@ def check_quantiser(config: PolicyConfig) -> None:
         found = ""
     if tuple(map(int, re.findall("[0-9]+", found)[:2])) < BITSANDBYTES:
         state = f"{found} is installed" if found else "it is not installed"
-        raise UserError(
-            f"--quantize {config.quantize} needs bitsandbytes {wanted} or newer, and {state}: {quantiser_command()}"
-        )
+        raise UserError(f"{setting} needs bitsandbytes {wanted} or newer, and {state}: {quantiser_command()}")
 
 
 def quantiser_command() -> str:

@@ -57,6 +57,7 @@ class Training:
         """Bytes of a round with one question sampled, and one of its answers trained on, at a time."""
         policy = self.config.policy
         shape = self.model.shape(policy.lora_rank if self.lora else 0, self.width, policy.quantize)
+        shape = replace(shape, adamw_8bit=self.config.grpo.optimizer == "adamw_8bit")
         reference = bool(self.config.grpo.beta) and not self.lora
         return round_bytes(shape, shape.activations, least_work(self.config), gpu, reference, self.copies)
 
@@ -106,6 +107,9 @@ def _smaller(training: Training, machine: Hardware) -> Iterator[tuple[str, Train
     if config.grpo.gradient_checkpointing == "off":
         training, again = training.with_(grpo={"gradient_checkpointing": "auto"}), AGAIN
         yield AGAIN, training
+    if not training.lora and machine.device in ("cpu", "cuda") and config.grpo.optimizer == "adamw":
+        option = f"{again} --set grpo.optimizer=adamw_8bit".strip()
+        yield option, training.with_(grpo={"optimizer": "adamw_8bit"})
     ways = [(again, training)]
     if not training.lora:
         ways.append((f"{again} --lora".strip(), replace(training, lora=True, width=2 if machine.gpu else 4)))

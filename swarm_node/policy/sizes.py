@@ -10,11 +10,12 @@ the Llama kind, layer by layer. Tests compare both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm_node.config import NodeConfig
 
 QUANTISED_BYTES = {"nf4": 1 / 2 + 1 / 64 + 1 / 4096, "int8": 1.0}  # of a weight of a linear layer, with its scales
+MOMENTS_8BIT = 2 + 2 * 4 / 256  # bytes of a weight's two moments with `adamw_8bit`, and of their scales
 RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after an update
 CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
 CHUNK_BYTES_ON_GPU = 512 * 2**20
@@ -65,6 +66,7 @@ class Shape:
     rank: int = 0  # of the adapter; 0 = all weights are trained
     normed: bool = False  # whether queries and keys have norms of their own
     saved: int = 0  # bytes that the weights take less because some are quantised
+    adamw_8bit: bool = False  # whether moments are in 8 bits, but those of the embedding
 
     @property
     def weights(self) -> int:
@@ -73,7 +75,9 @@ class Shape:
     @property
     def optimiser(self) -> int:
         """Bytes of Adam's two moments, and of a float32 copy of trained weights in 16 bits. Adapters are float32."""
-        return self.trained * (8 if self.rank or self.width == 4 else 12)
+        in_8_bits = self.trained - (0 if self.rank else self.vocabulary * self.hidden) if self.adamw_8bit else 0
+        saved = int((8 - MOMENTS_8BIT) * in_8_bits)
+        return self.trained * (8 if self.rank or self.width == 4 else 12) - saved
 
     @property
     def gradients(self) -> int:
@@ -241,6 +245,7 @@ def bytes_with(model: KnownModel, config: NodeConfig, gpu: bool) -> int:
     policy, width = config.policy, 2 if gpu else 4
     whole = policy.lora is False
     shape = model.whole() if whole else model.shape(policy.lora_rank, width, policy.quantize)
+    shape = replace(shape, adamw_8bit=config.grpo.optimizer == "adamw_8bit")
     return round_bytes(shape, shape.activations, least_work(config), gpu)
 
 

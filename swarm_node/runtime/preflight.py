@@ -14,7 +14,7 @@ from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.errors import TemporaryError, UserError
-from swarm_node.policy.extras import check_quantiser
+from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
 from swarm_node.storage.room import VALUE_BYTES, check_room
 from swarm_node.storage.rundir import RunDir
@@ -47,6 +47,7 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
         if file.suffix == ".py" and not file.is_file():
             raise UserError(f"reward function {function.path!r}: there is no file {file}")
     check_quantiser(config.policy)
+    check_optimizer(config.grpo.optimizer, config.pipeline.stages)
     if own_model:
         path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
         check_hub(path, config.policy.revision)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from scripts.model_sizes import GPUS, HEAD, MACHINES, MAIN_MEMORY, PAGE, RECIPES, ROOT, recipe, recipes, table
 from swarm_node.config import load_config
 from swarm_node.policy.fitting import Hardware, Training, option_that_fits
+from swarm_node.policy.sizes import KNOWN
 
 
 def test_the_page_has_the_table_of_the_estimate() -> None:
@@ -16,6 +18,14 @@ def test_the_page_has_the_table_of_the_estimate() -> None:
     assert len(rows) == len(MAIN_MEMORY) + len(GPUS)
     for each in (table(), recipes()):
         assert each + "\n" in PAGE.read_text(), "run scripts/model_sizes.py --write"
+
+
+def test_the_page_has_the_bytes_that_8_bits_save() -> None:
+    text = " ".join(PAGE.read_text().split())
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-1.7B"):
+        shape = next(model for model in KNOWN if model.name == name).whole()
+        saved = shape.optimiser - replace(shape, adamw_8bit=True).optimiser
+        assert f"{saved / 2**30:.1f} of {shape.optimiser / 2**30:.1f} GiB" in text
 
 
 @pytest.mark.parametrize("name", RECIPES)

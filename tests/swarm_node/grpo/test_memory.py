@@ -192,6 +192,13 @@ def test_a_refusal_undoes_what_saves_no_memory() -> None:
     assert option_that_fits(asked, Hardware("cuda", 24 * GIB)) == "--set grpo.gradient_checkpointing=auto --lora"
 
 
+def test_all_weights_are_trained_with_smaller_moments_first() -> None:
+    machine = Hardware("cuda", 60 * GIB)
+    assert option_that_fits(training(lora=False), machine) == "--set grpo.optimizer=adamw_8bit"
+    smaller = training(lora=False).with_(grpo={"optimizer": "adamw_8bit"})
+    assert smaller.fits(machine) and not training(lora=False).fits(machine)
+
+
 def test_a_cpu_is_told_of_16_bits() -> None:
     wide = Training(BIG, NodeConfig(policy=PolicyConfig(model=BIG.name)), True, 4)
     assert option_that_fits(wide, Hardware("cpu", 14 * GIB)) == "--set policy.dtype=bfloat16"

@@ -102,20 +102,27 @@ def test_a_missing_reward_file_is_named(tmp_path: Path) -> None:
         check_material(config(tmp_path, rewards=rewards), own_tasks=True, own_model=True)
 
 
+@pytest.mark.parametrize("section", [{"policy": {"quantize": "nf4"}}, {"grpo": {"optimizer": "adamw_8bit"}}])
 @pytest.mark.parametrize(("found", "state"), [(None, "it is not installed"), ("0.49.2", "0.49.2 is installed")])
 def test_the_package_that_quantises_is_missed_early(
-    found: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: str | None, state: str, section: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if found is not None:
         metadata = tmp_path / "bitsandbytes.dist-info/METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Name: bitsandbytes\nVersion: {found}\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # of packages, their names and versions are looked up there
-    quantised = config(tmp_path, policy={"quantize": "nf4"})
+    quantised = config(tmp_path, **section)
     with pytest.raises(
         UserError, match=f"needs bitsandbytes 0.50 or newer, and {state}: .*install.* 'bitsandbytes>=0.50'"
     ):
         check_material(quantised, own_tasks=False, own_model=False)
+
+
+def test_stages_keep_their_moments_in_float32(tmp_path: Path) -> None:
+    asked = config(tmp_path, grpo={"optimizer": "adamw_8bit"}, pipeline={"stages": 2})
+    with pytest.raises(UserError, match="adamw_8bit is not for pipeline stages, .*: leave it out"):
+        check_material(asked, own_tasks=False, own_model=False)
 
 
 def test_the_checks_load_nothing_heavy() -> None:

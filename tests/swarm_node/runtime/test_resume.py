@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
@@ -17,7 +18,7 @@ from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
 from swarm_node.storage.best import Best
-from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
@@ -59,6 +60,25 @@ def test_changed_settings_are_written_with_the_first_round() -> None:
     assert "config-0002.toml" in changes(start(4))[0]
     assert changes(start(5, price_per_hour=0.5)) == [], "nothing about what is learned"
     assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}
+
+
+def test_moments_in_8_bits_resume_bit_for_bit() -> None:
+    rollouts = {"groups": 8, "group_size": 4, "max_new_tokens": 8}
+    packed = {"rollouts": rollouts, "grpo": {"optimizer": "adamw_8bit"}}
+    start(2, **packed)
+    start(4, **packed)
+    start(4, **packed, run_dir="whole")
+    broken, whole = (
+        read_checkpoint(Path(run) / "checkpoints/round-00000004", lambda state: None).tensors
+        for run in ("run", "whole")
+    )
+    for file, tensors in whole.items():
+        assert tensors.keys() == broken[file].keys()
+        assert all(torch.equal(tensor, broken[file][name]) for name, tensor in tensors.items())
+    moments = whole["optimizer"]
+    assert any(tensor.dtype == torch.uint8 and tensor.any() for tensor in moments.values())
+    with pytest.raises(UserError, match="go on with --set grpo.optimizer=adamw_8bit"):
+        start(5, rollouts=rollouts)
 
 
 def test_a_full_disk_at_changes_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
