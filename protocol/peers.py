@@ -183,6 +183,10 @@ class PeerTable:
             self._settle()
         return {peer: card for peer, (card, _) in self._cards.items() if card.addresses or card.gossip_id}
 
+    def left(self) -> dict[str, PeerCard]:
+        """Peer id -> last card, for peers that said goodbye, as of the last `members`."""
+        return {peer: card for peer, (card, _) in self._cards.items() if not (card.addresses or card.gossip_id)}
+
     def _settle(self) -> None:
         """Newcomers get the places that became free: those that proved a key first, then by chance."""
         waiting = [peer for peer in self._newcomers if peer in self._cards]

@@ -132,6 +132,9 @@ class Transport(Protocol):
     def members(self) -> Mapping[str, PeerCard]:
         """Peer id -> card, for other peers' cards that have not expired, as of the last lookup. Never waits."""
 
+    def left(self) -> Mapping[str, PeerCard]:
+        """Peer id -> last card of other peers that have said goodbye, until it expires. Never waits."""
+
     def too_new(self) -> str:
         """Name of a peer whose card is of a newer protocol than this node reads; empty = there was none."""
 

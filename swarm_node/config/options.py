@@ -108,6 +108,14 @@ OPTIONS = (
     KeyOption("sharing.own", "--own", "join", TRAINING),
     KeyOption("sharing.foreign", "--foreign", "join", TRAINING),
     KeyOption("sharing.record", "--record", "join", TRAINING),
+    KeyOption(
+        "averaging.method",
+        "--no-averaging",
+        "join",
+        TRAINING,
+        says={"join": "Share answers only: exchange no weights, which saves traffic (averaging.method = none)."},
+        value="none",
+    ),
     KeyOption("seed", "--seed", "local join", TRAINING),
     KeyOption(
         "pipeline.stages",

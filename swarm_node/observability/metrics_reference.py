@@ -95,6 +95,10 @@ METRICS: dict[str, dict[str, str]] = {
         "([why](../sharing.md#payloads)): a running total. Missing while 0.",
         "swarm/groups_waiting": "Groups of other peers that wait in the pool now.",
         "swarm/bytes_waiting": "Bytes of memory of the groups that wait in the pool now.",
+        "swarm/learned_own": "Own groups that this node learned from, having different rewards, in a swarm that gave "
+        "it some ([meaning](../sharing.md#what-it-was-worth)): a running total that a resumed run restores.",
+        "swarm/learned_others": "Groups of others that this node learned from: a running total that a resumed run "
+        "restores. Missing while 0.",
         "swarm/success_by_others_first": "Share of right answers among the first 128 own groups, on the kinds of task "
         "that others taught ([meaning](../sharing.md#what-it-was-worth)). Missing while there are fewer than 256 own "
         "groups, and without such a kind.",
@@ -185,7 +189,8 @@ whole total once more."""
 
 LAST_VALUE = COUNTERS | frozenset(
     "round rounds step time num_tokens averaging/exchanges averaging/bytes averaging/skipped/<reason> cost/spent "
-    "cost/groups cost/per_admitted_group cost/per_reward_point swarm/unsolved_taught swarm/declared_used".split()
+    "cost/groups cost/per_admitted_group cost/per_reward_point swarm/unsolved_taught swarm/declared_used "
+    "swarm/learned_own swarm/learned_others".split()
 )
 """Totals and positions: a line of several rounds has their values at its end. For all other numbers it has means."""
 

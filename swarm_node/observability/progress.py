@@ -4,7 +4,7 @@ On a terminal, below the sentences that have scrolled by:
 
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
     reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tokens/s
-    3 others, 1 of the crew, 4.0 of their groups a round
+    3 others, 1 of the crew, 4.0 of their groups a round, 65% of what it learned from
     12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
@@ -39,7 +39,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from swarm_node.observability.worth import only_others_solved
+from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
 
 SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly noise
@@ -136,6 +136,7 @@ class ProgressDisplay:
         self.held_out = "eval/pass_1"  # the metric that is shown as held-out figure
         self._held_out: float | None = None  # its latest value
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
+        self._met_others = False  # whether any other that trains was seen
         self._traffic: deque[tuple[float, float, float]] = deque()  # (when, total bytes in, total bytes out)
         self._averaged = ""
         self._last: tuple[float, str] | None = None  # (when, text) of the last sentence that stays in view
@@ -179,6 +180,7 @@ class ProgressDisplay:
             while len(self._traffic) > 2 and self._traffic[1][0] <= self._updated_at - TRAFFIC_OVER_S:
                 self._traffic.popleft()
         self._used.append(metrics.get("swarm/groups_used") or 0.0)
+        self._met_others = self._met_others or bool(metrics.get("swarm/trainers"))
         if not self._on_terminal and self._line_due():
             self._print_line()
 
@@ -318,24 +320,10 @@ class ProgressDisplay:
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
-        crew, used_lately, there = self.crew(), list(self._used), self._metrics.get("swarm/trainers")
+        crew, there = self.crew(), self._metrics.get("swarm/trainers")
         if there is None:
             return [] if crew is None else [f"crew of {crew + 1}"]
-        if not there and not any(used_lately):
-            return ["nobody else trains"]
-        others = "1 other" if there == 1 else f"{there:.0f} others"
-        if crew is not None and crew >= there > 0:
-            return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
-        who = others if crew is None else f"{others}, {crew} of the crew"
-        used = f"{fmean(used_lately):.1f}"
-        taught = self._metrics.get("swarm/unsolved_taught")
-        words = [f"{who}, {used} of their groups a round, {only_others_solved(int(taught))}"] if taught else []
-        return [
-            *words,
-            f"{who}, {used} of their groups a round",
-            f"{who}, {used} groups a round",
-            f"{others}, {used} groups",
-        ]
+        return others_words(there, crew, fmean([*self._used] or [0.0]), self._metrics, self._met_others)
 
     def _rates(self) -> list[str]:
         if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:

@@ -69,6 +69,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     pass_1: tuple[float, float] | None  # None = no checker judges the answers
     pass_k: tuple[float, float] | None
     interval: tuple[float, float] | None = None  # 95 % interval of the change of `main`; None = too few questions
+    interval_k: tuple[float, float] | None = None  # that of the change of `pass_k`
     round: int = 0  # the round after which the second figures were measured; 0 = the last one
     remarks: list[str] = []  # sentences about what got worse
     best: tuple[int, float] | None = None  # the round of the best checkpoint, and the figure that chose it
@@ -192,9 +193,8 @@ def summary(run: Figures) -> list[str]:
     received, gave, traffic = [], [], []
     if (swarm := run.swarm) is not None:
         if swarm.received:
-            share = f": {swarm.foreign_share:.0%} of what it trained on" if swarm.used else ""
             groups = _counted(swarm.received, "group")
-            received.append(f"{groups} from others, {swarm.admitted:,} admitted, {swarm.used:,} used{share}")
+            received.append(f"{groups} from others, {swarm.admitted:,} admitted, {swarm.used:,} used")
         if swarm.sent:
             gave.append(f"{_counted(swarm.sent, 'group')} published")
         traffic.append(f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told")
@@ -210,8 +210,8 @@ def summary(run: Figures) -> list[str]:
             "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
             "worse": [] if run.held_out is None else run.held_out.remarks,
             "best": _best(run.held_out),
+            "worth": [] if run.worth is None else list(worth_lines(run.worth, summary=True)),
             "received": received,
-            "worth": [] if run.worth is None else list(worth_lines(run.worth)),
             "gave": gave,
             "not used": _by_reason(run.unused),
             "refused": _by_reason(run.refused),
@@ -227,16 +227,17 @@ def answered(held: HeldOut | None) -> list[str]:
     if held is None or not held.answers:
         return []
     lines = [f"the most, the middle and the least improved of {_counted(held.answers_of, 'held-out question')}"]
+    later = f"after round {held.round:,}" if held.round else "after"
     for one in held.answers:
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
         lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
         before = "before", one.before, one.before_correct, one.before_reward, one.mean_before
-        after = "after", one.after, one.after_correct, one.after_reward, one.mean_after
+        after = later, one.after, one.after_correct, one.after_reward, one.mean_after
         for when, text, correct, reward, mean in (before, after):
             verdict = f"{'right' if correct else 'wrong'} ({round(mean * held.samples)} of {held.samples} right)"
             if held.figure == "reward":
                 verdict = f"reward {reward:.3f} (mean of {_counted(held.samples, 'answer')} {mean:.3f})"
-            lines.append(f"  {when:6} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}")
+            lines.append(f"  {when:{max(6, len(later))}} {_cut(text, ANSWER_CHARS) or '(empty)'} -> {verdict}")
     return _labelled({"answers": lines})
 
 
@@ -317,15 +318,24 @@ def _held_out(held: HeldOut | None) -> list[str]:
         lines = [f"{change}: {few} too few to tell it from noise"]
     else:
         low, high = held.interval
-        verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
         narrow = ", which make it somewhat too narrow" if held.questions < ENOUGH_QUESTIONS else ""
-        lines = [f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions{narrow})"]
+        of = f"95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions{narrow}"
+        lines = [f"{change}: {_noise(held.interval)} ({of})"]
     others = {
-        "pass@1": held.pass_1 if held.figure == "reward" else None,
-        f"pass@{held.samples}": held.pass_k if held.samples > 1 else None,
-        "mean reward": held.reward if held.figure == "pass_1" else None,
+        "pass@1": (held.pass_1 if held.figure == "reward" else None, None),
+        f"pass@{held.samples}": (held.pass_k if held.samples > 1 else None, held.interval_k),
+        "mean reward": (held.reward if held.figure == "pass_1" else None, None),
     }
-    return lines + [f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}" for name, pair in others.items() if pair]
+    for name, (pair, range_) in others.items():
+        if pair:
+            verdict = f": {_noise(range_)} ({range_[0]:+.3f} to {range_[1]:+.3f})" if range_ else ""
+            lines.append(f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}{verdict}")
+    return lines
+
+
+def _noise(change: tuple[float, float]) -> str:
+    """Whether a change with this interval is more than noise."""
+    return "more than noise" if change[0] > 0 or change[1] < 0 else "no more than noise"
 
 
 def _best(held: HeldOut | None) -> list[str]:

@@ -1,5 +1,6 @@
-"""What the swarm gave a node, in numbers and in words.
+"""What the swarm gave a node, in numbers and in words: first what this run counted itself, then what members say.
 
+A group that a node learned from has different rewards; all others move no weight.
 A kind of task counts as taught by others if more of the groups with something to learn that this node trained on came
 from other peers than from itself, else as taught by itself. Success is the share of right answers among this node's own
 ones: its first `WINDOW` groups against its latest `WINDOW`. Figures of other members are their own word.
@@ -7,13 +8,14 @@ ones: its first `WINDOW` groups against its latest `WINDOW`. Figures of other me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 import msgspec
 
 WINDOW = 128  # own groups behind "at first" and behind "now"
 MAX_NAMED_KINDS = 3  # most kinds of task that a line names
+WHOLE = 0.995  # a share from here on is shown as 100 %
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -27,12 +29,15 @@ class Change(msgspec.Struct, frozen=True):
 class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the swarm gave this node; parts that are not known are None."""
 
+    own_groups: int = 0  # own groups that this node learned from
+    others_groups: int = 0  # groups of others that it learned from
     by_others: Change | None = None  # kinds taught by others
     by_itself: Change | None = None  # kinds taught by itself
     unsolved: int = 0
     """Questions of which others' right answers were trained on, while the latest own answers to that kind of task were
     all wrong."""
     pass_1: float | None = None  # own held-out pass@1
+    pass_1_before: float | None = None  # the same before training; None if nothing was measured since
     theirs: list[float] = []  # those that members declare, ascending
     used_by_others: int = 0
     """Groups of this node that members declare to have trained on, those that have left or restarted included."""
@@ -41,29 +46,39 @@ class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
     declaring: int = 0  # members behind the two figures above
 
 
-def worth_lines(worth: Worth) -> Iterator[str]:
+def worth_lines(worth: Worth, summary: bool = False) -> Iterator[str]:
     """The figures as sentences, without those that are not known. Where this node taught itself all kinds, their
-    success says nothing of the swarm, and is left out."""
+    success says nothing of the swarm, and is left out. So is a share of all groups that members used, which two
+    trainers always have, and in a `summary`, which has it elsewhere, the held-out figure without any to compare."""
+    if worth.others_groups:
+        yield _learned(worth.own_groups, worth.others_groups)
+    if worth.unsolved:
+        yield f"{_only_others_solved(worth.unsolved)}: its own latest answers to their kind were all wrong"
     if worth.by_others is not None:
         yield _change(worth.by_others, "taught mostly by others")
         if worth.by_itself is not None:
             yield _change(worth.by_itself, "taught mostly by its own answers")
-    if worth.unsolved:
-        yield f"{only_others_solved(worth.unsolved)}: its own latest answers to their kind were all wrong"
     if worth.theirs:
-        own = "not measured yet" if worth.pass_1 is None else f"{worth.pass_1:.3f}"
         low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
         values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
-        yield f"held-out pass@1 {own}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
-    if worth.used_by_others or worth.share_of_used is not None:
-        share = worth.share_of_used
-        took = "" if share is None else f", {share:.0%} of what {_members(worth.declaring)} took from others lately"
-        yield f"others trained on {worth.used_by_others:,} of its groups so far{took} (self-declared)"
+        yield f"held-out {_own_pass_1(worth)}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
+    elif worth.pass_1_before is not None and not summary:
+        yield f"held-out {_own_pass_1(worth)}"
+    if worth.used_by_others:
+        share, took = worth.share_of_used, ""
+        if share is not None and share < WHOLE:
+            took = f", {share:.0%} of what {_members(worth.declaring)} took from others lately"
+        yield f"others trained on at least {worth.used_by_others:,} of its groups{took} (self-declared)"
 
 
 def worth_metrics(worth: Worth) -> dict[str, float]:
     """The figures under `swarm/`, without those that are not known."""
     figures: dict[str, float] = {}
+    if worth.others_groups:
+        figures |= {
+            "swarm/learned_own": float(worth.own_groups),
+            "swarm/learned_others": float(worth.others_groups),
+        }
     if worth.by_others is not None:
         figures |= {
             "swarm/success_by_others_first": worth.by_others.first,
@@ -85,9 +100,52 @@ def worth_metrics(worth: Worth) -> dict[str, float]:
     return figures
 
 
-def only_others_solved(n: int) -> str:
-    """The short form for the live lines."""
+def others_words(
+    there: float, crew: int | None, used: float, metrics: Mapping[str, float | None], met: bool
+) -> list[str]:
+    """Texts of the live lines about others, ever shorter. `there`: how many others train; `crew`: how many others this
+    node's crew has; `used`: groups of others that a round trains on; `metrics`: those of the last round; `met`: whether
+    any other was ever seen. Groups come at once, but cards, which say who is there, are looked up every few seconds."""
+    if not there and not used:
+        return ["nobody else trains"]
+    if not there:
+        coming = (
+            "nobody else trains now; the last groups of others" if met else "others are being looked up; their groups"
+        )
+        return [f"{coming}: {used:.1f} a round", f"{used:.1f} groups of others"]
+    others = "1 other" if there == 1 else f"{there:.0f} others"
+    if crew is not None and crew >= there:
+        return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
+    who = others if crew is None else f"{others}, {crew} of the crew"
+    plain = f"{who}, {used:.1f} of their groups a round"
+    counts = [metrics.get(f"swarm/{name}") or 0.0 for name in ("learned_own", "learned_others", "unsolved_taught")]
+    own, foreign, unsolved = counts
+    given = f"{plain}, {foreign / (own + foreign):.0%} of what it learned from" if foreign else plain
+    return [
+        *([f"{given}, {_only_others_solved(int(unsolved))}"] if unsolved else []),
+        given,
+        plain,
+        f"{who}, {used:.1f} groups a round",
+        f"{others}, {used:.1f} groups",
+    ]
+
+
+def _only_others_solved(n: int) -> str:
     return f"{n:,} question{'' if n == 1 else 's'} only others solved"
+
+
+def _learned(own: int, others: int) -> str:
+    if not own:
+        return f"others gave all of the {others:,} groups it learned from"
+    times = f": {1 + others / own:.1f} times as many as its own alone"
+    return f"others gave {others:,} of the {own + others:,} groups it learned from{times}"
+
+
+def _own_pass_1(worth: Worth) -> str:
+    if worth.pass_1 is None:
+        return "pass@1 not measured yet"
+    before = "" if worth.pass_1_before is None else f"{worth.pass_1_before:.3f} -> "
+    return f"pass@1 {before}{worth.pass_1:.3f}"
 
 
 def _members(n: int) -> str:

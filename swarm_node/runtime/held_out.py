@@ -101,6 +101,12 @@ class HeldOutFigures:
             found["rewards"] = [[function.path, function.weight] for function in config.rewards.functions]
         return found
 
+    @property
+    def pass_1_before(self) -> float | None:
+        """pass@1 before training; None unless the same questions were asked since."""
+        before, last = self.figures.before, self.figures.last
+        return before.table["all"].pass_1 if before.table and before.labels == last.labels else None
+
     def measure_before(self) -> dict[str, float]:
         """Measure before the first round; the metrics, which are empty if no question is held out."""
         if self._config.eval.questions == 0:
@@ -246,6 +252,7 @@ def compared(
         pass_1=_pair(old.pass_1, new.pass_1),
         pass_k=_pair(old.pass_k, new.pass_k),
         interval=interval(before.by(figure), after.by(figure)),
+        interval_k=None if None in (old.pass_k, new.pass_k) else interval(_any_right(before), _any_right(after)),
         remarks=list(worse(before, after, samples, for_one_right, figure).values()),
         answers=[answers[i] for i in sorted({0, len(answers) // 2, len(answers) - 1})] if answers else [],
         answers_of=len(answers),
@@ -256,6 +263,11 @@ def compared(
 
 def _pair(before: float | None, after: float | None) -> tuple[float, float] | None:
     return None if before is None or after is None else (before, after)
+
+
+def _any_right(found: Evaluation) -> list[float]:
+    """1 or 0 of each question: whether any answer to it is right."""
+    return [float(share > 0) for share in found.by_question]
 
 
 def _answers(before: Evaluation, after: Evaluation, figure: Figure) -> list[Answered]:

@@ -226,14 +226,16 @@ class ResourceLimits:
         """Find out whether to pause, and say so if that has changed, unless the run has `ended` meanwhile."""
         before, hours = self.reason, self._config.quiet_hours
         still = f"quiet hours, {hours}" if quiet(hours, datetime.now()) else ""
-        reason = pause_asked(self._run.paused, time.time()) or still or self._machine.busy()
+        asked = pause_asked(self._run.paused, time.time())
+        reason = asked or still or self._machine.busy()
         if ended is not None and ended.is_set():
             return
         self.reason = reason
         if reason != before:
             self._run.write_waits(reason)
         if reason and not before:
-            self._say(f"paused: {reason}" + ("; the node stays a member" if self._member else ""))
+            goes_on = f"; `swarm-node unpause {self._run.quoted}` goes on" if asked else ""
+            self._say(f"paused: {reason}{goes_on}" + ("; the node stays a member" if self._member else ""))
         elif before and not reason:
             self._say("no longer paused")
 

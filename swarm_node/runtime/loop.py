@@ -337,10 +337,11 @@ class Run:
         every = found.table.get("all")
         if self.node.member is not None and every is not None and every.pass_1 is not None:
             self.node.member.held_out = every.pass_1, every.questions
+            self.node.member.pass_1_before = self.held_out.pass_1_before
 
     def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
-        worth = None if self.node.member is None else self.node.member.final_worth()
+        worth = None if self.node.member is None else self.node.member.latest_worth
         told = RunReport(self.run, self.state.tally, self.began_at, self.node.round, self.held_out, worth)
         whole = self.crew is None or self.crew.leaving.complete
         evaluates = self.crew is None and bool(self.held_out.tasks.held_out(1))

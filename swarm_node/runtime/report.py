@@ -48,12 +48,15 @@ class RunReport:
             console.events.write("summary", "\n".join(words))
         if console.tell_as_json("\n".join(words), self.document):
             return
+        held = self.figures.held_out
         if self._now.table:
             columns, table = rows(self._before.table, self._now.table, self.held_out.samples, self.held_out.rewards)
             title = "held-out questions, which are never trained on"
             if self.held_out.has_own_tasks:
                 known = self.held_out.also_trained
                 title = "questions of eval.tasks" + (f", of which training may draw {known:,}" if known else "")
+            if held is not None and held.round:
+                title += f"; after = after round {held.round:,}"
             console.progress.table(title, columns, table)
             console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:
@@ -62,9 +65,8 @@ class RunReport:
                 console.progress.paragraphs(lower_tasks(self._now.labels, *values, samples, figure), indent=2)
         if not words:
             return
-        console.progress.paragraphs(answered(self.figures.held_out), INDENT + 2)
+        console.progress.paragraphs(answered(held), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
-        held = self.figures.held_out
         best = held is not None and held.best is not None and held.best[1] > max(held.main)
         for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)

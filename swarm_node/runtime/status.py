@@ -24,27 +24,33 @@ STATUS_S = 2.0  # time between two writings of swarm.json
 def status_written(
     run: RunDir, member: Member, network: NetworkConfig, paused: Callable[[], str], crew: CrewNode | None
 ) -> Iterator[None]:
-    """Within the context, write swarm.json and say the join link whenever it changes.
+    """Within the context, and a last time at its end, write swarm.json, and say the join link whenever it changes.
 
     A thread does it, since a round may take long. `paused` returns why the node is paused; `crew` is the one that this
     node leads, whose own join command is said instead.
     """
     ended = threading.Event()
+    others = [*network.bootstrap, *member.manifest.bootstrap]
+
+    def write() -> str:
+        """Write swarm.json. Returns the link by which others join; empty if there is none yet."""
+        status = member.status() | {"paused": paused()}
+        if crew is not None:
+            run.write_status(status | {"link": crew.parts.join_command.link, "crew": crew.status()})
+            return ""
+        link = join_link(status["swarm"], status["addresses"], others)
+        mine = {} if member.card is None else {member.peer_id: member.card}
+        page = summary_of({**member.transport.members(), **mine}, link, member.kinds)
+        run.write_status(status | {"link": link, "crew": None, "page": page})
+        return link if status["addresses"] else ""
 
     def watch() -> None:
         told = ""
-        others = [*network.bootstrap, *member.manifest.bootstrap]
         while not ended.wait(STATUS_S):
-            status = member.status() | {"paused": paused()}
+            link = write()
             if crew is not None:
-                run.write_status(status | {"link": crew.parts.join_command.link, "crew": crew.status()})
                 crew.invite()
-                continue
-            link = join_link(status["swarm"], status["addresses"], others)
-            mine = {} if member.card is None else {member.peer_id: member.card}
-            page = summary_of({**member.transport.members(), **mine}, link, member.kinds)
-            run.write_status(status | {"link": link, "crew": None, "page": page})
-            if status["addresses"] and link != told:
+            elif link not in ("", told):
                 told = link
                 say("others join with:", "link")
                 say(link, "link")
@@ -56,3 +62,5 @@ def status_written(
     finally:
         ended.set()
         thread.join()
+        if member.latest_worth is not None:  # a start that failed before its first round leaves no status
+            write()

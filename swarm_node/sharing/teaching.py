@@ -76,6 +76,12 @@ class Teaching:
                 self._state.unsolved += 1
 
     @property
+    def learned(self) -> tuple[int, int]:
+        """(own groups with something to learn, groups of others) that this node trained on."""
+        taught = list(self._state.taught.values())
+        return sum(kind.own for kind in taught), sum(kind.others for kind in taught)
+
+    @property
     def unsolved(self) -> int:
         """Questions of which others' right answers were trained on while own answers to their kind were all wrong."""
         return self._state.unsolved

@@ -9,7 +9,7 @@ from textwrap import shorten
 from protocol.answer_form import WRITTEN
 from protocol.errors import printable
 from protocol.manifest import Manifest
-from swarm_node.config import NodeConfig
+from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.keys import flat
 from swarm_node.config.own import read_toml
 from swarm_node.policy.sizes import bytes_with, largest_fitting
@@ -21,8 +21,8 @@ from swarm_node.tasks import TaskSet
 EXAMPLES = 3  # questions that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for
 QUESTION_CHARS = 60
-OFF = "\n    (off: --set {})"
-DECLARED = "its success, its version, and whose answers it uses" + OFF.format("sharing.declare=false")
+OFF = "\n    (off: {})"
+DECLARED = "its success, its version, and whose answers it uses" + OFF.format("--set sharing.declare=false")
 Memory = Callable[[], tuple[int, bool]]  # (free bytes of memory, whether it is a GPU's)
 
 
@@ -42,21 +42,45 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     if trains:
         points.append("every answer that your model writes")
     if trains and (staged or averages):
-        points.append("the weights that it trains" + ("" if staged else OFF.format("averaging.method=none")))
+        points.append("the weights that it trains" + ("" if staged else OFF.format("--no-averaging")))
     if trains and config.sharing.declare:
         points.append(DECLARED)
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
-        points.append(f"the files of the swarm's model{if_any}" + OFF.format("sharing.give_model=false"))
+        points.append(f"the files of the swarm's model{if_any}" + OFF.format("--set sharing.give_model=false"))
     points.append("no other file of this machine")
     relays = "Others may connect through this node" if config.network.serve_relay else "This node relays nothing"
-    stored = f"\nAnswers of others are kept in {run.path}, and never executed." if trains else ""
+    stored = f"\nAnswers of others are kept in {run.path}, and never executed.\n{_takes(config)}" if trains else ""
     seen = "".join(f"\n  - {point}" for point in points)
     say(
-        f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).{stored}\n"
+        f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).\n"
+        f"{_listens(config.network, trains)}{stored}\n"
         "Press Ctrl-C now if you do not want this."
     )
     return True
+
+
+def _listens(network: NetworkConfig, trains: bool) -> str:
+    """Where others can connect to this node and, unless it is a bootstrap, how to keep it closed."""
+    if network.dial_only:
+        return "It listens nowhere (--dial-only)."
+    if network.listen == "127.0.0.1":
+        return "It listens on this machine alone (--listen 127.0.0.1)."
+    named = network.port and network.gossip_port
+    ports = f"TCP ports {network.port} and {network.gossip_port} or the next free ones" if named else "two TCP ports"
+    at = "" if network.listen == NetworkConfig().listen else f" at {network.listen}"
+    less = "\n(--listen 127.0.0.1: to this machine only; --dial-only: to nobody)" if trains else ""
+    return f"It listens{at} on {ports}, open to others{less}."
+
+
+def _takes(config: NodeConfig) -> str:
+    """What the node takes of the processor, and how to make that less."""
+    limits = config.resources.in_force()
+    part = "half" if limits.max_cpu == 50 else f"{limits.max_cpu:g} %"
+    cores = "up to all cores" if limits.max_cpu >= 100 else f"up to {part} of the cores"
+    priority = {0: "usual", 19: "lowest"}.get(limits.nice, "lower")
+    is_gentle = config.pipeline.stages or limits.max_cpu <= 50
+    return f"It takes {cores} at {priority} priority{'' if is_gentle else ' (--gentle: half, at the lowest)'}."
 
 
 def _declared_nothing(run: RunDir) -> bool:

@@ -50,9 +50,10 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
     """The swarm that a path, an https address or a link names. Asks no peer. The manifest that `run` keeps is used for
     a link to the same swarm, and for an address that cannot be reached if it named the swarm last time. Raises
     UserError."""
-    if not named:
+    if named is None or not named.strip():
         raise UserError(
-            "which swarm? name a manifest file, its https address or a swarm:// link, or set SWARM_NODE_SWARM"
+            "which swarm? Give a link, such as 'swarm://0031a11b…?peer=/ip4/…', which `swarm-node bootstrap` and every "
+            "member print; or a manifest file, or its https address. SWARM_NODE_SWARM may name it too"
         )
     kept = None if run is None else kept_manifest(run)
     try:

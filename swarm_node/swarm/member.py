@@ -112,7 +112,8 @@ class Member:
         self.teaching = Teaching()
         self.uses = Uses(self.peer_id)
         self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
-        self._worth: Worth | None = None  # as of the latest round
+        self.pass_1_before: float | None = None  # held-out pass@1 before training; None if nothing was measured since
+        self.latest_worth: Worth | None = None  # as found last; it stays when the network is closed
         self._began = now()
         self.kinds = kinds_of(manifest)
         self.card: PeerCard | None = None  # as announced last
@@ -229,22 +230,21 @@ class Member:
         members = self.transport.members()
         by_others, by_itself = self.teaching.changes()
         share, declaring = share_of(self.peer_id, members)
-        return Worth(
+        own, others = self.teaching.learned
+        self.latest_worth = Worth(
+            own_groups=own,
+            others_groups=others,
             by_others=by_others,
             by_itself=by_itself,
             unsolved=self.teaching.unsolved,
             pass_1=None if self.held_out is None else self.held_out[0],
+            pass_1_before=self.pass_1_before,
             theirs=pass_1_of(members),
-            used_by_others=self.uses.look(members),
+            used_by_others=self.uses.look({**self.transport.left(), **members}),
             share_of_used=share,
             declaring=declaring,
         )
-
-    def final_worth(self) -> Worth | None:
-        """The figures of the latest round, with the held-out figure of now; the network may be closed."""
-        if self._worth is None or self.held_out is None:
-            return self._worth
-        return msgspec.structs.replace(self._worth, pass_1=self.held_out[0])
+        return self.latest_worth
 
     def metrics(self, speed: float) -> dict[str, float]:
         """The metrics `swarm/*` of the round that ends. All are running totals, except `used` and levels."""
@@ -259,9 +259,8 @@ class Member:
             **self.receiver.metrics(),
             **self.replay_buffer.metrics(),
             **({} if averager is None else averager.metrics()),
-            **worth_metrics(worth := self.worth()),
+            **worth_metrics(self.worth()),
         }
-        self._worth = worth
         refused: list[str] = []
         for name, value in totals.items():
             reason = name.removeprefix("rejected/")
@@ -315,8 +314,10 @@ class Member:
         }
 
     def close(self) -> None:
-        """Publish the groups that wait, and close the transport."""
+        """Publish the groups that wait, declare the last counts, and close the transport."""
         self.publisher.flush()
+        if self.card is not None:
+            self.announce(self.card.speed)
         self.transport.close()
 
     def _version(self) -> int:

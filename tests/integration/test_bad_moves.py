@@ -62,6 +62,8 @@ MOVES: list[tuple[list[str], str]] = [
     (["join", f"swarm://{SWARM}"], "this link names no peer to ask"),
     (["join", "nowhere.toml"], "there is no manifest nowhere.toml"),
     (["join"], "which swarm?"),
+    (["join", ""], "which swarm? Give a link, such as 'swarm://"),
+    (["join", " "], "which swarm? Give a link, such as 'swarm://"),
     (["local", "--set", "rewards.functions=[3]"], "must be a table, such as { path = "),
     (["local", "--set", "grpo=3"], "must be a table; set its keys one by one, such as grpo."),
     (["local", "--set", "tasks=[3]"], "must be a table, such as { "),

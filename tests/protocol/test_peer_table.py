@@ -219,9 +219,9 @@ def test_a_goodbye_ends_membership_until_a_newer_card() -> None:
     peers.see("a", card("a", NOW), NOW)
     peers.see("a", card("a", NOW + 1, listens=False, gossip_id=""), NOW + 1)
     peers.see("a", card("a", NOW), NOW + 2)  # from a replica that missed it
-    assert peers.members(NOW + 2) == {}
+    assert peers.members(NOW + 2) == {} and set(peers.left()) == {"a"}
     peers.see("a", card("a", NOW + 3), NOW + 3)
-    assert set(peers.members(NOW + 3)) == {"a"}
+    assert set(peers.members(NOW + 3)) == {"a"} and peers.left() == {}
 
 
 def test_nobody_gives_addresses_for_others() -> None:

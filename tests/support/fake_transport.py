@@ -66,6 +66,9 @@ class FakeTransport:
 
     def announce(self, card: PeerCard) -> None: ...
 
+    def left(self) -> Mapping[str, PeerCard]:
+        return {}
+
     def too_new(self) -> str:
         return ""
 

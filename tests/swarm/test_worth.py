@@ -38,7 +38,9 @@ def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest
     assert first.metrics[-1]["swarm/declared_pass_1"] == 0.5
     text = "\n".join(worth_lines(worth))
     assert "held-out pass@1 0.250; 1 member says 0.500 (self-declared)" in text
-    assert f"others trained on {worth.used_by_others:,} of its groups" in text
+    assert f"others trained on at least {worth.used_by_others:,} of its groups" in text
+    assert (worth.own_groups, worth.others_groups) == member(first).teaching.learned
+    assert worth.others_groups > 0 and f"others gave {worth.others_groups:,} of the" in text
     status = member(first).status()
     declared = [row["declared"] for row in status["peers"].values()]
     assert [row for row in declared if row][0]["kinds"].keys() == {"count_bits"}
@@ -46,6 +48,17 @@ def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest
     rows = [row for row in status["peers"].values() if "admitted" in row]
     for name in ("received", "admitted"):
         assert status["received"][f"swarm/groups_{name}"] == sum(row[name] for row in rows), "both are of now"
+
+
+def test_a_member_declares_its_last_counts_as_it_leaves(peer: MakePeer, manifest: Manifest) -> None:
+    peers = [peer(), peer()]
+    first, second = peers
+    Simulation(manifest, peers, seed=3).run(12)
+    taken = used(second, first)
+    assert member(first).worth().used_by_others < taken, "its card is older"
+    member(second).close()
+    assert member(first).worth().used_by_others == taken
+    assert member(first).latest_worth == member(first).worth()
 
 
 def test_a_node_says_how_it_does_by_who_taught_it(peer: MakePeer, manifest: Manifest) -> None:

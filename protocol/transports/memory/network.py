@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 
 from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
+from protocol.messages import PeerCard
 from protocol.transports.memory.gossip import MemoryGossip
 from protocol.transports.memory.links import LinkModel, VirtualClock
 from protocol.transports.memory.transport import SPREAD_S, Component, MemoryTransport
@@ -45,6 +46,7 @@ class MemoryNetwork:
         self.faults: Counter[str] = Counter()
         """Faults of messages: `lost`, `duplicated`, `cut` (the receiver was gone or cut off on arrival)."""
         self.nodes: dict[str, MemoryTransport] = {}  # peer id -> node, if it is running
+        self.left: dict[str, PeerCard] = {}  # peer id -> last card, of nodes that were closed
 
     def join(
         self,

@@ -184,6 +184,11 @@ class MemoryTransport:
             if expires > now and peer != self.peer_id and card.swarm == self.swarm
         }
 
+    def left(self) -> Mapping[str, PeerCard]:
+        now = self._network.clock.now()
+        left = self._network.left.items()
+        return {peer: card for peer, card in left if card.swarm == self.swarm and card.created + CARD_TTL_S > now}
+
     def too_new(self) -> str:
         """Always empty: cards are not encoded here, so none can be too new."""
         return ""
@@ -210,6 +215,9 @@ class MemoryTransport:
         """Remove the node, its card and its channels from the network."""
         if self.alive:
             self.component.cards.pop(self.peer_id, None)
+            if self._card is not None:
+                gone = {"created": self._network.clock.now(), "addresses": [], "gossip": [], "gossip_id": ""}
+                self._network.left[self.peer_id] = msgspec.structs.replace(self._card, **gone)
             for channel in list(self.channels):
                 channel.close()
             self._network.remove(self)

@@ -69,6 +69,7 @@ class Membership:
             report(f"{address} does not end in /p2p/<peer id>: nobody can be dialled there")
         self._read_cache()
         self.members: dict[str, PeerCard] = {}
+        self.left: dict[str, PeerCard] = {}
         self.card: PeerCard | None = None  # this node's card, without addresses
         self.connected: set[str] = set()
         self.failed_steps = 0  # steps of a round that raised an error which was not expected
@@ -97,6 +98,7 @@ class Membership:
                 self.failed_steps += 1
                 self._report(f"the network stumbled: {error!r}")
             self.members = self.table.members(time.time())
+            self.left = self.table.left()
         self._write_cache(CACHE_S)
 
     async def pause(self) -> None:

@@ -155,6 +155,9 @@ class P2PTransport:
     def members(self) -> Mapping[str, PeerCard]:
         return self._membership.members
 
+    def left(self) -> Mapping[str, PeerCard]:
+        return self._membership.left
+
     def too_new(self) -> str:
         return "" if self._plane is None else self._plane.validator.too_new
 

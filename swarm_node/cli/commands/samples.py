@@ -65,6 +65,8 @@ def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if (more := int(sample["of"]) - sum(answer["times"] for answer in sample["answers"])) > 0:
             yield f"         and {more} more answers"
         yield ""
+    if any(record.get("peer") is not None for record in records):
+        yield "of others' groups only the answers trained on are kept (sharing.answers)"
 
 
 def show_questions(name: str, config: NodeConfig, json_output: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ The document is printed as text (`status_text`) or, with --json, as it is (docs/
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.wrapping import for_stream
+from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
@@ -50,7 +52,7 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
-        for line in status_lines(found, time.time()):
+        for line in status_lines(found, time.time(), is_shown(logging.DEBUG)):
             typer.echo(for_stream(line, sys.stdout, LABEL))
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)

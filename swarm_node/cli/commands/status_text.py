@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or h
 Cells = Callable[[Mapping[str, Any]], list[str]]
 
 
-def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
-    """The document `found` as text, at Unix time `now`."""
+def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) -> Iterator[str]:
+    """The document `found` as text, at Unix time `now`: first what holds for the whole run, then what its present or
+    last start counted. `verbose`: technical details too."""
     status, metrics = found["swarm"], found["metrics"]
     ended = bool(found["run"]) and not found["in_use"]
     reward = (metrics or {}).get("reward")
@@ -35,6 +37,8 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
     if best := found.get("best"):
         yield f"held-out   best {WORDS[best['figure']]} {best['value']:.3f}, after round {best['round']:,}"
+    for number, line in enumerate(_worth(status or {})):
+        yield f"{'' if number else 'worth':10} {line}"
     if (usage := usage_of(metrics or {})) is not None and found["in_use"]:
         yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
     if status is None:
@@ -47,8 +51,13 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
         yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
     if status.get("link"):
         yield f"join link  {status['link']}"
+    if status.get("averaging"):
+        yield from _averaging(status["averaging"], status["time"], ended, verbose)
+    if "since" in status:
+        which = "last" if ended else "this"
+        yield f"{which} start began {_ago(now - status['since'])}; what follows is of it alone"
     if "traffic" in status:
-        yield f"traffic    {_traffic(status['traffic'])}"
+        yield f"traffic    {_traffic(status['traffic'], verbose)}"
     if "sent" in status:
         unsent = _reasons(status["sent"], "swarm/unsent/")
         why = f"; not sent: {unsent}" if unsent else ""
@@ -67,14 +76,10 @@ def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     if refused := _reasons({name: n for name, n in left_out.items() if name not in unused}, REJECTED):
         yield f"refused    {refused}"
     yield from _sources(status, "" if refused else "refused")
-    for number, line in enumerate(_worth(status)):
-        yield f"{'' if number else 'worth':10} {line}"
     if status.get("crew"):
         yield from _crew(status["crew"], status["time"])
     absent = (status.get("crew") or {}).get("absent", [])
     peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
-    if status.get("averaging"):
-        yield from _averaging(status["averaging"], status["time"], ended)
     if not status.get("connected", True):
         where = ", ".join(status["asked"][:3])
         tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
@@ -130,7 +135,9 @@ def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
 
 def _ago(seconds: float) -> str:
     seconds = max(0.0, seconds)
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+    units = (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0), ("days", 86400.0, math.inf))
+    unit, length, _ = next(each for each in units if seconds < each[2])
+    return f"{seconds / length:.0f} {unit} ago"
 
 
 def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:
@@ -155,32 +162,36 @@ def _named(peer: Mapping[str, str]) -> str:
     return f"{peer['name'] or 'a peer'} (…{peer['peer'][-SHORT_ID:]})"
 
 
-def _averaging(figures: Mapping[str, Any], now: float, ended: bool) -> Iterator[str]:
+def _averaging(figures: Mapping[str, Any], now: float, ended: bool, verbose: bool) -> Iterator[str]:
     partners, last = sorted(figures["partners"].values()), figures["last"]
     listed = ", ".join(partners[:PARTNERS_LISTED]) + (", …" if len(partners) > PARTNERS_LISTED else "")
-    done = f"averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
+    done = f"weights averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
     if last:
-        done += f", last with {last['with']} {max(0.0, now - last['time']):.0f} s ago"
-    yield f"averaging  {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
+        before = _ago(now - last["time"])
+        done += f", last with {last['with']} {before.replace('ago', 'before the end') if ended else before}"
+    yield f"averaging  {done}"
+    if verbose:
+        yield f"           {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
     when = "when this run ended" if ended else "here"
     yield f"           partners {when}: {f'{len(partners)}, {listed}' if partners else 'none'}"
-    yield f"           {done}"
-    for kind, text in (("skipped", "skipped"), ("refused", "refused to others")):
+    for kind, text in (("skipped", "skipped"), ("refused", "refused to others in this start")):
         if reasons := _reasons(figures[kind], "", happened):
             yield f"           {text}: {reasons}"
 
 
 def _when(status: Mapping[str, Any] | None, in_use: bool, now: float) -> str:
     age = max(0.0, now - status["time"]) if status else None
-    seen = "" if age is None else f"as of {age:.0f} s ago"
+    seen = "" if age is None else f"as of {_ago(age)}"
     if not in_use:
         return f", ended; {seen}" if seen else ", finished"
     return f", {seen}: it stands still" if age is not None and age > STATUS_FRESH_S else ""
 
 
-def _traffic(traffic: Mapping[str, float]) -> str:
-    parts = [
-        f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out",
+def _traffic(traffic: Mapping[str, float], verbose: bool) -> str:
+    parts = [f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out"]
+    if not verbose:
+        return parts[0]
+    parts += [
         f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
         f"gossip connections: {_count(traffic, 'connections/gossip')}",
     ]

@@ -397,6 +397,11 @@ def test_join_takes_local_s_options_and_more() -> None:
     assert options["local",] - options["join",] == {"--answer"}, "a member's answers have the form of its manifest"
 
 
+def test_averaging_is_turned_off_by_a_flag() -> None:
+    method = json.loads(run("join", "a.toml", "--dry-run", "--json", "--no-averaging").stdout)["averaging"]["method"]
+    assert method == "none"
+
+
 def test_the_swarm_may_come_from_the_environment() -> None:
     result = run("join", "--dry-run", "--json", env={"SWARM_NODE_SWARM": "a.toml", "SWARM_NODE_PORT": "4"})
     assert json.loads(result.stdout)["swarm"] == "a.toml"

@@ -20,6 +20,7 @@ from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind
 from protocol.transports.base import Server
 from swarm_node.cli.commands import status
 from swarm_node.cli.commands.status import show_status
+from swarm_node.cli.commands.status_text import status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
@@ -67,6 +68,21 @@ STATUS: dict[str, Any] = {
 }
 
 
+AVERAGING: dict[str, Any] = {
+    "cohort": "0123456789abcdef",
+    "method": "noloco",
+    "codec": "8bit",
+    "when": "in pairs every 60 s, after 5 updates or more",
+    "partners": {peer_id(1): "bob", peer_id(2): "carol"},
+    "exchanges": 12,
+    "bytes": 1_250_000,
+    "spread": 0.1,
+    "last": {"time": NOW - 20.0, "peers": [peer_id(1)], "with": "bob"},
+    "skipped": {"odd": 1, "late": 3},
+    "refused": {"crossed": 2},
+}
+
+
 def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
@@ -97,8 +113,7 @@ def test_a_run_shows_members_admissions_and_refusals(
         "round      41, reward 0.250",
         "alice, peer 12D3KooW",
         STATUS["link"],
-        "2.00 MB in, 1.00 MB out; 7 messages in",
-        "1 restarts of gossip",
+        "traffic    2.00 MB in, 1.00 MB out\n",
         "40 groups; not sent: 5 × all rewarded alike",
         "12 groups, admitted 8, used 4 in the last round",
         "not used   1 × too old",
@@ -113,9 +128,22 @@ def test_a_run_shows_members_admissions_and_refusals(
     assert text.count("seal") == 1, "what the transport refused is among what was refused"
     assert "averaging" not in text
     assert "ago" not in text
+    found = json.loads(shown(capsys, "runs/alice", json_output=True))
+    details = "\n".join(status_lines(found, NOW, verbose=True))
+    assert "1.00 MB out; 7 messages in" in details and "1 restarts of gossip" in details
     ended = shown(capsys, "runs/alice")
     assert "runs/alice, ended; as of 0 s ago" in ended
     assert "members    1 other when this run ended" in ended and "was here" in ended
+
+
+@pytest.mark.parametrize(("age", "words"), [(90, "90 s"), (600, "10 min"), (7300, "2 h"), (260_000, "3 days")])
+def test_figures_of_the_last_start_are_told_apart(capsys: pytest.CaptureFixture[str], age: float, words: str) -> None:
+    make_run("runs/alice", since=NOW - age, worth={"others_groups": 2}, averaging=AVERAGING)
+    labels = [line.split()[0] for line in shown(capsys, "runs/alice").splitlines() if line[0] != " "]
+    assert labels.index("worth") < labels.index("averaging") < labels.index("last") < labels.index("traffic")
+    assert f"last start began {words} ago; what follows is of it alone\n" in shown(capsys, "runs/alice")
+    with RunDir.open("runs/alice"):
+        assert f"this start began {words} ago" in shown(capsys, "runs/alice")
 
 
 def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,32 +309,19 @@ def test_an_incomplete_crew_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    averaging = {
-        "cohort": "0123456789abcdef",
-        "method": "noloco",
-        "codec": "8bit",
-        "when": "in pairs every 60 s, after 5 updates or more",
-        "partners": {peer_id(1): "bob", peer_id(2): "carol"},
-        "exchanges": 12,
-        "bytes": 1_250_000,
-        "spread": 0.1,
-        "last": {"time": NOW - 20.0, "peers": [peer_id(1)], "with": "bob"},
-        "skipped": {"odd": 1, "late": 3},
-        "refused": {"crossed": 2},
-    }
-    make_run("runs/alice", averaging=averaging)
+    make_run("runs/alice", averaging=AVERAGING)
     lines = shown(capsys, "runs/alice").splitlines()
-    at = lines.index(
-        "averaging  noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
-    )
-    assert [line.strip() for line in lines[at + 1 : at + 5]] == [
+    at = lines.index("averaging  weights averaged 12 times, 1.25 MB sent, last with bob 20 s before the end")
+    assert [line.strip() for line in lines[at + 1 : at + 4]] == [
         "partners when this run ended: 2, bob, carol",
-        "averaged 12 times, 1.25 MB sent, last with bob 20 s ago",
         "skipped: 3 × the round was over, 1 × the number of members was odd, and this one was left over",
-        "refused to others: 2 × both called each other at once",
+        "refused to others in this start: 2 × both called each other at once",
     ]
-    assert json.loads(shown(capsys, "runs/alice", json_output=True))["swarm"]["averaging"] == averaging
-    make_run("runs/bob", averaging=averaging | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
+    found = json.loads(shown(capsys, "runs/alice", json_output=True))
+    assert found["swarm"]["averaging"] == AVERAGING
+    detail = "           noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef"
+    assert detail not in lines and detail in status_lines(found, NOW, verbose=True)
+    make_run("runs/bob", averaging=AVERAGING | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
     text = shown(capsys, "runs/bob")
     assert "partners when this run ended: none" in text and "averaged 0 times" in text and "skipped" not in text
 
@@ -477,14 +492,17 @@ def test_by_a_link_kinds_of_task_need_the_manifest(
 
 def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -> None:
     worth = {"by_others": {"kinds": ["gcd"], "first": 0.1, "now": 0.6}, "unsolved": 124, "theirs": [0.3, 0.5]}
+    worth |= {"own_groups": 168, "others_groups": 312}
     make_run("runs/alice", worth=worth)
     lines = shown(capsys, "runs/alice").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
-    assert lines[at] == "worth      success on kinds taught mostly by others (gcd) 0.100 -> 0.600"
+    learned = "others gave 312 of the 480 groups it learned from: 2.9 times as many as its own alone"
+    assert lines[at] == f"worth      {learned}"
     assert lines[at + 1].endswith(
         "124 questions only others solved: its own latest answers to their kind were all wrong"
     )
-    assert lines[at + 2].endswith("held-out pass@1 not measured yet; 2 members say 0.300 to 0.500 (self-declared)")
+    assert lines[at + 2].endswith("success on kinds taught mostly by others (gcd) 0.100 -> 0.600")
+    assert lines[at + 3].endswith("held-out pass@1 not measured yet; 2 members say 0.300 to 0.500 (self-declared)")
     make_run("runs/later", worth={"by_others": "of another version"})
     assert "worth" not in shown(capsys, "runs/later")
 

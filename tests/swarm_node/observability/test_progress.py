@@ -423,7 +423,24 @@ def test_an_ascii_terminal_gets_ascii_only():
 
 def test_a_run_alone_shows_nothing_of_others():
     assert len(in_view(80, others=None)) == 2
-    assert in_view(80, others=0)[2] == "0 others, 4.0 of their groups a round", "of those that have left"
+
+
+def test_groups_may_come_while_nobody_is_seen():
+    assert in_view(80, others=0)[2] == "others are being looked up; their groups: 4.0 a round"
+    assert in_view(30, others=0)[2] == "4.0 groups of others"
+    out = io.StringIO()
+    gone = ProgressDisplay(2, stream=out)
+    gone.start()
+    for round, others in ((1, 1.0), (2, 0.0)):
+        gone.update(round, {"reward": 0.5, "swarm/trainers": others, "swarm/groups_used": 4.0})
+    assert "  nobody else trains now; the last groups of others: 4.0 a round" in out.getvalue()
+
+
+def test_what_others_gave_is_in_view():
+    figures = {"swarm/learned_own": 168.0, "swarm/learned_others": 312.0, "swarm/unsolved_taught": 1.0}
+    share = "3 others, 4.0 of their groups a round, 65% of what it learned from"
+    assert in_view(80, **figures)[2] == share
+    assert in_view(120, **figures)[2] == f"{share}, 1 question only others solved"
 
 
 def test_questions_that_only_others_solved_are_in_view():

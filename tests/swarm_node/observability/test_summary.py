@@ -82,7 +82,7 @@ def test_a_member_that_averages_and_pays() -> None:
     )
     assert summary(run) == [
         "outcome   reward 0.250 -> 0.500, first and last tenth of 2 rounds",
-        "received  1,240 groups from others, 1,000 admitted, 4 used: 33% of what it trained on",
+        "received  1,240 groups from others, 1,000 admitted, 4 used",
         "          weights of others in 1 exchange",
         "gave      8 groups published",
         "          its weights in 1 exchange, 1.8 MB",
@@ -219,6 +219,19 @@ def test_noise_is_called_noise(interval: tuple[float, float] | None, words: str)
     assert summary(Figures(held_out=held)) == [f"outcome   held-out pass@1 0.200 -> 0.220, {words}"]
 
 
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((-0.25, -0.1), ": more than noise (-0.250 to -0.100)"),
+        ((-0.25, 0.1), ": no more than noise (-0.250 to +0.100)"),
+        (None, ""),
+    ],
+)
+def test_several_tries_have_a_verdict_too(interval: tuple[float, float] | None, words: str) -> None:
+    held = msgspec.structs.replace(HELD, interval_k=interval)
+    assert f"          held-out pass@8 0.578 -> 0.395{words}" in summary(Figures(held_out=held))
+
+
 def test_a_large_gain_is_told_from_few_questions() -> None:
     before, after = [0.0] * 45, [0.0, 0.0, 1.0] * 15
     low, high = interval(before, after) or (0.0, 0.0)
@@ -297,6 +310,11 @@ def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
         "            after  no -> wrong (0 of 8 right)",
     ]
     assert summaries.answered(HELD) == summaries.answered(None) == []
+    earlier = msgspec.structs.replace(HELD, answers=[empty], answers_of=24, round=1200)
+    assert summaries.answered(earlier)[2:] == [
+        "            before            (empty) -> wrong (0 of 8 right)",
+        "            after round 1,200 no -> wrong (0 of 8 right)",
+    ]
 
 
 def test_a_run_that_was_stopped_says_of_which_round_its_figures_are() -> None:

@@ -337,7 +337,8 @@ def test_a_paused_node_can_be_stopped(tmp_path: Path) -> None:
     limits.look()
     limits.look()
     assert limits.waiting() == "paused: by `swarm-node pause`"
-    assert said == ["paused: by `swarm-node pause`; the node stays a member"]
+    goes_on = f"`swarm-node unpause {run.quoted}` goes on"
+    assert said == [f"paused: by `swarm-node pause`; {goes_on}; the node stays a member"]
     with pytest.raises(StopRequested):
         limits.wait(Stop(3))  # type: ignore[arg-type]
     stop = Stop(10, lambda: (unpause_run(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]

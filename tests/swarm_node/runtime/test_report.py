@@ -14,7 +14,7 @@ from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import extra_command
-from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures
+from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures, interval
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared
@@ -133,5 +133,7 @@ def test_held_out_figures_need_both_evaluations() -> None:
     table = {"all": Held(128, 0.5, 0.75)}
     assert compared(Evaluation(), Evaluation(table, [0.5] * 128), 8) is None
     assert compared(Evaluation(table), Evaluation(), 8) is None
+    halved = compared(Evaluation(table, [0.5] * 128), Evaluation(table, [0.0, 0.5] * 64), 8)
+    assert halved is not None and halved.interval_k == interval([1.0] * 128, [0.0, 1.0] * 64)
     unjudged = compared(Evaluation(table), Evaluation(table, [0.5] * 128), 8)  # begun by an earlier version
     assert unjudged is not None and unjudged.interval is None and unjudged.pass_k == (0.75, 0.75)

@@ -41,14 +41,42 @@ def test_a_kind_taught_more_by_its_own_answers_is_its_own() -> None:
 @pytest.mark.parametrize("right", [(0, 4), (1, 2)])
 def test_success_is_silent_where_nobody_else_taught(right: tuple[int, int]) -> None:
     by_others, by_itself = trained(right).changes()
-    lines = list(worth_lines(Worth(by_others, by_itself)))
+    lines = list(worth_lines(Worth(by_others=by_others, by_itself=by_itself)))
     assert len(lines) == (0 if by_others is None else 2)
+
+
+def test_groups_learned_from_are_told_by_origin() -> None:
+    teaching = trained()  # of gcd, all own groups are wrong at first and right later: nothing to learn
+    own, others = teaching.learned
+    assert (own, others) == (WINDOW, WINDOW)
+    teaching.observe([group("gcd", 1, 1)])
+    assert teaching.learned == (WINDOW + 1, WINDOW)
+    worth = Worth(own_groups=10, others_groups=30)
+    assert list(worth_lines(worth)) == [
+        "others gave 30 of the 40 groups it learned from: 4.0 times as many as its own alone"
+    ]
+    assert worth_metrics(worth) == {"swarm/learned_own": 10.0, "swarm/learned_others": 30.0}
+    assert list(worth_lines(Worth(others_groups=30))) == ["others gave all of the 30 groups it learned from"]
+    assert list(worth_lines(Worth(own_groups=10))) == []
+
+
+def test_own_held_out_stands_beside_that_of_members() -> None:
+    alone = Worth(pass_1=0.4, pass_1_before=0.2)
+    assert list(worth_lines(alone)) == ["held-out pass@1 0.200 -> 0.400"]
+    assert list(worth_lines(alone, summary=True)) == []
+    beside = msgspec.structs.replace(alone, theirs=[0.3])
+    assert list(worth_lines(beside, summary=True)) == [
+        "held-out pass@1 0.200 -> 0.400; 1 member says 0.300 (self-declared)"
+    ]
 
 
 def test_what_others_used_is_said_after_they_left() -> None:
     assert list(worth_lines(Worth(used_by_others=674))) == [
-        "others trained on 674 of its groups so far (self-declared)"
+        "others trained on at least 674 of its groups (self-declared)"
     ]
+    of_two, of_many = (Worth(used_by_others=674, share_of_used=share, declaring=2) for share in (1.0, 0.5))
+    assert list(worth_lines(of_two)) == list(worth_lines(Worth(used_by_others=674)))
+    assert ", 50% of what 2 members took from others lately (self-declared)" in next(worth_lines(of_many))
     assert worth_metrics(Worth(used_by_others=674)) == {"swarm/declared_used": 674.0}
 
 

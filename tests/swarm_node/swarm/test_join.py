@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import swarm_node
 from protocol.manifest import Manifest, ManifestModel, ManifestTask
 from swarm_node.config import (
     AveragingConfig,
@@ -89,7 +92,7 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
 
     assert "the node's name, its speed and its kind of model" in told(PLAIN)
     assert ("the weights that it trains" in told(PLAIN)) == weights
-    assert ("(off: --set averaging.method=none)" in told(PLAIN)) == (weights and "pipeline" not in sections)
+    assert ("(off: --no-averaging)" in told(PLAIN)) == (weights and "pipeline" not in sections)
     bootstrap = told(PLAIN, trains=False)
     assert "IP address and the node's name\n" in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
     with_model = replace(PLAIN, model=ManifestModel("tiny", "ab" * 32, 1000))
@@ -98,6 +101,31 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
     assert f"{given}\n    (off: --set sharing.give_model=false)" in told(with_model, trains=False)
     assert f"{given}, if it has one" in told(None)
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
+
+
+def test_the_page_about_swarms_shows_this_notice() -> None:
+    said: list[str] = []
+    say_what_leaves(Swarm(PLAIN.swarm_id, None, [address(1)]), NodeConfig(), RunDir("runs/alice"), said.append)
+    page = Path(swarm_node.__file__).parents[1] / "docs" / "swarm.md"
+    assert textwrap.indent(said[0], "    ") in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"network": {"dial_only": True}}, "It listens nowhere (--dial-only)."),
+        ({"network": {"listen": "127.0.0.1"}}, "It listens on this machine alone"),
+        ({"network": {"listen": "::1", "port": 0}}, "It listens at ::1 on two TCP ports, open to others"),
+        ({"resources": {"preset": "gentle"}}, "It takes up to half of the cores at lowest priority.\n"),
+        ({"resources": {"preset": "normal"}}, "It takes up to all cores at lower priority (--gentle: half"),
+        ({"resources": {"max_cpu": 25.0}}, "It takes up to 25 % of the cores at usual priority.\n"),
+    ],
+)
+def test_ports_and_processor_are_named(run: RunDir, sections: dict[str, Any], sentence: str) -> None:
+    said: list[str] = []
+    swarm = Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml")
+    say_what_leaves(swarm, NodeConfig.model_validate(sections), run, said.append)
+    assert sentence in said[0] and max(map(len, said[0].splitlines())) < 80
 
 
 @pytest.mark.parametrize(("declare", "trains"), [(True, True), (False, True), (True, False)])

@@ -41,6 +41,8 @@ def test_path_address_and_link_name_one_swarm(run: RunDir, web: dict[str, Any]) 
     ("named", "message"),
     [
         (None, "which swarm"),
+        ("", "which swarm[?] Give a link, such as 'swarm://.*which `swarm-node bootstrap` and every member print"),
+        (" ", "which swarm[?] Give a link"),
         ("no.toml", "no manifest no.toml"),
         (".", "cannot read the manifest"),
         ("bad.toml", "no swarm that can be joined"),
