@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2ForCausalLM
 
 from benchmarks.common import RESULTS, machine, median, table
-from benchmarks.real_model import SHAPES
+from benchmarks.real_model import config_of
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import best_s, layout_of, packed_layout
@@ -42,8 +42,7 @@ def model_of(size: str) -> PreTrainedModel:
     if size in SIZES:
         layers, hidden = SIZES[size]
         return build_model(vocabulary=VOCABULARY, layers=layers, hidden=hidden, seed=0).eval()
-    config = Qwen2Config(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True, **SHAPES[size])
-    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    return Qwen2ForCausalLM(config_of(size)).to(torch.bfloat16).eval()
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,20 @@ class Limit:
 
 
 def limit_of(model: PreTrainedModel) -> Limit:
-    """Measured here, with as many threads as torch has."""
-    memory = torch.ones(2**27)  # 512 MiB: more than any cache
-    square = torch.randn(2048, 2048).to(model.dtype)
-    ways = [lambda: square @ square, lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], "")]
-    read_s = best_s(memory.sum) / memory.nbytes * sum(p.nbytes for p in model.parameters())
-    return Limit(sum(map(values_of, model.parameters())), read_s, 2 * 2048**3 / min(map(best_s, ways)))
+    """Measured on the model's device; on a CPU with as many threads as torch has."""
+    on_gpu = model.device.type == "cuda"
+    side = 8192 if on_gpu else 2048
+    memory = torch.ones(2**27, device=model.device)  # 512 MiB: more than any cache
+    square = torch.randn(side, side, device=model.device).to(model.dtype)
+    ways: list[Callable[[], object]] = [lambda: square @ square]
+    if not on_gpu:
+        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], ""))
+
+    def seconds(work: Callable[[], object]) -> float:
+        return best_s(lambda: (work(), torch.cuda.synchronize())) if on_gpu else best_s(work)
+
+    read_s = seconds(memory.sum) / memory.nbytes * sum(p.nbytes for p in model.parameters())
+    return Limit(sum(map(values_of, model.parameters())), read_s, 2 * side**3 / min(map(seconds, ways)))
 
 
 def contestants(model: PreTrainedModel, rows: int, new: int) -> dict[str, Callable[[], object]]:

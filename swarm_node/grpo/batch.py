@@ -127,7 +127,7 @@ def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torc
     width = max(row.length for row in microbatch)
     input_ids = np.full((len(microbatch), width), pad_id, dtype=np.int64)
     position_ids = np.zeros((len(microbatch), width), dtype=np.int64)
-    segment = np.full((len(microbatch), width), -1, dtype=np.int32)  # 0 = prompt, j = j-th completion, -1 = padding
+    segment = np.full((len(microbatch), width), -1, dtype=np.int64)  # 0 = prompt, j = j-th completion, -1 = padding
     rows, cols, index = [], [], []
     for r, row in enumerate(microbatch):
         end = len(row.prompt)
@@ -147,20 +147,18 @@ def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torc
             index.append(np.arange(start, start + n))
             end += n - 1
     places = np.concatenate(index)
+    of_tokens = np.concatenate(rows), np.concatenate(cols), flat.target[places], flat.sequence[places], places
+    ids, positions, segments, *tensors = _on(device, [input_ids, position_ids, segment, *of_tokens])
+    return TokenBatch(ids, positions if packed else None, block_mask(segments) if packed else None, *tensors)
 
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
 
-    return TokenBatch(
-        input_ids=tensor(input_ids),
-        position_ids=tensor(position_ids) if packed else None,
-        attention_mask=block_mask(tensor(segment)) if packed else None,
-        row=tensor(np.concatenate(rows)),
-        col=tensor(np.concatenate(cols)),
-        target=tensor(flat.target[places]),
-        sequence=tensor(flat.sequence[places]),
-        index=tensor(places),
-    )
+def _on(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Arrays of integers as tensors on `device`, in one copy, for which nothing waits on a GPU."""
+    whole = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    parts = whole.to(device, non_blocking=device.type == "cuda").split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def block_mask(segment: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import Layout, packed_layout
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
-from swarm_node.policy.oom import is_out_of_memory, map_large_tensors
+from swarm_node.policy.oom import free_on_gpu, is_out_of_memory, map_large_tensors
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import Activations, Shape, Work, copied_bytes, round_bytes, sampling_bytes, update_bytes
@@ -59,7 +59,7 @@ class Estimate:
 def hardware_of(device: torch.device, most: int = 0) -> Hardware:
     """The memory of a device that is free or that this process has already. `most` is its limit of main memory."""
     if device.type == "cuda":
-        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+        return Hardware("cuda", free_on_gpu(device) + torch.cuda.memory_allocated(device))
     free, mine = free_main_memory() or psutil.virtual_memory().available, psutil.Process().memory_info()
     available = free and free + mine.rss - getattr(mine, "shared", 0)  # pages of files count as free already
     return Hardware(device.type, available, most)

@@ -170,10 +170,10 @@ class Trainer:
             return [[] for _ in groups]
         flat = batch.flatten(rows)
         while True:
-            values = np.empty(len(flat.target), dtype=np.float32)
+            values = torch.empty(len(flat.target), device=self.policy.device)
             try:
                 for b, logprobs, _ in self.policy.passes(self._token_batches(self.plan(rows), flat), temperature):
-                    values[b.index.cpu().numpy()] = logprobs.float().cpu().numpy()
+                    values[b.index] = logprobs.float()
             except Interrupted as interrupted:
                 try:
                     self.policy.again(interrupted)
@@ -186,7 +186,7 @@ class Trainer:
                 self._say_once(f"out of memory while {purpose}")
                 return None
             else:
-                parts = iter(np.split(values, flat.start[1:]))
+                parts = iter(np.split(values.cpu().numpy(), flat.start[1:]))  # one transfer for all
                 return [[next(parts).tolist() for _ in group.rollouts] for group in groups]
 
     def _say_once(self, line: str) -> None:
@@ -351,7 +351,9 @@ class Trainer:
 
     def _measure(self, step: _Step) -> dict[str, float]:
         """Metrics of how far from the policy the step was sampled; none if all of it is its own and fresh."""
-        stale, foreign, now, sampled = (x.cpu().numpy() for x in (step.stale, step.foreign, step.now, step.sampled))
+        tensors = torch.stack([step.stale.float(), step.foreign.float(), step.now, step.sampled])
+        stale, foreign, now, sampled = tensors.cpu().numpy()  # one transfer for all
+        stale, foreign = stale > 0, foreign > 0
         if foreign.any():
             self.measured(figures_by_peer(now, sampled, step.flat.sequence, step.peers))
         return off_policy_metrics(now, sampled, step.flat.sequence, stale, foreign)

@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from swarm_node.policy.oom import free_on_gpu
+
 LOGITS_BYTES = 64 * 2**20  # most bytes of float32 logits in one chunk; a pass holds at most two such buffers
 LOGITS_BYTES_ON_GPU = 512 * 2**20  # likewise: fewer chunks read the head's weights less often
+MASK_MULTIPLES = {"cuda": 8}
+"""Rows of a mask begin a multiple of so many numbers apart on these devices. Where they do not, attention on a GPU
+copies the mask in each layer, and keeps all copies for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +93,17 @@ def logits_bytes(device: torch.device) -> int:
     """Most bytes of float32 logits in one chunk on this device: on a GPU a sixteenth of its free memory, in bounds."""
     if device.type != "cuda":
         return LOGITS_BYTES
-    return min(max(torch.cuda.mem_get_info(device)[0] // 16, LOGITS_BYTES), LOGITS_BYTES_ON_GPU)
+    return min(max(free_on_gpu(device) // 16, LOGITS_BYTES), LOGITS_BYTES_ON_GPU)
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as one to add to attention scores: `eager` attention needs that, `sdpa` takes it."""
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    *rows, t = mask.shape
+    apart = t + -t % MASK_MULTIPLES.get(mask.device.type, 1)
+    numbers = torch.zeros(*rows, apart, dtype=dtype, device=mask.device)[..., :t]
+    return numbers.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _of_logits(logits: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Out of memory, in every dialect torch speaks; and how the C library hands memory out."""
+"""Out of memory, in every dialect torch speaks; what a GPU has left; and how the C library hands memory out."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def is_out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exc, RuntimeError) and any(word in str(exc).lower() for word in _WORDS)
+
+
+def free_on_gpu(device: torch.device) -> int:
+    """Bytes that tensors can still take on a GPU: those that are free, and those that torch holds for later tensors. A
+    limit of `torch.cuda.set_per_process_memory_fraction` counts."""
+    (free, whole), held = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    if fraction := getattr(torch.cuda, "get_per_process_memory_fraction", None):  # torch 2.6 has none
+        free = min(free, int(whole * fraction(device)) - held)
+    return int(free + held - torch.cuda.memory_allocated(device))
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # constants of glibc's malloc.h

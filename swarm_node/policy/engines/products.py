@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from swarm_node.policy.oom import free_on_gpu
 from swarm_node.policy.packed import is_packed, plain_weight, values_of
 from swarm_node.policy.sizes import COPIED_BYTES
 
@@ -44,9 +45,7 @@ def layout_of(model: nn.Module) -> Layout:
     copy = sum(values_of(p) * (itemsize if is_packed(p) else p.element_size()) for p in model.parameters())
     size = f"a copy of the weights takes {copy / 2**30:.1f} GiB"
     if weights.is_cuda:
-        free, device = torch.cuda.mem_get_info(weights.device)[0], weights.device
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held for later tensors
-        fits = copy <= free // 2
+        fits = copy <= free_on_gpu(weights.device) // 2
         return Layout("joined", size) if fits else Layout("own", f"{size}, more than half of what is free")
     return Layout("joined" if copy <= COPIED_BYTES else "own", size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
 from tests.support.tiny_policy import batch
@@ -36,6 +37,21 @@ def test_plain_rows_by_hand():
     assert b.col.tolist() == [1, 2, 3, 1, 2]
     assert b.sequence.tolist() == [1, 1, 1, 0, 0]
     assert b.index.tolist() == [2, 3, 4, 0, 1]  # laid end to end: 10 11 20 21 22
+
+
+def test_a_microbatch_goes_to_a_device_in_one_copy():
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            copies.extend([args[0].shape] if function.name() == "aten::_to_copy" else [])
+            return function(*args, **kwargs or {})
+
+    (rows,) = plan(groups := [Row([5, 6, 7], [[10, 11], [20]], first=0)], True, 100, hidden=64)
+    with Copies():
+        b = token_batch(rows, flatten(groups), 0, torch.device("meta"))
+    assert len(copies) == 1
+    assert b.input_ids.device.type == b.index.device.type == b.attention_mask.device.type == "meta"
 
 
 def test_every_token_is_predicted_once_whatever_the_microbatches():

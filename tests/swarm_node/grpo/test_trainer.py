@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, UserError
@@ -53,6 +54,29 @@ def recorded(model: torch.nn.Module, groups: list[Group], version: int = 0) -> l
                 b = batch([Row(g.prompt_ids, [r.token_ids], 0)], packing=False)
                 r.logprobs = token_logprobs(model, b, SAMPLING.temperature)[0].tolist()
     return groups
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: single numbers, and shapes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        return function(*args, **kwargs or {})
+
+
+def test_microbatches_of_packed_rows_make_no_waits():
+    counts, groups = [], some_groups()
+    for tokens in (8192, 20):
+        policy = TinyPolicy(make())
+        trainer = Trainer(policy, GrpoConfig(microbatch_tokens=tokens), SAMPLING)
+        rows = [Row(g.prompt_ids, [r.token_ids for r in g.rollouts], 0) for g in groups]
+        with Waits() as waits:
+            trainer.step(groups)
+        counts.append((len(trainer.plan(rows)), waits.count))
+    (few, first), (many, second) = counts
+    assert many > few and first == second
 
 
 @pytest.mark.parametrize(("weights", "updates"), [(None, 1), ({"a": 1.0}, 1), ({"a": 0.0}, 0)])

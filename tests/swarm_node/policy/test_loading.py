@@ -61,6 +61,21 @@ def test_fast_paths_are_taken_only_where_right(kind, tmp_path):
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=rounding, rtol=0)
 
 
+@pytest.mark.parametrize(("device", "precision", "cudnn"), [("cuda", "high", False), ("cpu", "highest", True)])
+def test_products_take_tf32_on_a_gpu_alone(monkeypatch, device, precision, cudnn):
+    monkeypatch.setattr(loading, "_device", lambda name: torch.device(device))
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert prepare(PolicyConfig()).device.type == device
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
 def test_adapters_start_equal_everywhere(tmp_path):
     save("llama", tmp_path)
     full, _ = load(tmp_path)

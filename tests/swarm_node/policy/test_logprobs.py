@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.policy import logprobs
-from swarm_node.policy.logprobs import TokenBatch, token_logprobs
+from swarm_node.policy.logprobs import TokenBatch, additive, logits_bytes, token_logprobs
 from tests.support.tiny_models import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
@@ -121,6 +121,45 @@ def test_a_chunked_head_equals_a_whole_one(monkeypatch, tokens_a_chunk, bias, dt
     for whole, chunked in zip(*results, strict=True):
         assert whole.dtype == chunked.dtype
         assert (whole - chunked).abs().max() <= tolerance * whole.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_for_a_gpu_changes_no_number(monkeypatch, dtype):
+    model, b = make("qwen2").to(dtype), batch(packing=True)
+    results = []
+    for multiple in (1, 8):
+        monkeypatch.setitem(logprobs.MASK_MULTIPLES, "cpu", multiple)
+        mask = additive(b.attention_mask, dtype)
+        assert mask.shape == b.attention_mask.shape
+        assert all(stride % multiple == 0 for stride in mask.stride()[:-1])
+        assert torch.equal(mask == 0, b.attention_mask)
+        values, _ = token_logprobs(model, b, TEMPERATURE)
+        results.append([values, *gradients(values.sum(), model)])
+    assert mask.stride(-2) > mask.shape[-1]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "used", "limit", "chunk"),
+    [
+        (40.0, 0.0, 0.0, 1.0, 512),
+        (4.0, 0.0, 0.0, 1.0, 256),
+        (0.25, 5.75, 2.0, 1.0, 256),  # what torch holds for later tensors counts
+        (70.0, 6.0, 6.0, 0.1, 128),  # of the 8 GiB that the process may take
+        (0.125, 7.0, 7.0, 1.0, 64),
+    ],
+)
+def test_chunks_follow_the_memory_of_a_gpu(monkeypatch, free, held, used, limit, chunk):
+    told = {
+        "mem_get_info": (free * 2**30, 80 * 2**30),
+        "memory_reserved": held * 2**30,
+        "memory_allocated": used * 2**30,
+        "get_per_process_memory_fraction": limit,
+    }
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert logits_bytes(torch.device("cuda")) == chunk * 2**20
+    assert logits_bytes(torch.device("cpu")) == logprobs.LOGITS_BYTES
 
 
 VOCABULARY, HIDDEN = 384, 48

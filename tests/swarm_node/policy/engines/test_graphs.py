@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarm_node.policy.engines import graphs
+from swarm_node.policy.engines import base, graphs
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.graphs import Batch, GraphEngine
 from swarm_node.policy.engines.native import Decoder, NativeEngine
@@ -84,7 +84,9 @@ def test_cancelled_prompts_end_and_the_others_go_on(device):
         assert len(ids) < 12 or i // 5 != 1
 
 
-def test_a_step_makes_no_wait_for_the_device():
+@pytest.mark.parametrize(("top_p", "blocks_above"), [(1.0, 2**15), (0.9, 2**15), (1.0, 0)])
+def test_steps_make_no_wait_for_the_device(monkeypatch, top_p, blocks_above):
+    monkeypatch.setattr(base, "BLOCKS_ABOVE", blocks_above)  # 0: sampling as from a large vocabulary
     seen, masks = set(), []
 
     class Watch(TorchDispatchMode):
@@ -95,11 +97,13 @@ def test_a_step_makes_no_wait_for_the_device():
             return function(*args, **kwargs or {})
 
     with torch.no_grad():
-        batch = Batch(
-            Decoder(make("qwen2"), "joined"), PROMPTS, 3, Sampling(8), uniforms([1, 2, 3, 4], 3, 8), torch.tensor(EOS)
-        )
+        decoder, sampling = Decoder(make("qwen2"), "joined"), Sampling(8, top_p=top_p)
+        batch = Batch(decoder, PROMPTS, 3, sampling, uniforms([1, 2, 3, 4], 3, 8), torch.tensor(EOS))
         with Watch():
-            batch.advance()
+            batch.run(3)
+            batch.make_room(3)
+            batch.run(2)
+    assert batch.step == 5 and batch.cache.room == 6
     assert {"aten::mm", "aten::index_copy_"} <= seen
     assert not WAITS & seen
     assert not masks  # an index by a mask asks how many cells it has
