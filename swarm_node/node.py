@@ -262,6 +262,8 @@ class Node:
             scored = [reward for r in rollouts if (reward := r.rewards.get(name)) is not None]
             if scored:
                 record[f"rewards/{label}/mean"] = fmean(scored)
+            if len(scored) > 1:
+                record[f"rewards/{label}/std"] = stdev(scored)
         if collected.too_long:
             record["tasks/too_long"] = collected.too_long
         if self.tasks.scorer_errors:

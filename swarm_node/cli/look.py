@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note, note_for, option
+from swarm_node.cli.options import CommandSettings, Json, note, note_for, option, tasks_in
 from swarm_node.cli.train import print_config
 from swarm_node.config.writing import config_reference
 from swarm_node.storage.rundir import RunDir
@@ -57,7 +57,7 @@ def list_tasks(
     if name is not None:
         from swarm_node.cli.commands.samples import show_questions
 
-        for line in show_questions(name, config, json_output):
+        for line in show_questions(tasks_in([name]) or [], config, json_output):
             typer.echo(line)
         return
     from swarm_node.tasks.reasoning_gym import list_environments

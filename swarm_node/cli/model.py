@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note, option, split_names, starting
+from swarm_node.cli.options import CommandSettings, Json, note, option, split_names, starting, tasks_in
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
+from swarm_node.storage.new_file import check_new_file
 from swarm_node.storage.rundir import RunDir, check_new_directory
 
 HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
@@ -55,26 +56,31 @@ def evaluate_model(
         bool, option("--all", "Ask every question of the tasks, which are files, once each.", "ALL_QUESTIONS")
     ] = False,
     checkpoint: WhichCheckpoint = "newest",
+    out: Annotated[
+        Path | None, option("--out", "New file for all answers, one JSON line for each question.", metavar="FILE")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file."""
     from swarm_node.policy.model_path import checked
     from swarm_node.tasks.checking import check_end, check_specs
 
-    names = split_names(tasks)
-    check_specs(names or [], answer_needed=False)
+    named = tasks_in(tasks)
+    check_specs(named or [], answer_needed=False)
     if every:
-        check_end(names or [])
+        check_end(named or [])
         if questions is not None:
             raise UserError("--all asks every question, and --questions some: leave out one of them")
     if Path(target).parts[:1] == ("runs",):
         RunDir(target).check_exists()
     elif not RunDir(target).exists and target != "starter":
         checked(target)
+    if out is not None:
+        check_new_file(out)
     starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, names, samples, questions, json_output, checkpoint, every)
+    main(target, named, samples, questions, json_output, checkpoint, every, out)
 
 
 def export(

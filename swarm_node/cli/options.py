@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter
@@ -21,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from swarm_node.config import NodeConfig, load_config
+from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
@@ -168,7 +169,7 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
         source = context.get_parameter_source("config")
         is_typed = source is not None and source.name == "COMMANDLINE"
         flags = {row.name: values.pop(row.name) for row in rows}
-        flags = {name: split_names(value) if isinstance(value, list) else value for name, value in flags.items()}
+        flags = {name: split_values(value, name) if isinstance(value, list) else value for name, value in flags.items()}
         flags |= {row.name: row.value if flags[row.name] else None for row in rows if row.value}
         function(settings=CommandSettings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
 
@@ -238,3 +239,34 @@ def _parameter(row: KeyOption, command: str) -> Parameter:
 def split_names(given: list[str] | None) -> list[str] | None:
     """Values of a repeatable option, each of which may be several names with commas between."""
     return [name for text in given for part in text.split(",") if (name := part.strip())] if given else None
+
+
+def split_values(given: list[str] | None, name: str) -> list[str | dict[str, Any]] | None:
+    """As `split_names`, for the option `name`; a value in braces is one table, as in a configuration file. Raises
+    UserError."""
+    if not given:
+        return None
+    found: list[str | dict[str, Any]] = []
+    for text in given:
+        if text.lstrip().startswith("{"):
+            found.append(_table(text, name))
+        else:
+            found += split_names([text]) or []
+    return found
+
+
+def _table(text: str, name: str) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except ValueError as error:
+        raise UserError(f'--{name} {text} is no table such as {{key = "text", other = 1}}: {error}') from None
+    if document.keys() != {"value"}:
+        raise UserError(f"--{name} {text} must be one table")
+    table: dict[str, Any] = document["value"]
+    return table
+
+
+def tasks_in(given: list[str] | None) -> list[str | TaskConfig] | None:
+    """The tasks that `--tasks` names or describes; None if it was not given. Raises UserError."""
+    values = split_values(given, "tasks")
+    return None if values is None else load_config(flags={"tasks": values}).tasks

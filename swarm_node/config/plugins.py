@@ -40,8 +40,32 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     _loaded.add(getattr(module, "__file__", None) or "")
     function = getattr(module, attribute, None)
     if not callable(function):
+        if only_in_a_program(path):
+            raise not_here(path, what)
         raise UserError(f"{what} {path!r}: {where} has no function {attribute!r}")
     return function
+
+
+def name_in_program(function: Callable[..., Any]) -> str:
+    """`module:qualified name` of a function that a program has. `()` at its end: it belongs to an object, so that no
+    import finds it."""
+    if not hasattr(function, "__qualname__"):
+        return f"{type(function).__module__}:{getattr(function, '__name__', type(function).__name__)}()"
+    return f"{function.__module__}:{function.__qualname__}{'()' if inspect.ismethod(function) else ''}"
+
+
+def only_in_a_program(path: str) -> bool:
+    """Whether `name_in_program` gave this path to a function that no other process can import."""
+    where, _, attribute = path.rpartition(":")
+    return where == "__main__" or attribute.endswith("()") or "<" in attribute
+
+
+def not_here(path: str, what: str) -> UserError:
+    """The error about a function that only a program has, which runs elsewhere or has ended."""
+    return UserError(
+        f"{what} {path!r} is one that a program gave to swarm_node.train: give it again there, or write it into a file "
+        "and put FILE.py:FUNCTION in its place in the run's config.toml"
+    )
 
 
 def place_of(function: Callable[..., Any]) -> str:

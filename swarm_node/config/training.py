@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from protocol.answer_form import AnswerForm
 from swarm_node.config.section import Plugin, Section
@@ -85,6 +86,21 @@ class RewardFunctionConfig(Section):
     """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions, **columns)`."""
     weight: float = 1.0
     """Factor of its reward in the sum."""
+    _given: Callable[..., Any] | None = PrivateAttr(None)
+
+    @property
+    def given(self) -> Callable[..., Any] | None:
+        """The function itself, if `swarm_node.train` was given it; `path` is then its qualified name."""
+        return self._given
+
+    @property
+    def name(self) -> str:
+        """The function's own name."""
+        return self.path.rpartition(":")[2].removesuffix("()").rpartition(".")[2]
+
+    def give(self, function: Callable[..., Any]) -> None:
+        """Take this function instead of loading the one at `path`."""
+        self._given = function
 
     @model_validator(mode="before")
     @classmethod

@@ -29,6 +29,7 @@ from swarm_node.observability.curves import Curves
 from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.plots import moving_average
 from swarm_node.observability.tally import Tally
+from swarm_node.observability.thinning import rounds_of
 from swarm_node.storage.best import read_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.nearby import names_near
@@ -195,16 +196,17 @@ def read_run(path: Path) -> RunFigures:
     config = read_own(run.config)
     table = config.model_dump(mode="json", exclude=ALIKE)
     table |= {"rounds": None if math.isinf(config.total_rounds) else config.total_rounds}
-    curves, tally = Curves(), Tally()
+    curves, tally, processor = Curves(), Tally(), ProcessorTime()
     records = each_record(run.metrics) if run.metrics.exists() else iter(())
     while some := list(islice(records, READ)):
         for record in some:
             tally.add(record)
+            processor.add(record)
         curves.add([{name: record.get(name) for name in (*KEPT, "rounds") if name in record} for record in some])
     if not tally.rounds:
         raise UserError(f"{path} has no round yet, so there is nothing to compare")
     held = _held_out(run, tally.round, reports_reward(config.rewards))
-    final = _figures(tally, held, config.eval.samples)
+    final = _figures(tally, processor, held, config.eval.samples)
     if (best := read_best(path)) is not None:
         final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
     earlier = max((file.name for file in path.glob("config-*.toml") if KEPT_NAME.fullmatch(file.name)), default="")
@@ -245,10 +247,29 @@ def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
     return order(named[-1])[0], state if isinstance(state, dict) else {}
 
 
-def _figures(tally: Tally, held: HeldOut, samples: int) -> dict[str, float]:
+@dataclass
+class ProcessorTime:
+    """CPU time of a run's rounds: seconds times cores in use, which metrics.jsonl has for all but the first."""
+
+    known_s: float = 0.0  # seconds in rounds that say how many cores were in use
+    cpu_s: float = 0.0  # CPU seconds of these
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if (cores := record.get("machine/cpu_cores")) is not None:
+            seconds = rounds_of(record) * (record.get("step_time") or 0.0)
+            self.known_s += seconds
+            self.cpu_s += cores * seconds
+
+    def during(self, seconds: float) -> dict[str, float]:
+        """CPU seconds as a figure, if all of these seconds are like the known ones; empty if none is known."""
+        return {"CPU seconds": self.cpu_s * seconds / self.known_s} if self.known_s else {}
+
+
+def _figures(tally: Tally, processor: ProcessorTime, held: HeldOut, samples: int) -> dict[str, float]:
     """The final figures of a run, with so many samples to each held-out question."""
     tenth = max(1, tally.rewards.count // 10)
-    found = {"rounds": float(tally.rounds), "seconds": tally.seconds, "tokens": float(tally.num_tokens)}
+    found = {"rounds": float(tally.rounds), "seconds": tally.seconds, **processor.during(tally.seconds)}
+    found["tokens"] = float(tally.num_tokens)
     if tally.rewards.count:
         found |= {
             "reward, first tenth": tally.rewards.first(tenth)[0],

@@ -31,6 +31,8 @@ METRICS: dict[str, dict[str, str]] = {
         "rewards/<function>/mean": "Mean of what that reward function gave, before its weight, over the own answers "
         "that it scored; `checker` = the task's own checker. Missing without `rewards.functions`, if it scored none, "
         "and beyond the first 16 rewards.",
+        "rewards/<function>/std": "Standard deviation of the same rewards. Missing as their mean is, and if that "
+        "function scored a single answer.",
         "tasks/too_long": "Tasks skipped in this round because their prompts are too long. Missing while 0.",
         "tasks/scorer_errors": "Answers on which a checker raised, so far: they score 0. Missing while 0.",
     },
@@ -199,6 +201,7 @@ EXPORTED = {
     "step_time": "step_time_seconds",
     "reward/<task>": "task_reward",
     "rewards/<function>/mean": "function_reward",
+    "rewards/<function>/std": "function_reward_std",
     "perf/generated_tok_s": "perf_generated_tokens_per_second",
     "perf/trained_tok_s": "perf_trained_tokens_per_second",
     "swarm/bytes_in": "swarm_receive_bytes",

@@ -70,7 +70,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:
     """Held-out figures of `policy`; every call has the same questions and sampling seeds."""
-    groups = _answered(tasks.held_out(questions), policy, tasks, rollouts, samples)
+    groups = answers_to(tasks.held_out(questions), policy, tasks, rollouts, samples)
     return Evaluation(
         summarise(groups, tasks.labels),
         [fmean(r.correct for r in g.rollouts) for g in groups],
@@ -91,12 +91,13 @@ def evaluate_on(
     held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
 ) -> dict[str, Held]:
     """Figures on these questions of `tasks`, by task label and for `all`."""
-    return summarise(_answered(held_out, policy, tasks, rollouts, samples), tasks.labels)
+    return summarise(answers_to(held_out, policy, tasks, rollouts, samples), tasks.labels)
 
 
-def _answered(
+def answers_to(
     held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
 ) -> list[Group]:
+    """These questions of `tasks`, each with so many scored answers, in their order; those too long are left out."""
     config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH})
     groups: list[Group] = []
     waiting = iter(held_out)

@@ -13,6 +13,7 @@ import psutil
 from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
+from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
@@ -43,6 +44,8 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
     answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
     check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
     for function in config.rewards.functions:
+        if only_in_a_program(function.path):
+            raise not_here(function.path, "reward function")
         file = Path(function.path.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():
             raise UserError(f"reward function {function.path!r}: there is no file {file}")

@@ -1,6 +1,7 @@
 """Tasks from a file with a question and an answer on each line (JSONL) or in each row (CSV).
 
-Its user may name the columns of both. Other columns become metadata, which reward functions see.
+Its user may name the columns of both. Other columns become metadata, which reward functions see. A question may be a
+list of messages, {"role": …, "content": …}, as TRL's conversational data sets have it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class QuestionFile(OneTurn):
                 raise UserError(f"task file {path} has more than {TASK_INDICES} lines")
             if not isinstance(row, bytes) or row.strip():
                 try:
-                    self._rows[self.size] = _row(row, answer_needed, columns)
+                    self._rows[self.size] = _row(row, answer_needed, columns, path)
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"task file {path}, line {line}: {error}") from error
             self.size += 1
@@ -98,7 +99,7 @@ def _csv_rows(path: str, data: bytes) -> Iterator[tuple[int, dict[str, str]]]:
         raise UserError(f"task file {path}, line {table.line_num}: {error}") from error
 
 
-def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, str]) -> dict[str, Any]:
+def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, str], path: str) -> dict[str, Any]:
     """The columns of a line, with those of question and answer renamed. The ValueError says what is wrong."""
     row = msgspec.json.decode(line) if isinstance(line, bytes) else line  # msgspec.DecodeError is a ValueError
     if not isinstance(row, dict):
@@ -106,10 +107,12 @@ def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, 
     missing = [column for column in columns[: 1 + answer_needed] if column not in row]
     if missing:
         needless = f". {NO_ANSWER}" if missing[0] == columns[1] else ""
-        raise ValueError(_no_column(missing[0], row) + needless)
+        raise ValueError(_no_column(missing[0], row, path) + needless)
     question, answer = row.pop(columns[0]), row.pop(columns[1], None)
+    if isinstance(question, list):
+        question = _asked(question, columns[0])
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"`{columns[0]}` must be a text")
+        raise ValueError(f"`{columns[0]}` must be a text, or a list of messages")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) and not (answer is None and not answer_needed):
@@ -119,10 +122,32 @@ def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, 
     return {**row, "question": question.strip(), "answer": answer}
 
 
-def _no_column(name: str, row: dict[str, Any]) -> str:
+def _asked(messages: list[Any], column: str) -> str:
+    """The question in messages of the system, if there are any, and then of the user. The ValueError says what is
+    wrong."""
+    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+    contents = [each.get("content") if isinstance(each, dict) else None for each in messages]
+    texts = [content.strip() for content in contents if isinstance(content, str)]
+    if "assistant" in roles or "tool" in roles:
+        raise ValueError(
+            f"`{column}` has a turn of an assistant or a tool: a task is one question and one answer so far. Keep the "
+            f"messages of system and user in `{column}`, and put the right answer into a column of its own"
+        )
+    others = roles[1:] if roles[:1] == ["system"] else roles
+    if not others or any(role != "user" for role in others):
+        raise ValueError(
+            f"`{column}` must be messages of the user, after one of the system at most, as "
+            '[{"role": "user", "content": "1+1?"}]'
+        )
+    if len(texts) < len(contents) or not all(texts):
+        raise ValueError(f"each `content` in `{column}` must be a text: images and empty messages are not read")
+    return "\n\n".join(texts)
+
+
+def _no_column(name: str, row: dict[str, Any], path: str) -> str:
     """The message about a column that a line lacks."""
     others = ", ".join(f"`{column[:40]}`" for column in list(row)[:MAX_LISTED])
     return (
         f"no column `{name}`; it has {others or 'none'}. Name the columns of question and answer: "
-        '--set \'tasks=[{file="FILE", question="COLUMN", answer="COLUMN"}]\''
+        f'--tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
     )

@@ -70,10 +70,12 @@ class TaskSet:
             self.reward_weights[CHECKER] = rewards.checker_weight
         self._functions: dict[str, RewardFunction] = {}
         for function in rewards.functions:
-            name = function.path.rpartition(":")[2]
+            name = function.name
             if name in (CHECKER, *self._functions):
                 raise UserError(f"two rewards are called {name!r}: rename the function in {function.path!r}")
-            self._functions[name] = _plain(load_function(function.path, "reward function"), name)
+            given = function.given
+            found = load_function(function.path, "reward function") if given is None else given
+            self._functions[name] = _plain(found, name)
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")

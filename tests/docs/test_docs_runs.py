@@ -128,7 +128,7 @@ class Reader:
                 continue
             if re.fullmatch(r"runs/\w+", word) and verb in OF_RUNS:
                 shutil.copytree(self.base("import PeftModel" in self.page.read_text()), path)
-            elif word.endswith(".jsonl"):
+            elif word.endswith(".jsonl") and words[words.index(word) - 1] != "--out":
                 path.write_text("".join(f'{{"question": "{n} + {n} =", "answer": {2 * n}}}\n' for n in range(10, 40)))
             elif word.endswith(".toml") and words[words.index(word) - 1] == "--config":
                 path.write_text(self.config)

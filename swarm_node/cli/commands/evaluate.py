@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -14,6 +16,7 @@ from rich.table import Table
 from swarm_node.cli.commands.export import Which, policy_of_run, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.config.plugins import only_in_a_program
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.observability.legend import table_legend
@@ -21,28 +24,32 @@ from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, cells, evaluate_on, titles, told
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
+from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.option_limits import check_options
+from swarm_node.types import Group
 
 
 def main(
     target: str,
-    tasks: list[str] | None,
+    tasks: Sequence[str | TaskConfig] | None,
     samples: int | None,
     questions: int | None,
     json_output: bool,
     which: Which = "newest",
     every: bool = False,
+    out: Path | None = None,
 ) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
     an exported model are measured with the tasks and the sampling settings of their training. `every`: ask each
-    question of the tasks once, in their order."""
+    question of the tasks once, in their order. `out`: a new file for the answers, a line for each question."""
     say = note
     run = RunDir(target)
     if run.exists:
         policy, config = policy_of_run(Path(target), say, which=which)
+        config = _with_functions_at_hand(config, say)
         task_set = _tasks_of_run(run, config, tasks)
     else:
         if which != "newest":
@@ -57,14 +64,18 @@ def main(
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, say)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
-    more = "; --all asks every question of a file" if any(map(is_question_file, tasks or [])) and not every else ""
+    more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
     say(f"asking {many} of {', '.join(task_set.labels)}, {samples} answers to each{more}")
-    table = evaluate_on(asked, policy, task_set, rollouts, samples)
+    groups = answers_to(asked, policy, task_set, rollouts, samples)
+    table = summarise(groups, task_set.labels)
     if not table:
         raise UserError("no question fits rollouts.max_prompt_tokens and the model")
     if left_out := len(asked) - table["all"].questions:
         say(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
+    if out is not None:
+        write_new_file(out, (json.dumps(_record(group)).encode() + b"\n" for group in groups))
+        say(f"wrote {out}")
     if json_output:
         print(json.dumps({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}))
         return
@@ -77,12 +88,52 @@ def main(
     console.print(table_legend([*names.values()], samples))
 
 
-def _tasks_of_run(run: RunDir, config: NodeConfig, named: list[str] | None) -> TaskSet:
+def _is_file(task: str | TaskConfig) -> bool:
+    return is_question_file(task) if isinstance(task, str) else task.file is not None
+
+
+def _tasks_of_run(run: RunDir, config: NodeConfig, named: Sequence[str | TaskConfig] | None) -> TaskSet:
     """The tasks `named`, else those that the run is evaluated with."""
     if not named and config.eval.tasks:
         return load_tasks(config.eval.tasks, config.rewards, whole=True)
     found = load_tasks(named or tasks_of(run, config), config.rewards)
     return found.only(config.tasks) if config.swarm and config.tasks and not named else found
+
+
+def _with_functions_at_hand(config: NodeConfig, say: Callable[[str], None]) -> NodeConfig:
+    """`config` without the reward functions of a program, which are not here, if the checker judges as well."""
+    lost = [each for each in config.rewards.functions if only_in_a_program(each.path)]
+    if not lost or not config.rewards.checker_weight:
+        return config
+    say(f"left out, since only the program that trained has them: {', '.join(each.path for each in lost)}")
+    functions = [each for each in config.rewards.functions if each not in lost]
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
+
+
+def _record(group: Group) -> dict[str, Any]:
+    """A question with all its answers, named as in samples.jsonl, and its own figures."""
+    task, rollouts = group.task, group.rollouts
+    right = [rollout.correct for rollout in rollouts if rollout.checked]
+    return {
+        "task": task.label,
+        "index": task.name.index,
+        "question": task.question,
+        "right": task.answer,
+        "pass_1": fmean(right) if right else None,
+        "pass_k": float(any(right)) if right else None,
+        "reward": fmean(rollout.reward for rollout in rollouts),
+        "answers": [
+            {
+                "text": rollout.text,
+                "extracted": rollout.extracted,
+                "reward": rollout.reward,
+                "rewards": rollout.rewards,
+                "correct": rollout.correct if rollout.checked else None,
+                "finished": rollout.finished,
+            }
+            for rollout in rollouts
+        ],
+    }
 
 
 def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from protocol.errors import printable
-from swarm_node.config import NodeConfig
+from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples
 from swarm_node.observability.shown_samples import number_in, shown_sample
@@ -69,20 +69,20 @@ def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "of others' groups only the answers trained on are kept (sharing.answers)"
 
 
-def show_questions(name: str, config: NodeConfig, json_output: bool) -> Iterator[str]:
-    """Lines that show some questions of a task, of a set of tasks or of a file, each with a right answer."""
+def show_questions(named: Sequence[str | TaskConfig], config: NodeConfig, json_output: bool) -> Iterator[str]:
+    """Lines that show some questions of tasks, of sets of tasks or of files, each with a right answer."""
     from swarm_node.tasks import load_tasks
     from swarm_node.tasks.one_turn import in_form
 
     config = in_form(config, config.rewards.answer)
-    tasks = load_tasks([name], config.rewards).sample(random.Random(0), QUESTIONS)
-    also = [f"{group}/{name}" for group, members in SETS.items() if name in members]
+    tasks = load_tasks(named, config.rewards).sample(random.Random(0), QUESTIONS)
     if json_output:
         yield json.dumps([{"task": t.label, "question": t.question, "answer": t.answer} for t in tasks], indent=2)
         return
     width = _width()
-    if also:
-        yield from _text("", f"{name} with its own options; {' and '.join(also)} has others", width)
+    for name in [each for each in named if isinstance(each, str)]:
+        if also := [f"{group}/{name}" for group, members in SETS.items() if name in members]:
+            yield from _text("", f"{name} with its own options; {' and '.join(also)} has others", width)
     yield from _text("models are told  ", config.policy.system_prompt, width)
     several = len({task.label for task in tasks}) > 1
     for number, task in enumerate(tasks, 1):

@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.install import extra_command
 from swarm_node.observability.comparing import half_95, newest_checkpoint, read_run
 from swarm_node.observability.jsonl import last_record
+from swarm_node.observability.progress import clock_face
 from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
@@ -111,6 +113,8 @@ class Sweep:
         self._ended = threading.Event()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
+        self._runs, self._done = 0, 0  # runs in all, and those that are over
+        self._took: list[float] = []  # seconds of each run of this call
         figures = {self._checked(setting) for setting in self._first_settings()}
         if len(figures) > 1:
             raise UserError(
@@ -173,11 +177,10 @@ class Sweep:
     def _grid(self) -> list[SweepSetting]:
         settings = list(self._combinations())
         runs = [(setting, seed) for setting in settings for seed in self.plan.seeds]
-        complete = sum(self.is_complete(*run) for run in runs)
-        self._say(f"runs in {self.folder}: {len(runs)}, complete already: {complete}")
+        self._runs, self._done = len(runs), sum(self.is_complete(*run) for run in runs)
+        self._say(f"runs in {self.folder}: {self._runs}, complete already: {self._done}")
         with ThreadPoolExecutor(self.plan.parallel) as pool, self._children():
-            for done, _ in enumerate(pool.map(lambda run: self._one(*run), runs), 1):
-                self._say(f"{done}/{len(runs)} {runs[done - 1][0].name} seed {runs[done - 1][1]}")
+            list(pool.map(lambda run: self._one(*run), runs))
         return settings
 
     def _search(self) -> list[SweepSetting]:
@@ -186,9 +189,10 @@ class Sweep:
         tried = [trial.params for trial in study.trials if trial.value is not None]
         settings = [self.setting(found) for found in tried if found.keys() == self.plan.search.keys()]
         self._say(f"trials in {self.folder}: {self.plan.trials}, complete already: {len(settings)}")
-        left = range(len(settings) + 1, self.plan.trials + 1)
+        self._runs = max(self.plan.trials, len(settings)) * len(self.plan.seeds)
+        self._done = sum(self.is_complete(each, seed) for each in settings for seed in self.plan.seeds)
 
-        def one(number: int) -> SweepSetting:
+        def one(_: int) -> SweepSetting:
             with self._lock:
                 trial = study.ask()
                 setting = self.setting({key: _suggest(trial, key, each) for key, each in self.plan.search.items()})
@@ -196,12 +200,11 @@ class Sweep:
             if not self._ended.is_set():
                 with self._lock:
                     study.tell(trial, setting.score, state=_trial_state("FAIL") if setting.score is None else None)
-                self._say(f"{number}/{self.plan.trials} {setting.name}: {_number(setting.score)}")
             return setting
 
         with ThreadPoolExecutor(self.plan.parallel) as pool, self._children():
             list(pool.map(self._all_seeds, settings))
-            return settings + list(pool.map(one, left))
+            return settings + list(pool.map(one, range(len(settings), self.plan.trials)))
 
     def _all_seeds(self, setting: SweepSetting) -> None:
         for seed in self.plan.seeds:
@@ -209,13 +212,31 @@ class Sweep:
 
     def _one(self, setting: SweepSetting, seed: int) -> None:
         """Run one setting with one seed to its end, unless that was done, and note the objective."""
+        took = None
         if not self.is_complete(setting, seed):
-            if problem := self._process(setting, seed):
+            began = time.monotonic()
+            problem = self._process(setting, seed)
+            took = time.monotonic() - began
+            if problem:
                 setting.failed.append(problem)
+                self._tell(took, f"failed after {clock_face(took)}: {problem}")
                 return
         if not self._ended.is_set():
             figure = read_run(self.directory(setting, seed)).final.get(self.objective)
             setting.scores += [] if figure is None else [figure]
+            if took is not None:
+                self._tell(took, f"{setting.name} seed {seed}: {_number(figure)}, took {clock_face(took)}")
+
+    def _tell(self, took: float, how: str) -> None:
+        """Say how a run of so many seconds went, and how long the others take if they are like those so far."""
+        with self._lock:
+            self._done += 1
+            self._took.append(took)
+            if left := self._runs - self._done:
+                seconds = fmean(self._took) * left / min(self.plan.parallel, left)
+                end = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
+                how += f"; {clock_face(seconds)} left, until {end}"
+            self._say(f"{self._done}/{self._runs} {how}")
 
     def is_complete(self, setting: SweepSetting, seed: int) -> bool:
         """Whether all rounds are over and saved, with held-out figures of the last one if these are the objective."""

@@ -232,6 +232,20 @@ def test_tasks_is_repeatable_and_takes_commas() -> None:
     assert json.loads(result.stdout)["tasks"] == ["gcd", "lcm", "my questions.jsonl"]
 
 
+def test_an_option_may_describe_a_table() -> None:
+    table = '{file="q.jsonl", question="prompt", weight=2}'
+    reward = '{path="mine.py:brevity", weight=0.2}'
+    shown = json.loads(
+        run("local", "--dry-run", "--json", "--tasks", "gcd", "--tasks", table, "--reward", reward).stdout
+    )
+    assert shown["tasks"][0] == "gcd" and shown["tasks"][1]["question"] == "prompt" and shown["tasks"][1]["weight"] == 2
+    assert shown["rewards"]["functions"] == [{"path": "mine.py:brevity", "weight": 0.2}]
+    Path("q.jsonl").write_text("".join(f'{{"prompt": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(30)))
+    assert " + 1?" in run("tasks", table).stdout
+    for wrong, message in [("{file=q.jsonl}", "is no table such as"), ("{}\nrounds = 3", "must be one table")]:
+        assert message in run("local", "--tasks", wrong).stderr
+
+
 def test_config_show_validate_and_reference() -> None:
     Path("x.toml").write_text("rounds = 3\n")
     assert tomllib.loads(run("config", "show", "--config", "x.toml").output)["rounds"] == 3

@@ -97,6 +97,10 @@ def test_a_grid_is_run_once_and_continued() -> None:
     }
     folders = [first.directory(each, 0) for each in settings]
     assert said[0].endswith("complete already: 0") and len(said) == 3
+    assert re.fullmatch(
+        r"1/2 loss-\w+-\w+ seed 0: [01]\.\d+, took \d+:\d\d; \d+:\d\d left, until \w+ \d\d:\d\d", said[1]
+    )
+    assert re.fullmatch(r"2/2 loss-\w+-\w+ seed 0: [01]\.\d+, took \d+:\d\d", said[2])
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     scores = [each.score for each in Sweep(write(GRID), said.append).run()]
     assert said[3].endswith("complete already: 2") and scores == [each.score for each in settings]
@@ -116,7 +120,8 @@ def test_a_run_that_fails_is_reported() -> None:
     judge = 'rewards.functions = ["judge.py:crash"]\n[search]\n"grpo.loss" = ["dapo"]\n'
     done = CliRunner().invoke(app, ["sweep", str(write(HEAD + CONFIG + judge))])
     assert done.exit_code == 2
-    assert "failed runs: 1;" in done.output and "judge.py, line 2: ZeroDivisionError" in done.output
+    assert "1/1 failed after 0:" in done.output and "failed runs: 1;" in done.output
+    assert done.output.count("judge.py, line 2: ZeroDivisionError") == 2
 
 
 @pytest.mark.slow

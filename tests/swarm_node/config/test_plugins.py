@@ -1,13 +1,17 @@
 """Errors of the user's own code name its file and line, and show its frames alone."""
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swarm_node.config.plugins import blamed, load_function, plugin_error
+from swarm_node.config.plugins import blamed, load_function, name_in_program, only_in_a_program, plugin_error
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import PluginError, UserError
 
 CRASHES = """\
@@ -115,3 +119,33 @@ def test_a_command_shows_the_users_frames(tmp_path: Path, root: Path) -> None:
 def test_users_errors_are_one_line(crashes: Path) -> None:
     with pytest.raises(UserError, match="has no function 'nothing'"):
         load_function(f"{crashes}:nothing", "reward function")
+
+
+class Judge:
+    def __call__(self, **columns: Any) -> list[float]:
+        return []
+
+    def strict(self, **columns: Any) -> list[float]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("function", "path", "name"),
+    [
+        (failure, "test_plugins:failure", "failure"),
+        (lambda **columns: [], "test_plugins:<lambda>", "<lambda>"),
+        (Judge(), "test_plugins:Judge()", "Judge"),
+        (Judge().strict, "test_plugins:Judge.strict()", "strict"),
+        (functools.partial(failure), "functools:partial()", "partial"),
+    ],
+)
+def test_functions_of_a_program_have_names(function: Callable[..., Any], path: str, name: str) -> None:
+    """What an import finds is loaded by its name again, and nothing else is taken for it."""
+    found = name_in_program(function)
+    assert found.endswith(path) and RewardFunctionConfig(path=found).name == name
+    assert only_in_a_program(found) == (function is not failure)
+    if function is failure:
+        assert load_function(found, "reward function") is failure
+    else:
+        with pytest.raises(UserError, match="is one that a program gave to swarm_node.train"):
+            load_function(found, "reward function")

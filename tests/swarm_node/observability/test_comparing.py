@@ -114,6 +114,14 @@ def test_evaluations_in_between_are_points(runs: list[Path]) -> None:
     assert (x.tolist(), y.tolist()) == ([0, 3, 4], [0.1, 0.5, 0.8])
 
 
+def test_cpu_time_is_that_of_all_rounds(runs: list[Path]) -> None:
+    assert "CPU seconds" not in read_run(runs[0]).final
+    with open(runs[0] / "metrics.jsonl", "a") as file:
+        file.write('{"round": 5, "rounds": 2, "reward": 0.5, "step_time": 3.0, "machine/cpu_cores": 1.5}\n')
+    final = read_run(runs[0]).final
+    assert (final["seconds"], final["CPU seconds"]) == (3 * 2.0 + 2 * 3.0, 1.5 * 12.0)
+
+
 def test_the_table_has_every_curve(runs: list[Path]) -> None:
     Comparison(runs).write_csv(Path("out.csv"))
     with open("out.csv") as file:

@@ -9,11 +9,16 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import swarm_node
+from swarm_node.cli.app import app
+from swarm_node.cli.commands.evaluate import main as evaluate_main
+from swarm_node.config.own import read_own
 from swarm_node.runtime.api import resolve
 
 TINY: dict[str, Any] = {
@@ -122,6 +127,47 @@ def test_figures_of_two_rewards_are_not_compared(capsys: pytest.CaptureFixture[s
     said = " ".join("".join(capsys.readouterr()).split())
     assert "reward 5.000 -> 5.000, first and last tenth of the 3 rounds since tasks or rewards changed" in said
     assert "reward after" in said and "reward before" not in said, "the figures from after training stand alone"
+
+
+def test_functions_of_the_program_reward_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rew.py").write_text("def ones(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    gave: list[float] = []
+
+    def brevity(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        rewards = [1 / (1 + len(text)) for text in completions]
+        gave.extend(rewards)
+        return rewards
+
+    config = TINY | {"rounds": 1, "eval": {"questions": 0}}
+    functions: dict[str, Any] = {"reward_funcs": [brevity, "rew.py:ones"], "reward_weights": [0.5, 2.0]}
+    (record,) = swarm_node.train(config, quiet=True, **functions).metrics()
+    assert record["rewards/brevity/mean"] == pytest.approx(fmean(gave))
+    assert record["rewards/brevity/std"] == pytest.approx(stdev(gave)) and record["rewards/ones/std"] == 0
+    assert record["reward"] == pytest.approx(record["rewards/checker/mean"] + 0.5 * fmean(gave) + 2.0)
+    kept = read_own(Path("run/config.toml")).rewards.functions
+    assert [each.weight for each in kept] == [0.5, 2.0] and kept[1].path == "rew.py:ones"
+    assert kept[0].path.endswith("test_api:test_functions_of_the_program_reward_answers.<locals>.brevity")
+    with pytest.raises(swarm_node.UserError, match="brevity' is one that a program gave to swarm_node.train: give it"):
+        swarm_node.train({"run_dir": "run", "rounds": 2}, quiet=True)
+    refused = CliRunner().invoke(app, ["resume", "run", "--rounds", "2"])
+    assert refused.exit_code == 2 and "put FILE.py:FUNCTION in its place" in " ".join(refused.output.split())
+    assert swarm_node.train({"run_dir": "run", "rounds": 2}, quiet=True, **functions).rounds == 2
+    capsys.readouterr()
+    evaluate_main("run", None, 1, 4, True)
+    out, words = capsys.readouterr()
+    assert json.loads(out)["held_out"]["all"]["questions"] == 4
+    assert "left out, since only the program that trained has" in " ".join(words.split())
+
+
+def test_reward_functions_that_cannot_be_taken_are_refused() -> None:
+    for functions, weights, more, message in [
+        ([len], [1.0, 2.0], {}, "reward_weights has 2 numbers for 1 reward functions"),
+        ([len, 3], None, {}, r"reward_funcs\[1\] is neither a function nor a text"),
+        ([len], None, {"pipeline": {"stages": 2}}, "other processes cannot take functions of this one"),
+    ]:
+        with pytest.raises(swarm_node.UserError, match=message):
+            swarm_node.train(TINY | more, quiet=True, reward_funcs=functions, reward_weights=weights)  # type: ignore[arg-type]
+    assert not Path("run").exists()
 
 
 def test_a_failing_callback_loses_no_round() -> None:

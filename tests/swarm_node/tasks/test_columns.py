@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,43 @@ def test_other_columns_make_other_tasks(file: str) -> None:
 def test_a_written_configuration_may_be_read_again() -> None:
     Path("run.toml").write_text(dump_toml(load_config(sets=["tasks=[{env='gcd'}]"])))
     assert load_config(Path("run.toml")).tasks == [TaskConfig(env="gcd")]
+
+
+SYSTEM, USER = {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "1 + 1?\n"}
+CHAT = TaskConfig(file="chat.jsonl", question="prompt", answer="solution")
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([USER], "1 + 1?"),
+        ([SYSTEM, USER], "Be brief.\n\n1 + 1?"),
+        ([SYSTEM, USER, {"role": "user", "content": "Or 2?", "name": "x"}], "Be brief.\n\n1 + 1?\n\nOr 2?"),
+    ],
+)
+def test_messages_of_a_data_set_are_a_question(messages: list[object], question: str) -> None:
+    Path("chat.jsonl").write_text(json.dumps({"prompt": messages, "solution": 2, "level": 3}))
+    (task,) = load_tasks([CHAT], RewardsConfig(), whole=True).every()
+    assert (task.question, task.answer, task.metadata) == (question, "2", {"level": 3})
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([USER, {"role": "assistant", "content": "2"}], "`prompt` has a turn of an assistant or a tool: a task is one"),
+        ([SYSTEM], "`prompt` must be messages of the user, after one of the system at most"),
+        ([SYSTEM, SYSTEM, USER], "`prompt` must be messages of the user"),
+        ([USER, SYSTEM], "`prompt` must be messages of the user"),
+        ([], "`prompt` must be messages of the user"),
+        (["1 + 1?"], "`prompt` must be messages of the user"),
+        ([USER | {"role": ["user"]}], "`prompt` must be messages of the user"),
+        ([USER | {"content": [{"type": "text", "text": "1 + 1?"}]}], "each `content` in `prompt` must be a text"),
+        ([SYSTEM | {"content": " "}, USER], "each `content` in `prompt` must be a text"),
+        ({"role": "user", "content": "1 + 1?"}, "`prompt` must be a text, or a list of messages"),
+    ],
+)
+def test_other_messages_are_refused_with_their_line(messages: object, message: str) -> None:
+    good, bad = ({"prompt": each, "solution": 2} for each in ([USER], messages))
+    Path("chat.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    with pytest.raises(UserError, match=re.escape(f"task file chat.jsonl, line 2: {message}")):
+        check_specs([CHAT], answer_needed=True)

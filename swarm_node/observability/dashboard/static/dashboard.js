@@ -430,7 +430,7 @@ function line(run, name, { label = "", less = null, color = run.color, dash = fa
 function drawChart(chart, plan, shown) {
   const one = shown.length === 1, series = [...plan.series];
   if (plan.prefix) {
-    const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix))));
+    const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix) && !name.endsWith("/std"))));
     if (plan.several && names.size < 2) names.clear();
     series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length).replace(/\/mean$/, "")]));
   }

@@ -1,0 +1,44 @@
+"""`swarm-node eval --out`: every answer in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from tests.support.run_files import read_jsonl
+
+QUESTIONS = [{"prompt": f"What is {n} + {n}?", "solution": str(2 * n)} for n in range(3)]
+SUMS = '{file="sums.jsonl", question="prompt", answer="solution"}'
+WORDS = ["eval", "starter", "--tasks", SUMS, "--all", "--samples", "2", "--json", "--out", "deep/answers.jsonl"]
+
+
+def test_each_question_has_a_line_with_its_answers() -> None:
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    done = CliRunner().invoke(app, WORDS)
+    assert done.exit_code == 0, done.output
+    lines = read_jsonl(Path("deep/answers.jsonl"))
+    assert [(line["task"], line["index"]) for line in lines] == [("sums", n) for n in range(3)]
+    assert [{"prompt": line["question"], "solution": line["right"]} for line in lines] == QUESTIONS
+    for line in lines:
+        assert len(line["answers"]) == 2 and all(answer["text"] for answer in line["answers"])
+        for answer in line["answers"]:
+            assert answer["correct"] == (answer["extracted"] == line["right"])
+            assert answer["rewards"] == {"checker": answer["reward"]} == {"checker": float(answer["correct"])}
+    every = json.loads(done.stdout)["held_out"]["all"]
+    for name in ("pass_1", "pass_k", "reward"):
+        assert fmean(line[name] for line in lines) == pytest.approx(every[name])
+    assert [path.name for path in Path("deep").iterdir()] == ["answers.jsonl"]
+
+
+def test_answers_replace_no_file() -> None:
+    Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    Path("deep").mkdir()
+    Path("deep/answers.jsonl").write_text("precious")
+    done = CliRunner().invoke(app, WORDS)
+    assert done.exit_code == 2 and "deep/answers.jsonl exists already; choose another --out" in done.output
+    assert Path("deep/answers.jsonl").read_text() == "precious"
