@@ -26,12 +26,12 @@ from swarm_node.config.keys import flat
 from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, read_own, shown
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
+from swarm_node.observability.evaluations import NOT_MEASURED, newest_checkpoint, record_of
 from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.plots import moving_average
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.thinning import rounds_of
 from swarm_node.storage.best import read_best
-from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.run_settings import KEPT as KEPT_NAME
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -217,34 +217,13 @@ KEPT = ("round", "time", "reward", "step_time", "eval/pass_1", "eval/reward")  #
 HeldOut = Mapping[int, Mapping[str, float]]  # round -> questions, pass_1, pass_k and reward, as far as measured
 
 
-def _held_out(run: RunDir, last: int, with_reward: bool) -> dict[int, dict[str, float]]:
+def _held_out(run: RunDir, last: int, with_reward: bool) -> HeldOut:
     """Held-out figures of all tasks from before training and from the end, as the newest checkpoint has them."""
-    _, state = newest_checkpoint(run)
-    found: dict[int, dict[str, float]] = {}
-    figures = state.get("held_out_figures")
-    if isinstance(figures, dict):
-        tables = {0: figures.get("before"), figures.get("round"): figures.get("last")}
-        for round, evaluation in tables.items():
-            every = evaluation.get("table", {}).get("all") if isinstance(evaluation, dict) else None
-            if isinstance(every, dict) and isinstance(round, int):
-                names = "questions", "pass_1", "pass_k", *(["reward"] if with_reward else [])
-                found[round] = {name: every[name] for name in names if every.get(name) is not None}
-    elif isinstance(before := state.get("before"), dict) and len(before.get("all", [])) == 3:
-        found[0] = {"pass_1": before["all"][1], "pass_k": before["all"][2]}
-    return {round: figures for round, figures in found.items() if round <= last}
-
-
-def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
-    """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
-    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
-    named = sorted((path for path in folders if NAME.fullmatch(path.name)), key=order)
     try:
-        with open(named[-1] / "state.json", "rb") as file:
-            document = json.loads(file.read(MAX_STATE_BYTES))
-        state = document["state"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
-        return 0, {}
-    return order(named[-1])[0], state if isinstance(state, dict) else {}
+        found = record_of(newest_checkpoint(run)[1]).by_round(with_reward)
+    except NOT_MEASURED:
+        return {}
+    return {round: figures for round, figures in found.items() if round <= last}
 
 
 @dataclass

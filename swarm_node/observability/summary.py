@@ -22,6 +22,7 @@ import numpy as np
 from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.install import own_command
+from swarm_node.observability.evaluations import Answered
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.samples import without_middle
@@ -43,22 +44,6 @@ COST = {
     "per_admitted_group": "a group trained on",
     "per_reward_point": "a point of reward",
 }
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """One held-out question with the first answer before and after training; long texts lose their middle."""
-
-    task: str
-    question: str
-    right: str  # empty if there is no reference answer
-    before: str
-    before_correct: bool | None  # None = no checker judges answers to it
-    after: str
-    after_correct: bool | None
-    mean_before: float  # share of right ones among all answers to it, or their mean reward
-    mean_after: float
-    before_reward: float = 0.0
-    after_reward: float = 0.0
 
 
 class HeldOut(msgspec.Struct, frozen=True):

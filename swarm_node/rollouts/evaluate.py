@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean
 
-import msgspec
-
 from swarm_node.config import RewardsConfig, RolloutsConfig
-from swarm_node.config.figures import Figure, reports_reward
+from swarm_node.config.figures import reports_reward
+from swarm_node.observability.evaluations import Evaluation, Held, Shown
 from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect
@@ -28,44 +27,6 @@ NONE_HELD_OUT = (
     "text, and the tasks have too few; 20 different questions nearly always give one, and about 250 give 50, of which "
     "the 95 % interval of a change is as wide as it should be"
 )
-
-
-class Held(msgspec.Struct):
-    """Held-out figures of one task, or of all."""
-
-    questions: int
-    pass_1: float | None  # None = no checker judges answers to these questions
-    pass_k: float | None
-    reward: float | None = None  # None = measured by an earlier version
-
-    def by(self, figure: Figure) -> float | None:
-        """That figure; None if it was not measured."""
-        return self.pass_1 if figure == "pass_1" else self.reward
-
-
-class Shown(msgspec.Struct, frozen=True):
-    """One held-out question with one answer, in without_middle texts."""
-
-    task: str
-    question: str
-    right: str  # reference answer; empty if there is none
-    answer: str
-    correct: bool | None  # None = no checker judged it
-    reward: float = 0.0
-
-
-class Evaluation(msgspec.Struct, frozen=True):
-    """Held-out figures at one time."""
-
-    table: dict[str, Held] = {}  # figures by task label, and under `all` for all of them
-    by_question: list[float] = []  # share of right answers to each question, in the order asked
-    labels: list[str] = []  # the task label of each question
-    shown: list[Shown] = []  # the first SHOWN questions, each with its first answer
-    rewards: list[float] = []  # mean reward of the answers to each question; empty if measured by an earlier version
-
-    def by(self, figure: Figure) -> list[float]:
-        """That figure of each question."""
-        return self.by_question if figure == "pass_1" else self.rewards
 
 
 def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:

@@ -15,23 +15,15 @@ import msgspec
 
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
+from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, record_of
 from swarm_node.observability.falling import remarks, withdrawn
-from swarm_node.observability.summary import Answered, HeldOut, interval
+from swarm_node.observability.summary import HeldOut, interval
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, Held, evaluate
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
 from swarm_node.runtime.console import say
 from swarm_node.say import Warned
 from swarm_node.storage.best import Best
 from swarm_node.tasks import TaskSet, load_tasks
-
-
-class HeldOutRecord(msgspec.Struct):
-    """Held-out figures of a run so far, for its checkpoints."""
-
-    before: Evaluation = msgspec.field(default_factory=Evaluation)  # from before training
-    last: Evaluation = msgspec.field(default_factory=Evaluation)  # the latest from after it began
-    round: int = 0  # the round after which `last` was measured
-    seconds: float = 0.0  # seconds that the latest evaluation took
 
 
 class HeldOutFigures:
@@ -157,11 +149,7 @@ class HeldOutFigures:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
-        if "held_out_figures" in state:
-            self.figures = msgspec.convert(state["held_out_figures"], HeldOutRecord)
-            return
-        table = {label: Held(*values) for label, values in state["before"].items()}  # by an earlier version
-        self.figures = HeldOutRecord(Evaluation(table, state.get("before_by_question", [])))
+        self.figures = record_of(state)
 
     def compared(self, round: int) -> HeldOut | None:
         """The figures before and now, for the summary of a run that ended after `round`."""
@@ -245,7 +233,7 @@ def compared(
     old, new = before.table["all"], after.table["all"]
     if old.by(figure) is None or new.by(figure) is None:
         return None
-    answers = _answers(before, after, figure)
+    answers, answers_of = before_and_after(before, after, figure)
     return HeldOut(
         questions=new.questions,
         samples=samples,
@@ -254,8 +242,8 @@ def compared(
         interval=interval(before.by(figure), after.by(figure)),
         interval_k=None if None in (old.pass_k, new.pass_k) else interval(_any_right(before), _any_right(after)),
         remarks=list(worse(before, after, samples, for_one_right, figure).values()),
-        answers=[answers[i] for i in sorted({0, len(answers) // 2, len(answers) - 1})] if answers else [],
-        answers_of=len(answers),
+        answers=answers,
+        answers_of=answers_of,
         reward=_pair(old.reward, new.reward) if with_reward else None,
         figure=figure,
     )
@@ -268,30 +256,6 @@ def _pair(before: float | None, after: float | None) -> tuple[float, float] | No
 def _any_right(found: Evaluation) -> list[float]:
     """1 or 0 of each question: whether any answer to it is right."""
     return [float(share > 0) for share in found.by_question]
-
-
-def _answers(before: Evaluation, after: Evaluation, figure: Figure) -> list[Answered]:
-    """The questions of which both evaluations kept an answer: the first ones asked, from the most to the least
-    improved by `figure`."""
-    each = zip(before.by(figure), after.by(figure), strict=False)
-    kept = [
-        Answered(
-            then.task,
-            then.question,
-            then.right,
-            before=then.answer,
-            before_correct=then.correct,
-            after=now.answer,
-            after_correct=now.correct,
-            mean_before=mean_before,
-            mean_after=mean_after,
-            before_reward=then.reward,
-            after_reward=now.reward,
-        )
-        for then, now, (mean_before, mean_after) in zip(before.shown, after.shown, each, strict=False)
-        if then.question == now.question
-    ]
-    return sorted(kept, key=lambda one: one.mean_before - one.mean_after)
 
 
 def worse(

@@ -38,7 +38,8 @@ from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.install import extra_command
-from swarm_node.observability.comparing import half_95, newest_checkpoint, read_run
+from swarm_node.observability.comparing import half_95, read_run
+from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.progress import clock_face
 from swarm_node.runtime.children import close_input, end_children, start_child

@@ -65,7 +65,7 @@ def make_app(
         if not parts:
             return PlainTextResponse(f"no run of the name {id}\n", 404)
         curves = {name: value for name, value in parts["curves"].items() if name not in ("id", "first")}
-        names = "summary", "status", "config", "events", "samples"
+        names = "summary", "status", "config", "events", "held_out", "samples"
         return _json({"curves": curves} | {part: parts[part][part] for part in names})
 
     async def stream(request: Request) -> Response:

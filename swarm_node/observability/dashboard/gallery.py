@@ -120,8 +120,8 @@ class Told:
 def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
     """(kind, message) for everything new, in the list of runs and in the runs `ids`, since `told`.
 
-    list: {"runs": […]} · summary, status, config, events, samples: {"id", that} · curves: {"id", "first", "per_row",
-    "rounds", "points"}, which replace the rows from `first` on.
+    list: {"runs": […]} · summary, status, config, events, held_out, samples: {"id", that} · curves: {"id", "first",
+    "per_row", "rounds", "points"}, which replace the rows from `first` on.
     """
     if _changed(told, "", "list", runs := gallery.list()):
         yield "list", {"runs": runs}
@@ -158,6 +158,8 @@ def _news_of(view: View, told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
     events = list(view.events)
     if _changed(told, view.id, "events", events):
         yield "events", {"id": view.id, "events": events}
+    if _changed(told, view.id, "held_out", view.held_out):
+        yield "held_out", {"id": view.id, "held_out": view.held_out}
     samples = list(reversed(view.samples))
     if _changed(told, view.id, "samples", samples):
         yield "samples", {"id": view.id, "samples": samples}

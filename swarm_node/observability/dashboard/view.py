@@ -19,6 +19,7 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
+from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
 from swarm_node.observability.reasons import words
 from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -70,6 +71,7 @@ class View:
         self.curves = Curves()
         self.readings = 0  # how often metrics.jsonl was read anew, which makes known rows void
         self.status: dict[str, Any] | None = None
+        self.held_out: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
         self.lock = threading.RLock()
@@ -97,6 +99,7 @@ class View:
             self._follow(self._metrics, self._add_rounds)
             self._follow(self._events, self._add_events)
             self._follow(self._samples, self._add_samples)
+            self._follow_checkpoints()
             self.refreshed_at = time.monotonic()
 
     def summary(self, now: float) -> dict[str, Any]:
@@ -118,6 +121,8 @@ class View:
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
+            "ended_at": self._ended_at if state == "ended" else None,
+            "seconds": self.curves.total("step_time"),
             "reward_first": first_tenth,
             "reward_last": last_tenth,
             "step_s": self._mean("step_time"),
@@ -151,9 +156,14 @@ class View:
         return {name: f"swarm-node {name} {where}" for name in names}
 
     @property
+    def _ended_at(self) -> float | None:
+        """When a run that has ended was last heard of."""
+        return max(map(_time, [*list(self._lately)[-1:], *list(self.events)[-1:]]), default=0.0) or None
+
+    @property
     def link(self) -> str | None:
-        """The join link on the page of the run's swarm; None if it has none, or one that is longer than links are."""
-        link = _within(self.status, "page", "link")
+        """The join link of the run's swarm; None if it has none, or one that is longer than links are."""
+        link = _within(self.status, "page", "link") or _within(self.status, "link")
         return link if isinstance(link, str) and 0 < len(link) < TEXT else None
 
     def state(self, now: float) -> State:
@@ -208,6 +218,17 @@ class View:
             which = f"line {first} of {tail.path}" if tail.from_start else f"a line near the end of {tail.path}"
             others = f" and {more} more are no records and are" if more else " is no record and is"
             self._problems[tail.path.name] = f"{which}{others} left out"
+
+    def _follow_checkpoints(self) -> None:
+        stamp = _stamp(self.run.checkpoints)
+        if stamp is None or stamp == self._stamps.get(self.run.checkpoints):
+            return
+        self._stamps[self.run.checkpoints] = stamp
+        rewards = _within(self._config, "rewards")
+        with_reward = bool(_within(rewards, "functions") or _within(rewards, "partial"))
+        _, state = newest_checkpoint(self.run)
+        if (found := shown_held_out(state, with_reward)) is not None:
+            self.held_out = _bounded(found)
 
     def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
         if void:

@@ -16,8 +16,9 @@ from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import dump_own
 from swarm_node.errors import UserError
-from swarm_node.observability.comparing import Comparison, band, newest_checkpoint, read_run, t_95
+from swarm_node.observability.comparing import Comparison, band, read_run, t_95
 from swarm_node.observability.comparison_plot import plot_comparison
+from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.storage.rundir import RunDir
 
 

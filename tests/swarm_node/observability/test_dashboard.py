@@ -194,6 +194,7 @@ def test_key_figures_equal_the_files() -> None:
     assert summary["reward_first"] == pytest.approx((0.01 + 0.02 + 0.03 + 0.04) / 4)
     assert summary["reward_last"] == pytest.approx((0.39 + 0.40 + 0.41 + 0.42) / 4)
     assert (summary["own"], summary["foreign"], summary["tok_s"]) == (8.0, 4.0, 100.0)
+    assert (summary["seconds"], summary["ended_at"]) == (42.0, 1042.0)
     assert summary["problems"] == []
 
 
@@ -400,7 +401,7 @@ def test_a_page_is_told_only_what_is_new() -> None:
         return dict(news(gallery, ["alice"], told))
 
     first = now()
-    assert list(first) == ["list", "summary", "curves", "status", "config", "events", "samples"]
+    assert list(first) == ["list", "summary", "curves", "status", "config", "events", "held_out", "samples"]
     assert first["curves"]["points"]["round"]["mean"] == [1, 2, 3]
     assert now() == {}
     write(run.metrics, metrics(4))
@@ -578,8 +579,8 @@ def test_a_new_round_arrives_and_ctrl_c_ends() -> None:
     with dashboard("--port", "0") as (url, process):
         with httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
             told = events(answer.iter_lines())
-            kinds = [kind for kind, _ in (next(told) for _ in range(7))]
-            assert kinds == ["list", "summary", "curves", "status", "config", "events", "samples"]
+            kinds = [kind for kind, _ in (next(told) for _ in range(8))]
+            assert kinds == ["list", "summary", "curves", "status", "config", "events", "held_out", "samples"]
             with open(run.metrics, "a") as file:
                 file.write('{"round": 4, "time": 1004.0, ')
                 file.flush()

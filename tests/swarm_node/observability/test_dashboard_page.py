@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 ROUNDS = 40
 SINCE = f"since {datetime.fromtimestamp(1000.0):%Y-%m-%d %H:%M}"  # start of the run, in local time
+ENDED = f"{datetime.fromtimestamp(1040.0):%Y-%m-%d %H:%M}"  # the last round
+HELD_OUT = "'[aria-label=\"Held-out questions of alice\"] thead'"
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
 
 
@@ -139,7 +141,25 @@ def make_swarm_run() -> RunDir:
         },
     }
     run.write_status(status)
+    write_held_out(run, before=0.25, after=0.75)
     return run
+
+
+def write_held_out(run: RunDir, before: float, after: float) -> None:
+    """A checkpoint with held-out figures of two tasks, of which no checker judges the second."""
+
+    def evaluation(pass_1: float, said: str) -> dict[str, Any]:
+        held = {"questions": 2, "pass_1": pass_1, "pass_k": 1.0, "reward": pass_1}
+        unjudged = {"questions": 1, "pass_1": None, "pass_k": None}
+        shown = {"task": "gcd", "question": HOSTILE, "right": "7", "answer": said, "correct": said == "7"}
+        table = {"gcd": held, "lcm": unjudged, "all": held}
+        return {"table": table, "by_question": [pass_1, pass_1], "labels": ["gcd", "gcd"], "shown": [shown]}
+
+    figures = {"before": evaluation(before, "6"), "last": evaluation(after, "7"), "round": ROUNDS}
+    folder = run.checkpoints / f"round-{ROUNDS:08}"
+    folder.mkdir(parents=True)
+    state = {"held_out_figures": figures, "held_out": {"samples": 8}}
+    (folder / "state.json").write_text(json.dumps({"round": ROUNDS, "state": state}))
 
 
 def make_silo() -> None:
@@ -168,15 +188,16 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     browser.wait(READY)
     first, last = (fmean(rewards(round)["reward"] for round in part) for part in (range(1, 5), range(37, 41)))
     assert figure(browser, "reward") == f"Reward {first:.3f} → {last:.3f} +{last - first:.3f} first to last tenth"
-    assert (
-        figure(browser, "rounds") == "Round 40 of 90 1.0 s each"
-        or figure(browser, "rounds") == "Round 40 of 90 1 s each"
-    )
-    assert figure(browser, "tok_s").startswith("Tokens a second 1,036")
-    assert figure(browser, "peers") == "Other members 2"
+    assert figure(browser, "rounds") == "Rounds 40 of 90 in 40 s"
+    assert figure(browser, "held_out") == "Held-out pass@1 0.250 → 0.750 +0.500 after round 40"
+    assert rows(browser, "Held-out questions of alice") == [["gcd", "2", "0.250", "0.750"], ["lcm", "1", "–", "–"]]
+    assert "Before training\tAfter round 40" in browser.value(f"document.querySelector({HELD_OUT}).innerText")
+    for stale in ("tok_s", "peers", "machine"):
+        assert not browser.value(f"!!document.querySelector('[data-figure={stale}]')"), "the run has ended"
+    assert f"ended {ENDED}, " in browser.value("document.querySelector('h2.run').textContent")
     assert figure(browser, "groups") == "Groups trained on 160 + 120 own + foreign 43 %"
     assert figure(browser, "bytes") == f"Network 4.00 MB in 2.50 MB out {SINCE}"
-    assert figure(browser, "exchanges") == "Weights averaged 12 times with 1 partner here"
+    assert figure(browser, "exchanges") == "Weights averaged 12 times"
     assert browser.value("document.querySelector('[data-figure=state]').textContent") == "ended"
     assert rows(browser, "Peers of alice") == [
         ["bob …obbobbob", "here", "7", "100", "98", "90", "2 × too old"],
@@ -194,7 +215,8 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     for part in (
         "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike. "
         f"Counted {SINCE}.",
-        "noloco, in pairs every 60 s, 8bit",
+        "in pairs every 60 s, noloco, 8bit",
+        "Partners at the end",
         "3 × alone",
         "2 stages, whole",
         "1 by replica",
@@ -206,7 +228,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
         "it begins",
     ]
     groups = browser.value(
-        "[...document.querySelectorAll('.sample')].map(e => e.innerText.split('\\n').filter(Boolean))"
+        "[...document.querySelectorAll('#details .sample')].map(e => e.innerText.split('\\n').filter(Boolean))"
     )
     assert groups == [
         [f"{HOSTILE} round 30 · own · mean reward 0.50", "What is 30?", "right: 7"]
@@ -215,6 +237,46 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     ]
     assert browser.value("document.querySelectorAll('main img').length") == 0
     assert browser.value("document.title") == "alice: ended – swarm-node"
+    assert browser.errors == []
+
+
+def test_a_training_run_shows_figures_of_now(browser: Chromium, url: str) -> None:
+    machine = {"machine/cpu_cores": 1.5, "machine/cores": 2.0, "machine/memory_bytes": 2.0**30}
+    speed = {"perf/generated_tok_s": 1036.0, "swarm/peers": 2.0}
+    with RunDir.open("runs/alice") as run:
+        write(run.metrics, metrics(41, **rewards(41), **machine, **speed) | {"time": time.time()})
+        browser.open(f"{url}#alice")
+        browser.wait("document.querySelector('[data-figure=state]')?.textContent === 'training'")
+        assert figure(browser, "rounds").startswith("Round 41 of 90")
+        assert figure(browser, "tok_s").startswith("Tokens a second 1,03")
+        assert figure(browser, "machine") == "This machine 1.5 of 2 cores 1.00 GiB of memory"
+        assert figure(browser, "peers") == "Other members 2"
+        run.write_waits("quiet hours, 22:00-07:00")
+        browser.wait("document.querySelector('[data-figure=state]').textContent === 'paused'")
+        assert not browser.value("!!document.querySelector('[data-figure=tok_s], [data-figure=machine]')")
+    assert browser.errors == []
+
+
+def test_held_out_figures_begin_before_training(browser: Chromium, url: str) -> None:
+    write(RunDir("runs/alice").metrics, metrics(41, **{"eval/pass_1": 0.5, "eval/pass_k": 0.75}))
+    browser.open(f"{url}#alice")
+    browser.wait(
+        "[...document.querySelectorAll('figure .title')].some(title => title.textContent === 'Held-out questions')"
+    )
+    texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
+    browser.wait(f"{texts}.includes('pass@1: 0.250 at first, 0.500 now; pass@8: 1 at first, 0.750 now')")
+    browser.value("window.figure = document.querySelector('[aria-label=\"Held-out questions\"]').closest('figure')")
+    browser.value("figure.querySelector('details').open = true")
+    browser.wait("!!figure.querySelector('details table')")
+    assert rows(browser, "Values of Held-out questions") == [
+        ["0", "0.250", "1"],
+        ["40", "0.750", "1"],
+        ["41", "0.500", "0.750"],
+    ]
+    asked = "[...document.querySelectorAll('#learned .sample')].map(e => e.innerText.split('\\n').filter(Boolean))"
+    assert browser.value(asked) == [
+        ["gcd", HOSTILE, "right: 7", "before: 6 · 2 of 8 right", "after round 40: 7 · 6 of 8 right"]
+    ]
     assert browser.errors == []
 
 
@@ -302,7 +364,7 @@ def test_short_rounds_have_two_digits(browser: Chromium, url: str) -> None:
     write(RunDir("runs/quick").metrics, metrics(1, step_time=0.0434))
     browser.open(f"{url}#quick")
     browser.wait(READY)
-    assert figure(browser, "rounds") == "Round 1 0.043 s each"
+    assert figure(browser, "rounds") == "Rounds 1 in 0.043 s"
 
 
 def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> None:
@@ -467,7 +529,7 @@ def test_a_run_that_comes_back_is_there_again(browser: Chromium, url: str) -> No
     browser.wait("document.querySelector('.notice')?.textContent === 'alice is not there any more'")
     Path("aside").rename("runs/alice")
     browser.wait("document.querySelector('.notice') === null")
-    assert figure(browser, "rounds").startswith("Round 40 of 90")
+    assert figure(browser, "rounds").startswith("Rounds 40 of 90")
 
 
 def test_costs_are_shown_where_prices_are(browser: Chromium, url: str) -> None:

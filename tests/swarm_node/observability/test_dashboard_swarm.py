@@ -65,6 +65,8 @@ def alice() -> RunDir:
         write(run.metrics, metrics(round, reward=0.5, **{"swarm/peers": 1.0}))
     worth = {
         "by_others": {"kinds": ["gcd"], "first": 0.1, "now": 0.6},
+        "own_groups": 20,
+        "others_groups": 30,
         "unsolved": 124,
         "pass_1": 0.4,
         "theirs": [0.375],
@@ -226,7 +228,8 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
             *("Swarm sums", "nobody solves it", "0.50", "75 %", HOSTILE, "yours", "0.1.0"),
             *("success 0.25 → 0.50", "held-out pass@1 0.13 → 0.38", "in 20 min"),
             *("swarm-node join 'swarm://", "The link with its first address"),
-            *("0.10 → 0.60", "124 questions", "31 % of what others used (self-declared)"),
+            *("0.10 → 0.60", "Questions only others solved\n124", "31 % of what others used (self-declared)"),
+            *("30 of 50 from others 2.5 times as many as its own alone", "at least 1,204 of its groups self-declared"),
         ):
             assert part in text, part
         assert browser.value("document.querySelector('[data-figure=own_share]').textContent") == "75 %"

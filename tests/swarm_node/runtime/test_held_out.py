@@ -16,7 +16,8 @@ from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.comparing import newest_checkpoint, read_run
+from swarm_node.observability.comparing import read_run
+from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.rollouts.evaluate import SHOWN, Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures

@@ -14,6 +14,8 @@ export function number(value) {
   return value === 0 ? "0" : value.toExponential(1);
 }
 
+export const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
+
 export function duration(seconds) {
   const s = Math.max(0, seconds);
   if (s < 1) return `${+s.toPrecision(2)} s`;

@@ -1,11 +1,11 @@
 // The page: which runs are shown, what the server says of them, and how that looks.
 // Names and sentences come from strangers: they are only ever set as text.
 
-import { Chart, duration, number, smooth } from "./chart.js";
+import { Chart, duration, fixed, number, smooth } from "./chart.js";
 import { element, put } from "./nodes.js";
 import { commands, settingsTable, settingsTitle } from "./settings.js";
-import { samples } from "./samples.js";
-import { swarmOf, swarmPage, worth } from "./swarm.js";
+import { beforeAndAfter, samples } from "./samples.js";
+import { gave, swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
 const FIRST = 10; // runs and rows that are listed at once
@@ -25,7 +25,7 @@ let failures = 0; // in a row
 let drawing = false;
 let allEvents = false;
 let allRuns = false;
-const runs = new Map(); // id -> {summary, status, events, columns, perRow, rounds, gone}
+const runs = new Map(); // id -> {summary, status, events, heldOut, columns, perRow, rounds, gone}
 
 // ------------------------------------------------------------------ what the server says
 
@@ -41,6 +41,7 @@ const takes = {
   status(message, run) { run.status = message.status; },
   events(message, run) { run.events = message.events; },
   samples(message, run) { run.samples = message.samples; },
+  held_out(message, run) { run.heldOut = message.held_out; },
   config(message, run) { run.config = message.config; },
   gone(message, run) { run.gone = true; },
   curves(message, run) {
@@ -62,7 +63,7 @@ const takes = {
 
 function open() {
   runs.clear();
-  for (const id of selected) runs.set(id, { columns: new Map(), events: [], config: null, status: null, summary: null, perRow: 1, rounds: 0, gone: false });
+  for (const id of selected) runs.set(id, { columns: new Map(), events: [], config: null, heldOut: null, status: null, summary: null, perRow: 1, rounds: 0, gone: false });
   connect();
 }
 
@@ -220,7 +221,8 @@ function draw() {
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
   drawCharts(shown);
   drawTasks(shown);
-  put(find("details"), ...known.flatMap((run) => [samples(run, known, tools), worth(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
+  put(find("learned"), ...known.flatMap((run) => [worth(run, known, tools), gave(run, known, tools), beforeAndAfter(run, known, tools)]).filter(Boolean));
+  put(find("details"), ...known.flatMap((run) => [samples(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
   drawSettings(known);
   drawEvents(known);
   const page = all.find((run) => !shown.includes(run));
@@ -241,13 +243,11 @@ function drawNotices(shown) {
   box.replaceChildren(...texts.map((text) => element("p", { class: "notice" }, text)));
 }
 
-const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
 const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
 const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
 const ago = (time) => duration(Math.round((Date.now() / 1000 - time) * 10) / 10) + " ago";
 
-function change(run) {
-  const { reward_first: first, reward_last: last } = run.summary;
+function change(first, last) {
   if (first === null || last === null) return null;
   const by = last - first;
   return element("span", { class: by >= 0 ? "up" : "down" }, `${by >= 0 ? "+" : "−"}${Math.abs(by).toFixed(3)}`);
@@ -261,6 +261,17 @@ function state(run) {
 
 function figure(name, key, value, ...more) {
   return element("div", {}, element("dt", {}, name), element("dd", { "data-figure": key }, value), ...more.filter(Boolean).map((text) => element("dd", { class: "more" }, text)));
+}
+
+const rewardChange = ({ summary }) => change(summary.reward_first, summary.reward_last);
+
+// Held-out figures of the newest checkpoint: [name, value, change, when].
+function heldOut({ heldOut: found }) {
+  if (!found?.points.length) return null;
+  const value = (point) => point[found.figure] ?? null, first = found.points[0], last = found.points[found.points.length - 1];
+  const when = last.round ? `after round ${number(last.round)}` : "before training";
+  const values = first === last ? fixed(value(last)) : `${fixed(value(first))} → ${fixed(value(last))}`;
+  return [found.figure === "reward" ? "Held-out reward" : "Held-out pass@1", values, first === last ? null : change(value(first), value(last)), when];
 }
 
 function traffic(run) {
@@ -291,29 +302,34 @@ function present(status) {
 
 function tiles(run) {
   const { summary } = run, { last } = summary, moved = traffic(run), inSwarm = run.status !== null || summary.peers !== null;
+  const trains = summary.state === "training", over = summary.state === "ended", held = heldOut(run);
   const list = element("dl", { class: "tiles" });
   if (summary.trains) list.append(
-    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, change(run), "first to last tenth"),
-    figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
+    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, rewardChange(run), "first to last tenth"),
+    ...(held ? [figure(held[0], "held_out", ...held.slice(1))] : []),
+    figure(over ? "Rounds" : "Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null,
+      over ? summary.seconds && `in ${duration(summary.seconds)}` : summary.step_s && `${duration(summary.step_s)} each`));
+  if (trains) list.append(
     figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
-  if (last["machine/cpu_cores"] !== undefined) list.append(
+  if (trains && last["machine/cpu_cores"] !== undefined) list.append(
     figure("This machine", "machine", `${last["machine/cpu_cores"].toFixed(1)} of ${number(last["machine/cores"])} core${last["machine/cores"] === 1 ? "" : "s"}`,
       `${(last["machine/memory_bytes"] / 2 ** 30).toFixed(2)} GiB of memory`,
       last["machine/gpu_bytes"] ? `${(last["machine/gpu_bytes"] / 2 ** 30).toFixed(2)} GiB of the GPU` : null));
   if (inSwarm) {
     const others = summary.peers ?? present(run.status);
-    list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
+    if (!over) list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
     if (summary.foreign !== null) {
       const own = summary.own === null ? "" : `${number(summary.own)} + `;
       list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign", own ? share(summary) : null));
     }
     list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`, since(run) || null));
   }
-  if (run.status?.averaging) list.append(figure("Weights averaged", "exchanges", counted(run.status.averaging.exchanges ?? 0, "time"), `with ${counted(Object.keys(run.status.averaging.partners ?? {}).length, "partner")} here`));
+  if (run.status?.averaging) list.append(figure("Weights averaged", "exchanges", counted(run.status.averaging.exchanges ?? 0, "time"), over ? null : `with ${counted(Object.keys(run.status.averaging.partners ?? {}).length, "partner")} here`));
   const cost = money(last["cost/spent"]), group = money(last["cost/per_admitted_group"]), point = money(last["cost/per_reward_point"]);
   if (cost) list.append(figure("Spent", "cost", cost, group && `${group} a group`, point && `${point} a point of reward`));
   const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
-  const said = [summary.settings.model, named, summary.last_at && `last round ${ago(summary.last_at)}`].filter(Boolean).join(" · ");
+  const when = over ? summary.ended_at && `ended ${clock(summary.ended_at).slice(0, -3)}, ${ago(summary.ended_at)}` : summary.last_at && `last round ${ago(summary.last_at)}`;
+  const said = [summary.settings.model, named, when].filter(Boolean).join(" · ");
   return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list, commands(run)].filter(Boolean);
 }
 
@@ -324,14 +340,15 @@ function comparison(known) {
     ["Round", (run) => number(run.summary.rounds)],
     ["Reward, first tenth", (run) => fixed(run.summary.reward_first)],
     ["last tenth", (run) => fixed(run.summary.reward_last)],
-    ["Change", (run) => change(run) ?? "–"],
-    ["Other members", (run) => number(run.summary.peers)],
+    ["Change", (run) => rewardChange(run) ?? "–"],
+    ["Other members", (run) => number(run.summary.state === "ended" ? null : run.summary.peers)],
     ["Own groups", (run) => number(run.summary.own)],
     ["Foreign groups", (run) => number(run.summary.foreign)],
     ["In", (run) => bytes(traffic(run).in)],
     ["Out", (run) => bytes(traffic(run).out)],
-    ["Tokens/s", (run) => number(run.summary.tok_s)],
+    ["Tokens/s", (run) => number(run.summary.state === "training" ? run.summary.tok_s : null)],
   ];
+  if (known.some(heldOut)) columns.splice(6, 0, ["Held-out", (run) => { const [, values, , when] = heldOut(run) ?? []; return values ? element("span", {}, values, " ", element("small", {}, when)) : "–"; }]);
   const spent = (run) => money(run.summary.last["cost/spent"]);
   if (known.some(spent)) columns.push(["Spent", (run) => spent(run) ?? "–"]);
   return table("Key figures of the runs", columns.map(([title]) => title), known.map((run) => columns.map(([, cell]) => cell(run))), known.map((run) => run.id));
@@ -363,18 +380,18 @@ const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
   { title: "Rewards by function", note: "mean, before weights", prefix: "rewards/", several: true, series: [] },
-  { title: "Held-out questions", note: "share of right answers", plainly: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
-  { title: "Held-out questions: reward", note: "mean of all answers", plainly: true, dots: true, series: [["eval/reward"]] },
+  { title: "Held-out questions", note: "pass@1: share of right answers; pass@k: of questions with a right one among k", heldOut: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
+  { title: "Held-out questions: reward", note: "mean of all answers", heldOut: true, dots: true, series: [["eval/reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
   { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
   { title: "Network", note: "bytes a second", ...rate, series: [["swarm/bytes_in", "in"], ["swarm/bytes_out", "out"]] },
-  { title: "Difference to averaging partner", note: "root mean square", series: [["averaging/spread"]] },
+  { title: "Difference to averaging partner", note: "of weights, root mean square", series: [["averaging/spread"]] },
   { title: "Weights averaged", note: "times", series: [["averaging/exchanges"]], total: true, whole: true },
   { title: "Stages lost and built", note: "running total", total: true, whole: true, prefix: "stages/recovered/", series: [["stages/lost", "lost"]] },
   { title: "Pipeline: share of time spent waiting", series: [["stages/bubble"]] },
   { title: "Tokens a second", series: [["perf/generated_tok_s", "sampled"], ["perf/trained_tok_s", "trained"]] },
   { title: "Cores in use", series: [["machine/cpu_cores", "in use"], ["machine/cores", "there"]] },
-  { title: "Entropy", note: "nats a token", series: [["entropy"]] },
+  { title: "Entropy", note: "how varied answers are, in nats a token", series: [["entropy"]] },
 ];
 
 function settings() {
@@ -415,15 +432,33 @@ function difference(run, sums, less) {
   return all.map((value, i) => (value === null || without[i] === null ? null : Math.max(0, value - without[i])));
 }
 
-function line(run, name, { label = "", less = null, color = run.color, dash = false, plainly = false, rate = false, total = false, dots = false } = {}) {
+// Held-out figures by round: those from between rounds, from before the first one (round 0), and the latest.
+function measured(run, name) {
+  const rounds = run.columns.get("round")?.mean ?? [], times = run.columns.get("time")?.mean ?? [];
+  const found = new Map();
+  run.columns.get(name)?.mean.forEach((value, i) => { if (value !== null) found.set(rounds[i], value); });
+  for (const point of run.heldOut?.points ?? []) {
+    const value = point[name.replace("eval/", "")];
+    if (value !== undefined) found.set(point.round, value);
+  }
+  const at = [...found.keys()].sort((a, b) => a - b);
+  const elapsed = (round) => Math.max(0, (times[rounds.findLastIndex((each) => each <= round)] ?? 0) - (times[0] ?? 0));
+  return { x: settings().axis === "round" ? at : at.map(elapsed), y: at.map((round) => found.get(round)) };
+}
+
+function line(run, name, { label = "", less = null, color = run.color, dash = false, heldOut = false, rate = false, total = false, dots = false } = {}) {
   const { axis, share } = settings();
+  if (heldOut) {
+    const points = measured(run, name);
+    return points.x.length ? { label: label.replace("@k", `@${run.heldOut?.samples ?? "k"}`), color, dash, dots, raw: null, ...points } : null;
+  }
   const column = run.columns.get(name), x = xs(run, axis);
   if (!column || !x.length) return null;
   const sums = column.most ?? column.mean; // of a running total, the mean over a restart would be another restart
   const values = rate ? rates(run, sums) : total ? difference(run, sums, less) : column.mean;
   const longest = Math.max(...selected.map((id) => runs.get(id).rounds)); // the same mean for all, as far as it goes
-  const window = plainly || total ? 1 : Math.floor(Math.min((share * longest) / run.perRow, x.length / 3));
-  const several = run.perRow > 1 && !rate && !plainly && !total;
+  const window = total ? 1 : Math.floor(Math.min((share * longest) / run.perRow, x.length / 3));
+  const several = run.perRow > 1 && !rate && !total;
   return { label, color, dash, dots, x, y: smooth(values, window), raw: window > 1 && !rate ? values : null, least: several ? column.least : null, most: column.most };
 }
 
@@ -530,6 +565,9 @@ function bar(value, most) {
 // Peers of its crew of whom nothing is heard, though their cards may still be there.
 const absentFrom = (status) => new Set(status.crew?.absent ?? []);
 
+// What the status of an ended run says was so at its end.
+const nowOrThen = (run) => (run.summary.state === "ended" ? "At the end" : "Now");
+
 function presence(peer, absent) {
   if (!peer.present) return element("span", { class: "away" }, "gone");
   if (absent) return element("span", { class: "away" }, "silent");
@@ -565,7 +603,7 @@ function peers(run, known) {
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
   return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
-    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
+    table(`Peers of ${run.id}`, ["Peer", nowOrThen(run), "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
 }
 
 // A row for each source, the worst first.
@@ -592,8 +630,8 @@ function averaging(run, known) {
   if (!figures) return null;
   const partners = Object.values(figures.partners ?? {}).map(String).sort();
   return section(run, known, "Averaging of weights", terms([
-    ["Method", [figures.method, figures.when, figures.codec].filter(Boolean).join(", ")],
-    ["Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
+    ["Method", [figures.when, figures.method, figures.codec].filter(Boolean).join(", ")],
+    [run.summary.state === "ended" ? "Partners at the end" : "Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
     ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${ago(figures.last.time)}` : ""}`],
     ["Sent", bytes(figures.bytes)],
     ["Difference to the last partner", figures.spread ? number(figures.spread) : null],
@@ -652,13 +690,13 @@ function folded(events) {
 
 function drawEvents(known) {
   const all = known.flatMap((run) => folded(run.events).map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
-  const shown = allEvents ? all : all.slice(0, 30);
+  const shown = allEvents ? all : all.slice(0, FIRST);
   find("events").hidden = !all.length;
   const key = ({ run, time, text }) => JSON.stringify([run.id, time, text]);
   put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind, "data-key": key(event) },
     element("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
     known.length > 1 ? element("span", { class: `key ${event.run.color}` }, event.run.id) : null,
-    element("span", { class: "text" }, event.text, event.times > 1 ? element("small", {}, ` said ${event.times} times`) : null))));
+    element("span", { class: "text" }, event.kind === "summary" ? event.text.replace(/^(\S*) +(?<=^.{10})(?! )/gm, (_, word) => (word ? `${word}: ` : "  ")) : event.text, event.times > 1 ? element("small", {}, ` said ${event.times} times`) : null))));
   const more = find("more-events");
   more.hidden = all.length <= shown.length;
   more.textContent = `Show all ${all.length}`;
@@ -701,6 +739,7 @@ async function begin() {
   }
   const there = new Set(listed.map((run) => run.id)), asked = fromAddress().filter((id) => there.has(id));
   select(asked.length ? asked : first().map((run) => run.id));
+  items.get(selected[0])?.node.scrollIntoView({ block: "nearest" });
 }
 
 // The newest run that goes on; the page of a swarm together with the run beside it.

@@ -1,7 +1,7 @@
-// Questions with what was answered, the newest first.
+// Questions with what was answered: the newest ones, and held-out ones before and after training.
 // Texts come from models and strangers: they are only ever set as text.
 
-import { number } from "./chart.js";
+import { fixed, number } from "./chart.js";
 import { element } from "./nodes.js";
 
 function answer({ text, judged, reward, times, correct, cut }) {
@@ -27,4 +27,30 @@ export function samples(run, known, { section, named }) {
   if (!run.samples?.length) return null;
   const region = { class: "samples", role: "region", "aria-label": `Answers of ${run.id}`, tabindex: "0" };
   return section(run, known, "Questions and answers", element("div", region, ...run.samples.map((sample) => group(run, sample, named))));
+}
+
+// One answer to a held-out question, and how many of all answers were right.
+function tried(when, text, correct, reward, mean, { figure, samples }) {
+  const judged = figure === "reward" ? `reward ${reward.toFixed(2)}, mean ${mean.toFixed(2)}` : `${Math.round(mean * samples)} of ${number(samples)} right`;
+  return element("li", {}, element("small", {}, `${when}: `),
+    element("span", { class: correct === null ? null : correct ? "up" : "down" }, text || "(empty)"), element("small", {}, ` · ${judged}`));
+}
+
+// Held-out figures by task, and the most, the middle and the least improved question, before training and at the latest evaluation.
+export function beforeAndAfter(run, known, { section, table }) {
+  const found = run.heldOut, after = `after round ${number(found?.points.at(-1)?.round ?? 0)}`;
+  if (!found?.tasks.length || known.length > 1) return null; // of several runs, the table of key figures compares them
+  const name = found.figure === "reward" ? "mean reward" : "pass@1, the share of right answers,";
+  const titles = ["Task", "Questions", "Before training", after[0].toUpperCase() + after.slice(1)];
+  const rows = found.tasks.map((each) => [each.task, number(each.questions), fixed(each.before), fixed(each.after)]);
+  const cards = found.answers.map((one) => element("article", { class: "sample" },
+    element("p", { class: "head" }, element("b", {}, one.task)),
+    element("p", { class: "text" }, one.question),
+    one.right ? element("p", { class: "right" }, "right: ", element("span", { class: "text" }, one.right)) : null,
+    element("ul", {}, tried("before", one.before, one.before_correct, one.before_reward, one.mean_before, found),
+      tried(after, one.after, one.after_correct, one.after_reward, one.mean_after, found))));
+  return section(run, known, "Held-out questions",
+    element("p", {}, element("small", {}, `Never trained on: ${name} by task. Below, the first answer to the most, the middle and the least improved of ${number(found.answers_of)} questions.`)),
+    table(`Held-out questions of ${run.id}`, titles, rows, found.tasks.map((each) => each.task)),
+    cards.length ? element("div", { class: "samples" }, ...cards) : null);
 }

@@ -117,7 +117,7 @@ export function swarmPage(run, known, tools) {
   const tiles = element("dl", { class: "tiles" },
     figure("Members", "members", number(page.members), `${number(page.training)} of them training`),
     figure("Tokens a second", "tokens_per_s", speed(page.tokens_per_s), "sampled by all"),
-    figure("Success", "success", share(all), `over kinds of task, ${CLAIMED} by ${number(page.declaring)}`),
+    figure("Success", "success", share(all), page.declaring ? `over kinds of task, ${CLAIMED} by ${number(page.declaring)}` : "no member tells yet"),
     figure("Solved by nobody", "unsolved", page.kinds?.length ? number(unsolved) : "–", page.kinds?.length ? `of ${number(page.kinds.length)} kinds` : "no member tells yet"),
     ...mine(page, own, same, tools));
   const parts = [
@@ -132,32 +132,51 @@ export function swarmPage(run, known, tools) {
 
 function changed(change, how) {
   if (!change) return null;
-  return [`Success on kinds that ${how}`, `${share(change.first)} → ${share(change.now)}`, change.kinds.slice(0, 6).join(", ") + (change.kinds.length > 6 ? ", …" : "")];
+  return [`Success on kinds taught mostly by ${how}`, `${share(change.first)} → ${share(change.now)}`, change.kinds.slice(0, 6).join(", ") + (change.kinds.length > 6 ? ", …" : "")];
+}
+
+function rowsOf(rows) {
+  return rows.filter(Boolean).map(([term, value, more]) => [term, element("span", {}, value, " ", element("small", {}, more ?? ""))]);
 }
 
 // What the swarm gave a run: docs/sharing.md has the definitions.
 export function worth(run, known, { section, terms }) {
-  const found = run.status?.worth;
+  const found = run.status?.worth, { own, foreign } = run.summary;
   if (!found) return null;
-  const theirs = found.theirs ?? [], held = found.pass_1 ?? null;
-  const others = theirs.length ? `${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""} of ${number(theirs.length)} (${CLAIMED})` : "";
-  const rows = [
-    changed(found.by_others, "others taught"),
-    found.by_others ? changed(found.by_itself, "it taught itself") : null,
-    found.unsolved ? ["Taught by others alone", number(found.unsolved) + " questions", "while its own answers to their kind were all wrong"] : null,
-    held !== null || others ? ["Held-out pass@1", share(held), others] : null,
-    found.used_by_others ? ["Others trained on", `${number(found.used_by_others)} of its groups`, CLAIMED] : null,
-    found.share_of_used !== undefined && found.share_of_used !== null ? ["Its share of what others use now", percent(found.share_of_used), `${CLAIMED} by ${number(found.declaring)}`] : null,
-  ];
-  const pairs = rows.filter(Boolean).map(([term, value, more]) => [term, element("span", {}, value, " ", element("small", {}, more))]);
-  return pairs.length ? section(run, known, "What the swarm gave", terms(pairs)) : null;
+  const mine = found.own_groups ?? 0, others = found.others_groups ?? 0, theirs = found.theirs ?? [], first = found.pass_1_before;
+  const held = (first === undefined ? "" : `${share(first)} → `) + share(found.pass_1);
+  const said = theirs.length ? `members ${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""}, ${CLAIMED} by ${number(theirs.length)}` : "";
+  const pairs = rowsOf([
+    foreign ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
+    others ? ["Groups it learned from", `${number(others)} of ${number(mine + others)} from others`, mine ? `${(1 + others / mine).toFixed(1)} times as many as its own alone` : ""] : null,
+    foreign || found.unsolved ? ["Questions only others solved", number(found.unsolved ?? 0), found.unsolved ? "its own latest answers to their kind were all wrong" : ""] : null,
+    changed(found.by_others, "others"),
+    found.by_others ? changed(found.by_itself, "its own answers") : null,
+    said || first !== undefined ? ["Held-out pass@1", held, said] : null,
+  ]);
+  return section(run, known, "What the swarm gave", pairs.length ? terms(pairs) : element("p", {}, "Nothing so far: this node has trained on no group of another member."));
 }
 
-// The swarm of a run: success of all members by kind of task, and the link.
+// What a run gave the swarm.
+export function gave(run, known, { section, terms }) {
+  const found = run.status?.worth, sent = run.status?.sent?.["swarm/groups_sent"];
+  if (!found) return null;
+  const part = found.share_of_used ?? 1; // the share of one of two trainers is always whole
+  const pairs = rowsOf([
+    sent ? ["Groups published", number(sent), "since this start"] : null,
+    found.used_by_others ? ["Others trained on", `at least ${number(found.used_by_others)} of its groups`, CLAIMED] : null,
+    part < 0.995 ? ["Its share of what others use", percent(part), `${CLAIMED} by ${number(found.declaring)}`] : null,
+  ]);
+  return pairs.length ? section(run, known, "What it gave others", terms(pairs)) : null;
+}
+
+// The swarm of a run: success of all members by kind of task, and the link, unless the run has left it.
 export function swarmOf(run, known, tools) {
-  const page = run.status?.page;
-  if (!page) return null;
-  return tools.section(run, known, "The swarm", page.kinds?.length ? element("p", {}, element("small", {}, NOTE)) : null, kinds(run, page, tools), joining(run, page));
+  const { page, link } = run.status ?? {}, over = run.summary.state === "ended";
+  const table = page && kinds(run, page, tools), code = over ? null : joining(run, { link: page?.link ?? link });
+  if (!table && !code) return null;
+  const note = table ? element("p", {}, element("small", {}, over ? `As it was when the run ended. ${NOTE}` : NOTE)) : null;
+  return tools.section(run, known, "The swarm", note, table, code);
 }
 
 // Copy what a button names; a page that came unencrypted from another machine may not, so its text is selected.

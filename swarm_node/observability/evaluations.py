@@ -1,0 +1,163 @@
+"""Held-out figures of a run: what its evaluations found, and what its newest checkpoint has of them.
+
+Loads no torch, and of this package only `storage`, since the dashboard imports it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
+from swarm_node.storage.rundir import RunDir
+
+
+class Held(msgspec.Struct):
+    """Held-out figures of one task, or of all."""
+
+    questions: int
+    pass_1: float | None  # None = no checker judges answers to these questions
+    pass_k: float | None
+    reward: float | None = None  # None = measured by an earlier version
+
+    def by(self, figure: str) -> float | None:
+        """That figure, pass_1 or reward; None if it was not measured."""
+        return self.pass_1 if figure == "pass_1" else self.reward
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One held-out question with one answer, in without_middle texts."""
+
+    task: str
+    question: str
+    right: str  # reference answer; empty if there is none
+    answer: str
+    correct: bool | None  # None = no checker judged it
+    reward: float = 0.0
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out figures at one time."""
+
+    table: dict[str, Held] = {}  # figures by task label, and under `all` for all of them
+    by_question: list[float] = []  # share of right answers to each question, in the order asked
+    labels: list[str] = []  # the task label of each question
+    shown: list[Shown] = []  # the first questions asked, each with its first answer
+    rewards: list[float] = []  # mean reward of the answers to each question; empty if measured by an earlier version
+
+    def by(self, figure: str) -> list[float]:
+        """That figure, pass_1 or reward, of each question."""
+        return self.by_question if figure == "pass_1" else self.rewards
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One held-out question with the first answer before and after training; long texts lose their middle."""
+
+    task: str
+    question: str
+    right: str  # empty if there is no reference answer
+    before: str
+    before_correct: bool | None  # None = no checker judges answers to it
+    after: str
+    after_correct: bool | None
+    mean_before: float  # share of right ones among all answers to it, or their mean reward
+    mean_after: float
+    before_reward: float = 0.0
+    after_reward: float = 0.0
+
+
+class HeldOutRecord(msgspec.Struct):
+    """Held-out figures of a run so far, for its checkpoints."""
+
+    before: Evaluation = msgspec.field(default_factory=Evaluation)  # from before training
+    last: Evaluation = msgspec.field(default_factory=Evaluation)  # the latest from after it began
+    round: int = 0  # the round after which `last` was measured
+    seconds: float = 0.0  # seconds that the latest evaluation took
+
+    def by_round(self, with_reward: bool) -> dict[int, dict[str, float]]:
+        """Round (0 = before training) -> the number of questions and the figures over all tasks, as far as measured."""
+        names = ["questions", "pass_1", "pass_k", *(["reward"] if with_reward else [])]
+        found = {}
+        for round, evaluation in ((0, self.before), (self.round, self.last)):
+            if (every := evaluation.table.get("all")) is not None:
+                values = {name: getattr(every, name) for name in names}
+                found[round] = {name: value for name, value in values.items() if value is not None}
+        return found
+
+
+def record_of(state: Mapping[str, Any]) -> HeldOutRecord:
+    """The figures in the state of a checkpoint. Raises KeyError, TypeError, AttributeError and
+    msgspec.ValidationError if it has none."""
+    if "held_out_figures" in state:
+        return msgspec.convert(state["held_out_figures"], HeldOutRecord)
+    table = {label: Held(*values) for label, values in state["before"].items()}  # by an earlier version
+    return HeldOutRecord(Evaluation(table, state.get("before_by_question", [])))
+
+
+NOT_MEASURED = (KeyError, TypeError, AttributeError, msgspec.ValidationError)  # of record_of
+
+
+def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
+    """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
+    named = sorted((path for path in folders if NAME.fullmatch(path.name)), key=order)
+    try:
+        with open(named[-1] / "state.json", "rb") as file:
+            document = json.loads(file.read(MAX_STATE_BYTES))
+        state = document["state"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
+        return 0, {}
+    return order(named[-1])[0], state if isinstance(state, dict) else {}
+
+
+def before_and_after(before: Evaluation, after: Evaluation, figure: str) -> tuple[list[Answered], int]:
+    """Up to three questions of which both evaluations kept an answer, those that improved the most, in the middle and
+    the least by `figure`, and the number of all such questions."""
+    each = zip(before.by(figure), after.by(figure), strict=False)
+    kept = [
+        Answered(
+            then.task,
+            then.question,
+            then.right,
+            before=then.answer,
+            before_correct=then.correct,
+            after=now.answer,
+            after_correct=now.correct,
+            mean_before=mean_before,
+            mean_after=mean_after,
+            before_reward=then.reward,
+            after_reward=now.reward,
+        )
+        for then, now, (mean_before, mean_after) in zip(before.shown, after.shown, each, strict=False)
+        if then.question == now.question
+    ]
+    kept.sort(key=lambda one: one.mean_before - one.mean_after)
+    places = sorted({0, len(kept) // 2, len(kept) - 1}) if kept else []
+    return [kept[i] for i in places], len(kept)
+
+
+def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any] | None:
+    """The figures in the state of a checkpoint as the page shows them; None if it has none."""
+    try:
+        record, conditions = record_of(state), state["held_out"]
+        figure = "reward" if "rewards" in conditions else "pass_1"
+        samples = conditions["samples"]
+    except NOT_MEASURED:
+        return None
+    before, after = record.before.table, record.last.table
+    answers, answers_of = before_and_after(record.before, record.last, figure)
+    return {
+        "figure": figure,
+        "samples": samples,
+        "points": [{"round": round, **found} for round, found in record.by_round(with_reward).items()],
+        "tasks": [
+            {"task": label, "questions": now.questions, "before": before[label].by(figure), "after": now.by(figure)}
+            for label, now in after.items()
+            if label != "all" and label in before
+        ],
+        "answers": msgspec.to_builtins(answers),
+        "answers_of": answers_of,
+    }
