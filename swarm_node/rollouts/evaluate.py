@@ -87,7 +87,7 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
 def titles(tables: Sequence[Mapping[str, Held]], samples: int, rewards: RewardsConfig) -> dict[str, str]:
     """Field of `Held` -> its title, for the figures that are shown of these tables."""
     judged = any(held.pass_1 is not None for table in tables for held in table.values())
-    found = {"pass_1": "pass@1", "pass_k": f"pass@{samples}"} if judged else {}
+    found = {"pass_1": "pass@1"} | ({"pass_k": f"pass@{samples}"} if samples > 1 else {}) if judged else {}
     return found | ({"reward": "reward"} if reports_reward(rewards) else {})
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import logging
 import math
 import random
@@ -24,7 +23,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import blamed, load_function, place_of, plugin_error
+from swarm_node.config.plugins import blamed, load_function, plugin_error
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
@@ -34,6 +33,7 @@ from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import endless, in_metrics, numbered, unknown_task
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
+from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
 from swarm_node.types import Rollout, Score, Task
 
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
@@ -47,9 +47,6 @@ MISSES = 1000  # indices without a new held-out question after which a source co
 
 GOLDEN = (math.sqrt(5) + 1) / 2
 
-RewardFunction = Callable[..., list[float | None]]
-"""A function of the user's own, with TRL's signature `f(prompts, completions, **columns)`. It gives None for a
-completion that it does not score."""
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 """(tasks, prompts, completions) -> a score of each completion; see `TaskSet.score`."""
 
@@ -73,9 +70,7 @@ class TaskSet:
             name = function.name
             if name in (CHECKER, *self._functions):
                 raise UserError(f"two rewards are called {name!r}: rename the function in {function.path!r}")
-            given = function.given
-            found = load_function(function.path, "reward function") if given is None else given
-            self._functions[name] = _plain(found, name)
+            self._functions[name] = load_reward(function)
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
@@ -186,7 +181,7 @@ class TaskSet:
         answers = [extract(completion, self._form) for completion in completions]
         checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
         functions = self._functions.items()
-        rewards = {name: _call(name, function, tasks, prompts, completions) for name, function in functions}
+        rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
             whole = [value if value is None else float(_is_right(value)) for value in checked]
             rewards[CHECKER] = checked if self._partial else whole
@@ -403,45 +398,3 @@ def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreComp
 def has_signal(rollouts: Sequence[Rollout]) -> bool:
     """Whether any reward differs: without that every advantage is zero."""
     return len({(r.reward, *r.rewards.items()) for r in rollouts}) > 1
-
-
-def _plain(function: RewardFunction, name: str) -> RewardFunction:
-    """The same function. UserError if it is an `async def`, which returns no rewards when it is called."""
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-        raise UserError(
-            f"reward function {name!r}{place_of(called)} is an `async def`, which is not awaited here: write a plain "
-            "`def`, with asyncio.run(...) inside for what must be awaited"
-        )
-    return function
-
-
-def _call(
-    name: str, function: RewardFunction, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]
-) -> list[float | None]:
-    """One reward for each completion. UserError if the function fails or breaks its contract."""
-    try:
-        rewards = list(function(prompts=list(prompts), completions=list(completions), **_columns(tasks)))
-        rewards = [None if reward is None else float(reward) for reward in rewards]
-    except Exception as error:  # the user's code may raise anything
-        raise plugin_error(f"reward function {name!r} failed", error) from error
-    if len(rewards) != len(completions):
-        raise UserError(
-            f"reward function {name!r}{place_of(function)} gave {len(rewards)} rewards for {len(prompts)} completions"
-        )
-    if not all(reward is None or math.isfinite(reward) for reward in rewards):
-        raise UserError(
-            f"reward function {name!r}{place_of(function)} gave a reward that is not finite; None = not scored"
-        )
-    return rewards
-
-
-def _columns(tasks: Sequence[Task]) -> dict[str, list[Any]]:
-    """The other arguments of reward functions, one value for each task: `question`, `answer`, `task` (its label), and
-    every metadata column of any task (None where a task lacks it)."""
-    names = {name for task in tasks for name in task.metadata} - {"prompts", "completions"}
-    return {name: [task.metadata.get(name) for task in tasks] for name in sorted(names)} | {
-        "question": [task.question for task in tasks],
-        "answer": [task.answer for task in tasks],
-        "task": [task.label for task in tasks],
-    }

@@ -35,6 +35,12 @@ def test_each_question_has_a_line_with_its_answers() -> None:
     assert [path.name for path in Path("deep").iterdir()] == ["answers.jsonl"]
 
 
+def test_one_answer_has_one_figure() -> None:
+    Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    done = CliRunner().invoke(app, ["eval", "starter", "--tasks", SUMS, "--all", "--samples", "1"])
+    assert done.exit_code == 0 and done.stdout.count("pass@1") == 2, "in the table's head and in its legend"
+
+
 def test_answers_replace_no_file() -> None:
     Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
     Path("deep").mkdir()

@@ -355,6 +355,11 @@ def nan(completions, **columns):
     return [float("nan") for text in completions]
 def text(completions, **columns):
     return ["good" for text in completions]
+def single(completions, **columns):
+    return 1.0
+def lazy(completions, **columns):
+    for text in completions:
+        yield int("x")
 """
 
 
@@ -419,8 +424,13 @@ def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
         ("short", "'short' in rewards.py, line 9, gave 1 rewards for 2 completions"),
         ("broken", "'broken' failed in rewards.py, line 12: ZeroDivisionError: division by zero"),
         ("nan", "'nan' in rewards.py, line 13, gave a reward that is not finite"),
-        ("text", "'text' failed: ValueError"),
-        ("some", "'some' failed: TypeError"),
+        ("text", "'text' in rewards.py, line 15, must give a list of numbers, and gave ['good', 'good']"),
+        ("single", "'single' in rewards.py, line 17, must give a list of numbers, and gave 1.0"),
+        ("lazy", "'lazy' failed in rewards.py, line 21: ValueError"),
+        (
+            "some",
+            "'some' in rewards.py, line 7, cannot be called: missing a required argument: 'level'. It is called with",
+        ),
     ],
 )
 def test_a_function_that_fails_is_the_users_error(tmp_path: Path, name: str, message: str) -> None:
