@@ -143,10 +143,18 @@ class Policy:
     # ----------------------------------------------------------------- text
 
     def encode(self, question: str) -> list[int]:
-        """Prompt ids of a question: the tokenizer's chat template if it has one, else `prompt_template`."""
+        """`encode_questions` of one question."""
+        return self.encode_questions([question])[0]
+
+    def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
+        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`."""
+        if not questions:
+            return []
         if self.tokenizer.chat_template:
-            return self.tokenizer(self.frame.around(question), add_special_tokens=False)["input_ids"]
-        return self.tokenizer(self.config.prompt_template.replace("{question}", question))["input_ids"]
+            texts, special = list(map(self.frame.around, questions)), False
+        else:
+            texts, special = [self.config.prompt_template.replace("{question}", each) for each in questions], True
+        return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
 
     @property
     def frame(self) -> Frame:

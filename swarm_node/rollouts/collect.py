@@ -73,7 +73,7 @@ def _fitting(
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
         drawn = draw(config.groups - len(fitting))
-        encoded = [(task, policy.encode(tasks.prompt(task))) for task in drawn]
+        encoded = list(zip(drawn, policy.encode_questions(list(map(tasks.prompt, drawn))), strict=True))
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
         collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
         if len(fitting) == config.groups or not drawn:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import unicodedata
 from collections import deque
+from functools import lru_cache
 
 from protocol.answer_form import AnswerForm
 from swarm_node.config import NodeConfig
@@ -51,6 +52,7 @@ class OneTurn(TaskSource):
         return [*messages, {"role": "assistant", "content": answer}], reward, True
 
 
+@lru_cache(maxsize=32)  # a completion is read by the task set and by its environment, and its like come again
 def extract(completion: str, form: AnswerForm = "any") -> str | None:
     r"""The answer to be judged; None if there is none. With `any`, the first rule that applies wins:
 

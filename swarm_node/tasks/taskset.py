@@ -178,8 +178,10 @@ class TaskSet:
 
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
-        answers = [extract(completion, self._form) for completion in completions]
-        checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
+        answers, checked = [], []
+        for task, completion in zip(tasks, completions, strict=True):
+            answers.append(extract(completion, self._form))
+            checked.append(self._step(task, completion))
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:

@@ -123,6 +123,8 @@ def test_state_of_another_model_changes_nothing(tmp_path):
 def test_models_without_chat_template_use_the_prompt_template(tmp_path):
     policy, said = load(save("llama", tmp_path, chat=False), prompt_template="Q: {question} A:")
     assert policy.tokenizer.decode(policy.encode("one {x} plus")) == "Q: one {x} plus A:"
+    asked = ["one", "", "one {x} plus two"]
+    assert policy.encode_questions(asked) == [policy.encode(each) for each in asked] and not policy.encode_questions([])
     assert "prompt_template" in said
 
 
