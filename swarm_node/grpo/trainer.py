@@ -92,12 +92,7 @@ class Trainer:
         self._baseline = advantage.find_baseline(config)
         self._loss = find_loss(config.loss)
         self._correction = find_correction(config)
-        if optimizer is None:
-            named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-            lora, trained = hasattr(policy.model, "peft_config"), sum(p.numel() for _, p in named)
-            rate = config.learning_rate or default_learning_rate(lora, trained)
-            optimizer = Optimizer(named, config, rate, embeddings=embeddings_of(policy.model))
-        self.optimizer: AnyOptimizer = optimizer
+        self.optimizer: AnyOptimizer = optimizer or _optimizer(policy.model, config)
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
@@ -405,6 +400,14 @@ def _recorded(group: Group, rollout: Rollout, top_p: float) -> np.ndarray:
     if is_altered or len(rollout.logprobs) != n:
         return np.full(n, np.nan, dtype=np.float32)
     return np.array(rollout.logprobs, dtype=np.float32)
+
+
+def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> Optimizer:
+    """The optimiser of all that is trained of a model in this process."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    lora, trained = hasattr(model, "peft_config"), sum(p.numel() for _, p in named)
+    rate = config.learning_rate or default_learning_rate(lora, trained)
+    return Optimizer(named, config, rate, embeddings=embeddings_of(model))
 
 
 def default_learning_rate(lora: bool, trained: int) -> float:
