@@ -147,7 +147,7 @@ export function worth(run, known, { section, terms }) {
   const held = (first === undefined ? "" : `${share(first)} → `) + share(found.pass_1);
   const said = theirs.length ? `members ${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""}, ${CLAIMED} by ${number(theirs.length)}` : "";
   const pairs = rowsOf([
-    foreign ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
+    foreign && !others ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
     others ? ["Groups it learned from", `${number(others)} of ${number(mine + others)} from others`, mine ? `${(1 + others / mine).toFixed(1)} times as many as its own alone` : ""] : null,
     foreign || found.unsolved ? ["Questions only others solved", number(found.unsolved ?? 0), found.unsolved ? "its own latest answers to their kind were all wrong" : ""] : null,
     changed(found.by_others, "others"),
