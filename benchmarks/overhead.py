@@ -173,8 +173,11 @@ def recovery() -> Row:
 
 
 @contextmanager
-def commands() -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
-    """A folder, and a way to start `swarm-node` commands that end with the context."""
+def commands(one_thread: bool = True) -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
+    """A folder, and a way to start `swarm-node` commands that end with the context: each with one thread of torch, or
+    with as many as it chooses."""
+    here = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    here |= {"OMP_NUM_THREADS": "1"} if one_thread else {}
     running: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -186,7 +189,7 @@ def commands() -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+                env=here | variables,
             )
             running.append(process)
             return process
