@@ -152,6 +152,7 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
     return {
         "figure": figure,
         "samples": samples,
+        "own_tasks": "whole" in conditions,  # questions of eval.tasks, of which training may have drawn some
         "points": [{"round": round, **found} for round, found in record.by_round(with_reward).items()],
         "tasks": [
             {"task": label, "questions": now.questions, "before": before[label].by(figure), "after": now.by(figure)}

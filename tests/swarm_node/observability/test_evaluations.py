@@ -43,7 +43,7 @@ def test_three_questions_are_shown_before_and_after() -> None:
 def test_rewards_are_told_where_they_count() -> None:
     rewarded = state(20, evaluation(0.5)) | {"held_out": {"samples": 4, "rewards": [["own.py:close", 1.0]]}}
     found = shown_held_out(rewarded, with_reward=True)
-    assert found is not None and found["figure"] == "reward"
+    assert found is not None and (found["figure"], found["own_tasks"]) == ("reward", False)
     assert [point["reward"] for point in found["points"]] == [0.5, 0.5]
 
 
