@@ -115,7 +115,8 @@ def plot(settings: Sequence[str], out: Path) -> None:
             axes.plot([1, *sizes], middle, style, color=f"C{number}", label=label)
             if kind == "swarm":
                 axes.fill_between([1, *sizes], [1.0, *map(min, values)], [1.0, *map(max, values)], alpha=0.15)
-    axes.set(xlabel="peers in the swarm", ylabel="times as soon as a node alone with the defaults", xscale="log", ylim=(0, None))
+    axes.set(xlabel="peers in the swarm", xscale="log")
+    axes.set(ylabel="times as soon as a node alone with the defaults", ylim=(0, None))
     axes.set_xticks([1, *PEERS], [str(n) for n in (1, *PEERS)])
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
