@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
@@ -32,7 +33,16 @@ from swarm_node.policy.loading import Plan
 from swarm_node.policy.oom import free_on_gpu, is_out_of_memory, map_large_tensors
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.sizes import Activations, Shape, Work, copied_bytes, round_bytes, sampling_bytes, update_bytes
+from swarm_node.policy.sizes import (
+    RUNTIME_BYTES,
+    Activations,
+    Shape,
+    Work,
+    copied_bytes,
+    lasting_bytes,
+    round_bytes,
+    sampling_bytes,
+)
 from swarm_node.say import Detail
 
 
@@ -102,6 +112,32 @@ def _kept(policy: Policy, shape: Shape) -> Activations:
         return shape.activations
 
 
+def copy_of(policy: Policy, shape: Shape) -> int:
+    """Bytes of the copy of the weights that a policy samples from."""
+    copies = isinstance(policy.engine, NativeEngine) and policy.engine.layout.name != "own"
+    return shape.weights + shape.saved if copies else 0
+
+
+def sampled_tokens(policy: Policy, prompt: int, n: int, new: int) -> int:
+    """Tokens whose keys and values are held while `n` answers to a question are sampled."""
+    return n * new + prompt * (1 if isinstance(policy.engine, NativeEngine) else n)
+
+
+def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n: int, new: int) -> int:
+    """Questions with prompts of so many tokens of which `n` answers of at most `new` tokens can be sampled at a time in
+    `room` bytes; at least one."""
+    return max(1, int(room // sampling_bytes(shape, n, sampled_tokens(policy, prompt, n, new))))
+
+
+def fit_sampling(policy: Policy, machine: Hardware) -> None:
+    """Make a policy that is only sampled from take as many questions at a time as fit into memory."""
+    if machine.room == math.inf:
+        return
+    shape = shape_of(policy)
+    lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
+    policy.prompts_at_once = partial(questions_at_once, policy, shape, machine.room - lasting)
+
+
 class Fitting:
     """Makes the rounds of a run fit into memory."""
 
@@ -138,7 +174,7 @@ class Fitting:
             self.policy.prompts_at_once = self._prompts_at_once
         if self.mapped and not self.machine.gpu:
             map_large_tensors()
-        return self.bytes(self._work())
+        return self.bytes(self.work())
 
     def bytes(self, work: Work) -> int:
         """Bytes of a round with that work at a time."""
@@ -165,10 +201,10 @@ class Fitting:
     def _least(self) -> Work:
         """The work that takes least memory: one question sampled, and one of its answers trained on, at a time."""
         n, checkpointing = self.config.rollouts.group_size, self.policy.checkpointing is not None
-        sampled, tokens = self._sampled(n, self._prompt), self._answer
+        sampled, tokens = sampled_tokens(self.policy, self._prompt, n, self._new), self._answer
         return Work(n, sampled, tokens, tokens, self._new, True, checkpointing, self.mapped, self._copied)
 
-    def _work(self) -> Work:
+    def work(self) -> Work:
         """The work at a time in a round within the limits."""
         rollouts, grpo, n = self.config.rollouts, self.config.grpo, self._answers
         groups = min(rollouts.groups, grpo.batch_groups or rollouts.groups)
@@ -178,7 +214,7 @@ class Fitting:
         questions = min(rollouts.groups, self.policy.prompts_at_once(self._prompt, rollouts.group_size, self._new))
         return Work(
             answers=questions * rollouts.group_size,
-            sampled=questions * self._sampled(rollouts.group_size, self._prompt),
+            sampled=questions * sampled_tokens(self.policy, self._prompt, rollouts.group_size, self._new),
             tokens=batch.tokens(largest),
             longest=largest[0].length,
             targets=sum(len(completion) for row in largest for completion in row.completions),
@@ -190,10 +226,7 @@ class Fitting:
 
     @property
     def _copied(self) -> int:
-        """Bytes of the copy of the weights that is sampled from."""
-        engine = self.policy.engine
-        copies = isinstance(engine, NativeEngine) and engine.layout.name != "own"
-        return self.shape.weights + self.shape.saved if copies else 0
+        return copy_of(self.policy, self.shape)
 
     def _pack(self) -> None:
         """Have the native engine sample from packed weights, if they are faster and there is room for the copy."""
@@ -202,7 +235,7 @@ class Fitting:
             return
         own, packed = engine.layout, packed_layout(self.policy.base)
         engine.layout = packed
-        if self.bytes(self._work()) > self.machine.room:
+        if self.bytes(self.work()) > self.machine.room:
             engine.layout = packed = Layout(own.name, f"{own.why}, for which there is no room beside a round")
         self.trainer.report(Detail(f"sampling multiplies with {packed.name} weights: {packed.why}"))
 
@@ -219,20 +252,13 @@ class Fitting:
                 most = middle - 1
         return most
 
-    def _sampled(self, n: int, prompt: int, new: int = 0) -> int:
-        """Tokens whose keys and values are held while `n` answers to a question are sampled."""
-        shared = isinstance(self.policy.engine, NativeEngine)
-        return n * (new or self._new) + prompt * (1 if shared else n)
-
     def _prompts_at_once(self, prompt: int, n: int, new: int) -> int:
         """Questions with prompts of so many tokens of which `n` answers of at most `new` tokens can be sampled at a
         time."""
         least, gpu = self._least, self.machine.gpu
-        copied = least.copied or copied_bytes(self.shape, gpu)
-        sampling = sampling_bytes(self.shape, least.answers, least.sampled) + copied
-        lasting = self.bytes(least) - max(update_bytes(self.shape, self.kept, least, gpu), sampling) + copied
-        each = sampling_bytes(self.shape, n, self._sampled(n, prompt, new))
-        return max(1, int((self.machine.room - lasting) // each))
+        lasting = lasting_bytes(self.shape, gpu, self._reference, self._copies)
+        lasting += least.copied or copied_bytes(self.shape, gpu)
+        return questions_at_once(self.policy, self.shape, self.machine.room - lasting, prompt, n, new)
 
     def _checkpoint(self, asked: bool) -> None:
         again = Checkpointing(self.policy.model)

@@ -32,7 +32,7 @@ def measured(policy: Policy) -> Activations:
     token = (second - first) / step - pair * (short + middle)
     fixed = first - token * short - pair * short * short
     again = Checkpointing(policy.model)
-    inputs = (kept_bytes(policy, middle, again) - kept_bytes(policy, short, again)) / step
+    inputs = (kept_bytes(policy, middle, again) - kept_bytes(policy, short, again)) / step - pair * (short + middle)
     if pair < 0 or token < 0:  # what is kept is no such sum: the longest row says what a token takes
         token, pair, fixed = third / long, 0.0, 0.0
     layers = largest(policy.base.config.get_text_config(), "num_hidden_layers", 1)
@@ -40,23 +40,24 @@ def measured(policy: Policy) -> Activations:
 
 
 def kept_bytes(policy: Policy, length: int, checkpointing: Checkpointing | None = None) -> int:
-    """Bytes that a forward pass over one row of `length` tokens keeps."""
+    """Bytes that a forward pass over one row of `length` tokens keeps, with the mask of a packed row."""
+    batch = row(policy, length)
+    mask = 0 if batch.attention_mask is None else batch.attention_mask.nbytes
     weights = {t.untyped_storage().data_ptr() for t in (*policy.model.parameters(), *policy.model.buffers())}
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}  # held until the end, so that no two have one address
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:  # a graph with the tensors themselves in it is never freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            kept[storage.data_ptr()] = storage
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
         if checkpointing is None:
-            _ = _forward(policy, row(policy, length))
+            _ = _forward(policy, batch)
         else:
             with checkpointing.on():
-                _ = _forward(policy, row(policy, length))
-    return sum(kept.values())
+                _ = _forward(policy, batch)
+    return mask + sum(storage.nbytes() for storage in kept.values())
 
 
 def row(policy: Policy, length: int) -> TokenBatch:

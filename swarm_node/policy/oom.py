@@ -47,18 +47,25 @@ def map_large_tensors() -> None:
     """Undo `keep_freed_memory` for tensors from a megabyte on: each is mapped by itself and returned when it is freed.
 
     glibc cannot give freed aligned memory to the next tensor of the same size, so a heap of large tensors has gaps: up
-    to half of what they take.
+    to half of what they take. What was freed before, and large tensors would not use again, is returned now.
     """
     _mallopt(_M_MMAP_THRESHOLD, 2**20)
+    return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Have the C library give back what was freed. Without Linux and glibc this does nothing."""
+    if (trim := _find("malloc_trim")) is not None:
+        trim(0)
 
 
 def _mallopt(parameter: int, value: int) -> None:
-    if (mallopt := _find_mallopt()) is not None:
+    if (mallopt := _find("mallopt")) is not None:
         mallopt(parameter, value)
 
 
 @cache
-def _find_mallopt() -> Any:
-    """The function of the C library; None if it has none."""
+def _find(name: str) -> Any:
+    """A function of the C library; None if it has none of that name."""
     libc = ctypes.util.find_library("c") if sys.platform.startswith("linux") else None  # it starts a process
-    return None if libc is None else getattr(ctypes.CDLL(libc), "mallopt", None)
+    return None if libc is None else getattr(ctypes.CDLL(libc), name, None)

@@ -233,6 +233,14 @@ class Policy:
 
     def generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
         """Sample `n` completions of each prompt; with an exact engine, `seeds` (one a prompt) decide them."""
+        self.engine.update(self.trainable_state(), self.version)
+        try:
+            return self._in_parts(prompts, n, sampling, seeds)
+        finally:
+            self.engine.release()
+
+    def _in_parts(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
+        """`generate` with as many prompts at a time as there is memory for."""
         groups: list[list[Rollout]] = []
         start = 0
         at_once = self.prompts_at_once(max(map(len, prompts), default=0), n, sampling.max_new_tokens)
@@ -254,7 +262,6 @@ class Policy:
         return groups
 
     def _generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
-        self.engine.update(self.trainable_state(), self.version)
         pairs = enumerate(zip(prompts, seeds, strict=True))
         self.engine.submit([Request(i, prompt, sampling, seed, n) for i, (prompt, seed) in pairs])
         samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))

@@ -10,7 +10,8 @@ bitsandbytes has two ways of its own that are switched off here (`settle`), sinc
 - on CPUs with bfloat16 instructions (AVX-512) it packs NF4 weights anew at the first product without a gradient. No
   gradient passes through such a layer from then on, and nothing says so;
 - its int8 product of evaluation rounds activations to 8 bits as well. Its product of training for CPUs does not; a GPU
-  has no other than the first one.
+  has no other than the first one. That of training keeps its inputs, which only a gradient of the weights would need:
+  they are let go.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from swarm_node.errors import UserError
+from swarm_node.policy.oom import return_freed_memory
 from swarm_node.policy.packed import is_packed
 from swarm_node.policy.policy import lines
 
@@ -62,7 +64,8 @@ def loading_options(kind: str | None, dtype: torch.dtype, device: torch.device) 
 
 
 def settle(model: nn.Module) -> None:
-    """Have all products of a loaded model, in evaluation mode, computed with gradients and with whole activations."""
+    """Have all products of a loaded model, in evaluation mode, computed with gradients and with whole activations; give
+    back what quantising it took."""
     if not any(map(is_packed, model.parameters())):
         return
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
@@ -72,6 +75,17 @@ def settle(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
         elif isinstance(module, Linear8bitLt) and module.weight.device.type == "cpu":
             module.training = True  # affects nothing but the choice of the product
+            module.register_forward_hook(_without_input)
+    for p in model.parameters():
+        if not is_packed(p) and p.device.type == "cpu":
+            p.data = p.data.clone()  # it lies in the mapped file, all of which stays in memory for it
+    return_freed_memory()
+
+
+def _without_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """Have the backward pass of bitsandbytes' int8 product let go of its input."""
+    if hasattr(output.grad_fn, "A"):
+        output.grad_fn.A = None
 
 
 def linear_values(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
     memory   = program + weights + optimiser + reference + copies for averaging + what is larger of
     sampling = keys and values of the sampled tokens + logits of one step + a merged copy of the weights
-    update   = gradients + activations of one microbatch + logits of one chunk
+    update   = what is larger of activations of one microbatch + logits of one chunk, and gradients
 
 A loaded policy measures its activations (`activations`); `Shape.activations` computes the same numbers for a decoder of
 the Llama kind, layer by layer. Tests compare both.
@@ -44,8 +44,9 @@ class Activations:
     layer: float = 0.0  # of a token in one layer, which is computed again then
 
     def of(self, tokens: int, longest: int, checkpointing: bool) -> float:
-        """Bytes for rows with `tokens` tokens together, of which the longest has `longest`."""
-        each = self.inputs + self.layer if checkpointing else self.token
+        """Bytes for rows with `tokens` tokens together, of which the longest has `longest`. With gradient checkpointing
+        one layer comes on top of them when it is computed again."""
+        each = self.inputs if checkpointing else self.token
         return self.fixed + each * tokens + self.pair * tokens * longest
 
 
@@ -115,7 +116,8 @@ class Shape:
             layer = each + 4 * (4 * h + 4 * q + 4 * i + 7 * self.rank) + self.normed * 4 * (q + kv)
         else:  # inputs of adapters and norms are kept in float32 as well
             layer = each + 4 * (7 * h + q + i + 7 * self.rank) + w * (4 * q + 3 * i) + self.normed * 4 * (q + kv)
-        return Activations(self.layers * layer, w + 1, 0.0, self.layers * w * h, layer)
+        inputs = self.layers * w * h + 4 * h * (1 if self.rank else 2)  # of layers, and what the last norm keeps
+        return Activations(self.layers * layer, w + 1, 0.0, inputs, layer)
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,19 @@ def head_bytes(shape: Shape, targets: int, gpu: bool) -> int:
 
 
 def update_bytes(shape: Shape, kept: Activations, work: Work, gpu: bool) -> int:
-    """Bytes of an update beside weights and optimiser."""
-    forward = (
-        shape.spare(gpu, work.mapped) * kept.of(work.tokens, work.longest, work.checkpointing)
-        + shape.working * work.tokens
-    )
-    forward += head_bytes(shape, work.targets, gpu)
-    return int(shape.gradients + forward if work.several else max(shape.gradients, forward))
+    """Bytes of an update beside weights and optimiser, at the head or at the end of the backward pass.
+
+    The gradients of head and embedding are dense. If they share weights, both are there at the end, beside the
+    gradients of all layers; few models whose weights are all trained here have them apart."""
+    spare = shape.spare(gpu, work.mapped)
+    activations = spare * kept.of(work.tokens, work.longest, work.checkpointing)
+    again = spare * kept.layer * work.tokens if work.checkpointing else 0.0
+    embedding = 0 if shape.rank else shape.vocabulary * shape.hidden * shape.width
+    largest = activations + max(head_bytes(shape, work.targets, gpu), again + shape.working * work.tokens)
+    heap = 0.0 if gpu or work.mapped else activations  # it does not shrink; gradients of layers go into its gaps
+    layers = 0 if work.several else shape.gradients - embedding
+    update = max(largest + embedding, max(heap, layers) + 2 * embedding)
+    return int(shape.gradients + update if work.several else update)
 
 
 def sampling_bytes(shape: Shape, answers: int, tokens: int) -> int:
@@ -159,12 +167,16 @@ def sampling_bytes(shape: Shape, answers: int, tokens: int) -> int:
 def round_bytes(
     shape: Shape, kept: Activations, work: Work, gpu: bool = False, reference: bool = False, copies: int = 0
 ) -> int:
-    """Bytes of a round. `reference`: the weights of before training are kept; `copies`: of what is trained in float32,
-    for averaging, in main memory."""
-    lasting = (0 if gpu else RUNTIME_BYTES) + shape.weights + shape.optimiser + reference * shape.weights
-    lasting += 0 if gpu else copies * 4 * shape.trained
+    """Bytes of a round; see `lasting_bytes`."""
     sampling = sampling_bytes(shape, work.answers, work.sampled) + (work.copied or copied_bytes(shape, gpu))
-    return lasting + max(sampling, update_bytes(shape, kept, work, gpu))
+    return lasting_bytes(shape, gpu, reference, copies) + max(sampling, update_bytes(shape, kept, work, gpu))
+
+
+def lasting_bytes(shape: Shape, gpu: bool = False, reference: bool = False, copies: int = 0) -> int:
+    """Bytes that are held while a policy samples and learns. `reference`: the weights of before training are kept;
+    `copies`: of what is trained in float32, for averaging, in main memory."""
+    lasting = shape.weights + shape.optimiser + reference * shape.weights
+    return lasting if gpu else lasting + RUNTIME_BYTES + copies * 4 * shape.trained
 
 
 def copied_bytes(shape: Shape, gpu: bool) -> int:

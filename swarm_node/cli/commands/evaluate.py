@@ -19,6 +19,7 @@ from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.plugins import only_in_a_program
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
+from swarm_node.grpo.memory import fit_sampling, hardware_of
 from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
@@ -63,6 +64,7 @@ def main(
     if not asked:
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, say)
+    fit_sampling(policy, hardware_of(policy.device))
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"

@@ -66,9 +66,12 @@ class Engine:
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample with these weights of the policy, by name, from the next batch on. The tensors are the live ones.
 
-        It is called before each batch, also if nothing has changed; one version may come with other weights.
+        It is called before each round, also if nothing has changed; one version may come with other weights.
         """
         raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of copies of the weights: the round is over, and an update needs the memory."""
 
 
 Completion = tuple[list[int], list[float], bool]  # token ids, log-probabilities, whether it ended by itself

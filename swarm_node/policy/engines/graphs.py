@@ -40,7 +40,6 @@ class GraphEngine(NativeEngine):
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, cancelled: Cancelled
     ) -> list[Completion]:
         batch = Batch(self.decoder, prompts, n, sampling, uniform, self._eos)
-        self._decoder = None  # its copy of the weights is not in the way of an update
         step = 0
         while step < sampling.max_new_tokens and batch.live.numel():
             batch.make_room(step)

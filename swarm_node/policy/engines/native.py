@@ -17,7 +17,7 @@ engine with the model itself and falls back to `engines.transformers` when they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, Sample, sample
+from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
 from swarm_node.policy.engines.products import Layout, Linear, Name, joined, layout_of
 from swarm_node.types import Sampling
 
@@ -102,7 +102,7 @@ class Decoder:
 
 
 class NativeEngine(BatchEngine):
-    """Decodes with a `Decoder`, which is made anew after each `update`."""
+    """Decodes with a `Decoder`, which is made anew for each round."""
 
     def __init__(self, model: nn.Module, eos: list[int], pad_id: int, layout: Layout | None = None) -> None:
         """`layout` of the weights in its decoders; None = that of `layout_of`."""
@@ -143,11 +143,8 @@ class NativeEngine(BatchEngine):
                 logits = decoder.forward(cache, token, step)
         return rows.samples()
 
-    def samples(self) -> Iterator[Sample]:
-        try:
-            yield from super().samples()
-        finally:
-            self._decoder = None  # its copy of the weights is not in the way of an update
+    def release(self) -> None:
+        self._decoder = None
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         super().update(weights, version)

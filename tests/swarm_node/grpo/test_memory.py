@@ -9,10 +9,11 @@ from transformers import LlamaConfig
 
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.memory import Fitting, check_plan, hardware_of, shape_of, training_of
+from swarm_node.grpo.memory import Fitting, check_plan, fit_sampling, hardware_of, shape_of, training_of
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.architecture import model_of
-from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines import native
+from swarm_node.policy.engines.native import Decoder, NativeEngine
 from swarm_node.policy.engines.products import Layout
 from swarm_node.policy.fitting import SHARE, Hardware, Training, option_that_fits, sentence_of_refusal
 from swarm_node.policy.loading import load_policy, prepare
@@ -117,14 +118,26 @@ def test_without_room_for_one_answer_a_run_is_refused(policy: Policy) -> None:
         fitting(policy, RUNTIME_BYTES).fit()
 
 
-def test_questions_are_sampled_in_turn_if_memory_asks_for_it(policy: Policy) -> None:
+def test_questions_are_sampled_in_turn_if_memory_asks_for_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Decoder] = []
+    monkeypatch.setattr(native, "Decoder", lambda *given: made.append(Decoder(*given)) or made[-1])
     prompts, sampling = [[5, 6, 7], [8, 9, 10, 11], [5, 9]], Sampling(12)
     together = policy.generate(prompts, 4, sampling, [1, 2, 3])
     asked = []
     policy.prompts_at_once = lambda prompt, n, new: asked.append((prompt, n, new)) or 1
     in_turn = policy.generate(prompts, 4, sampling, [1, 2, 3])
-    assert asked == [(4, 4, 12)]
+    assert asked == [(4, 4, 12)] and len(made) == 2, "a copy of the weights serves all questions"
     assert [[r.token_ids for r in group] for group in in_turn] == [[r.token_ids for r in group] for group in together]
+
+
+def test_a_policy_that_is_not_trained_samples_within_memory(policy: Policy) -> None:
+    fit_sampling(policy, Hardware("cpu", 0))
+    assert policy.prompts_at_once(20, 8, 100) == 2**16
+    questions = []
+    for mib in (560, 700, 1400):
+        fit_sampling(policy, Hardware("cpu", mib * 2**20))
+        questions.append(policy.prompts_at_once(20, 8, 100))
+    assert 1 == questions[0] < questions[1] < questions[2] < policy.prompts_at_once(20, 8, 10)
 
 
 def test_the_plan_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +180,7 @@ def training(**policy: object) -> Training:
     [
         (7, {}, "--quantize nf4"),
         (24, {"lora": False}, "--lora"),
-        (4.6, {"quantize": "nf4"}, "--set rollouts.max_new_tokens=256"),
+        (4.6, {"quantize": "nf4"}, "--set rollouts.max_new_tokens=512"),
         (3, {}, "--model HuggingFaceTB/SmolLM2-360M-Instruct"),
         (0.4, {}, ""),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -80,11 +82,18 @@ def test_the_shape_alone_tells_nearly_the_same(family: str, lora: bool, dtype: t
         assert found == pytest.approx(expected, rel=0.1 if checkpointing else 0.05)
 
 
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_measuring_leaves_no_trace(lora: bool) -> None:
     policy = policy_of("qwen2", lora)
     before, fingerprint = torch.get_rng_state(), policy.fingerprint
+    tensors = live_tensors()
     measured(policy)
+    assert live_tensors() == tensors, "all that was kept is freed"
     assert torch.equal(torch.get_rng_state(), before) and policy.fingerprint == fingerprint
     assert all(p.grad is None for p in policy.model.parameters())
     assert not any(module.training for module in policy.model.modules())

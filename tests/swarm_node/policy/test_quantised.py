@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -114,6 +115,18 @@ def test_gradients_pass_after_products_without_one(kind: str, dtype: str, tmp_pa
     for ours, theirs in zip(policy.trainable_parameters(), plain.trainable_parameters(), strict=True):
         assert theirs.grad.norm() > 0
         assert (ours.grad - theirs.grad).norm() <= (1e-3 if dtype == "float32" else 0.3) * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_keep_no_input_for_the_backward_pass(kind: str, tmp_path: Path) -> None:
+    """A layer's adapter keeps its input in float32, a copy."""
+    policy = load(save("llama", tmp_path), quantize=kind, dtype="bfloat16")
+    inputs: list[weakref.ref[Tensor]] = []
+    for module in policy.base.modules():
+        if hasattr(module, "base_layer"):
+            module.base_layer.register_forward_pre_hook(lambda module, given: inputs.append(weakref.ref(given[0])))
+    logits = policy.model(input_ids=IDS, use_cache=False).logits
+    assert inputs and logits.requires_grad and all(tensor() is None for tensor in inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

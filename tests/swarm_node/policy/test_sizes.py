@@ -8,6 +8,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import memory
 from swarm_node.config import NodeConfig
 from swarm_node.grpo import batch
 from swarm_node.policy.sizes import (
@@ -88,3 +89,14 @@ def test_the_estimate_is_near_what_a_gpu_reserved(size: str, model: KnownModel) 
     shape = model.shape(16, 2)
     needed = round_bytes(shape, shape.activations, work, gpu=True)
     assert needed / 2**20 == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("size", memory.SIZES)
+def test_the_estimate_is_near_what_updates_took(size: str) -> None:
+    """benchmarks.memory: within 15 %, or above where the heap had fewer gaps."""
+    rows = memory.known(size)
+    assert len(rows) > 5
+    for row in rows:
+        for peak in row.get("peaks", []):
+            assert memory.estimate(row) >= 0.85 * peak
+            assert memory.estimate(row) <= 1.15 * peak or row["way"] == "kept"

@@ -73,7 +73,9 @@ def test_packed_weights_give_way_to_an_update():
     engine.layout = Layout("packed", "")
     assert engine.decoder is engine.decoder
     engine.submit([Request(0, [3, 4], Sampling(4), n=2)])
-    assert len([*engine.samples()]) == 2 and engine._decoder is None
+    assert len([*engine.samples()]) == 2
+    engine.release()
+    assert engine._decoder is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError])
