@@ -5,13 +5,16 @@ A fault of another *peer* is `protocol.errors.RemoteProtocolError` and never end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 TEMPORARY = 75  # exit code after a TemporaryError: EX_TEMPFAIL of sysexits.h
 
 
 class SwarmNodeError(Exception):
     """Base of these errors."""
+
+    document: Mapping[str, Any] | None = None  # what was found before the error, for --json to show beside it
 
 
 class UserError(SwarmNodeError):

@@ -116,7 +116,7 @@ def _tell(error: SwarmNodeError, values: Mapping[str, Any]) -> None:
         typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
     typer.echo(f"swarm-node: {message}", err=True)
     if values.get("json_output"):
-        typer.echo(json.dumps({"error": message}))
+        typer.echo(json.dumps({**(error.document or {}), "error": message}))
 
 
 def _show_version(wanted: bool) -> None:

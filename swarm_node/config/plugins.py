@@ -57,7 +57,8 @@ def name_in_program(function: Callable[..., Any]) -> str:
 def only_in_a_program(path: str) -> bool:
     """Whether `name_in_program` gave this path to a function that no other process can import."""
     where, _, attribute = path.rpartition(":")
-    return where == "__main__" or attribute.endswith("()") or "<" in attribute
+    dotted = "." in attribute and not where.endswith(".py")  # a user may have written a file's name, a program has none
+    return where == "__main__" or attribute.endswith("()") or "<" in attribute or dotted
 
 
 def not_here(path: str, what: str) -> UserError:

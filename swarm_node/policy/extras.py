@@ -12,15 +12,19 @@ from swarm_node.install import pip
 BITSANDBYTES = (0, 50)  # oldest version with which weights and moments in 8 bits and less are known to work on a CPU
 
 
+class PackageMissing(UserError):
+    """A package that a setting needs is missing or too old."""
+
+
 def check_quantiser(config: PolicyConfig) -> None:
-    """Raise UserError if `policy.quantize` is set, and the package that quantises is missing or too old."""
+    """Raise PackageMissing if `policy.quantize` is set, and the package that quantises is missing or too old."""
     if config.quantize is not None:
         _check(f"--quantize {config.quantize}")
 
 
 def check_optimizer(name: str, stages: int = 0) -> None:
-    """Raise UserError if the `grpo.optimizer` of that name needs a package that is missing or too old, or cannot be had
-    with a policy in `stages`."""
+    """Raise PackageMissing if the `grpo.optimizer` of that name needs a package that is missing or too old; UserError
+    if it cannot be had with a policy in `stages`."""
     if name == "adamw":
         return
     if stages:
@@ -31,7 +35,7 @@ def check_optimizer(name: str, stages: int = 0) -> None:
 
 
 def _check(setting: str) -> None:
-    """Raise UserError if the package is missing or too old; `setting` is what needs it."""
+    """Raise PackageMissing if the package is missing or too old; `setting` is what needs it."""
     wanted = ".".join(map(str, BITSANDBYTES))
     try:
         found = version("bitsandbytes")
@@ -39,7 +43,7 @@ def _check(setting: str) -> None:
         found = ""
     if tuple(map(int, re.findall("[0-9]+", found)[:2])) < BITSANDBYTES:
         state = f"{found} is installed" if found else "it is not installed"
-        raise UserError(f"{setting} needs bitsandbytes {wanted} or newer, and {state}: {quantiser_command()}")
+        raise PackageMissing(f"{setting} needs bitsandbytes {wanted} or newer, and {state}: {quantiser_command()}")
 
 
 def quantiser_command() -> str:

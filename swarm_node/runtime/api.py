@@ -78,7 +78,8 @@ def resolve(
         layers.append(("reward_funcs", {"rewards": {"functions": _tables(reward_funcs, reward_weights)}}))
     member = any(table.get("swarm") is not None for _, table in layers)
     settings = load_run_config(layers, member, (lambda sentence: None) if quiet else print)
-    for function, table in zip(reward_funcs, settings.rewards.functions, strict=False):
+    tables = settings.rewards.functions if reward_funcs else []
+    for function, table in zip(reward_funcs, tables, strict=True):
         if not isinstance(function, str):
             table.give(function)
             if settings.pipeline.stages:
@@ -99,4 +100,11 @@ def _tables(functions: Sequence[RewardFunction], weights: Sequence[float] | None
         if not callable(each) and not isinstance(each, str):
             raise UserError(f"reward_funcs[{number}] is neither a function nor a text such as rewards.py:brevity")
     paths = [each if isinstance(each, str) else name_in_program(each) for each in functions]
-    return [{"path": path, "weight": float(weight)} for path, weight in zip(paths, weights, strict=True)]
+    return [{"path": path, "weight": _weight(number, weights[number])} for number, path in enumerate(paths)]
+
+
+def _weight(number: int, weight: float) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward_weights[{number}] is no number: {weight!r}") from error

@@ -29,6 +29,7 @@ from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.training import COLUMNS, is_csv, is_question_file
 from swarm_node.errors import UserError
+from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
 
@@ -41,6 +42,7 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
+    from swarm_node.tasks.files import has_messages
     from swarm_node.tasks.option_limits import check_options
 
     check_addresses(rest.get("bootstrap", []))
@@ -58,6 +60,11 @@ def make_manifest(
                     "`swarm-node new` converts such a file on this machine, `--stages` takes none"
                 )
             data = read_questions(table.file)
+            if is_url(table.file) and has_messages(data):
+                raise UserError(
+                    f"questions in {table.file} are lists of messages, which members of earlier versions cannot read: "
+                    "download it and name the file here, so that `swarm-node new` converts it"
+                )
             task = _of_file(table, data, licence)
             path = Path(folder) / task.sha256 / f"{task.name}.jsonl"
             path.parent.mkdir(exist_ok=True)
@@ -75,15 +82,18 @@ def make_manifest(
 
 
 def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[str | TaskConfig]:
-    """`specs` in which each CSV file, and each with named columns, is replaced by a copy in `folder` of JSON lines with
-    `question` and `answer`. The copy is called as the file. Raises UserError, also if another file of that name is
-    there."""
-    from swarm_node.tasks.files import QuestionFile
+    """`specs` in which each CSV file, each with named columns and each that asks in messages is replaced by a copy in
+    `folder` of JSON lines with `question` and `answer`, both texts. The copy is called as the file. Raises UserError,
+    also if another file of that name is there."""
+    from swarm_node.tasks.files import QuestionFile, has_messages
 
     found: list[str | TaskConfig] = []
     for spec in specs:
         table = spec if isinstance(spec, TaskConfig) else as_table(spec)
-        if table.file is None or is_url(table.file) or _is_as_members_read(table):
+        if table.file is None or is_url(table.file):
+            found.append(spec)
+            continue
+        if _is_as_members_read(table) and not has_messages(read_questions(table.file)):
             found.append(spec)
             continue
         data = QuestionFile(table.file, columns=table.columns).as_jsonl()
@@ -107,12 +117,7 @@ def render(manifest: Manifest) -> bytes:
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
     """Write the manifest to a new file. Raises UserError, also if the file exists."""
-    with os_errors_explained(path):
-        try:
-            with path.open("xb") as file:
-                file.write(render(manifest))
-        except FileExistsError as error:
-            raise UserError(f"{path} exists already; choose another --out") from error
+    write_new_file(path, [render(manifest)])
 
 
 def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfig]:

@@ -25,6 +25,7 @@ from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
 MAX_LISTED = 8  # columns in a message
+BOM = b"\xef\xbb\xbf"  # a mark that some editors write at the beginning
 
 
 class QuestionFile(OneTurn):
@@ -46,7 +47,7 @@ class QuestionFile(OneTurn):
         named = b"" if columns == COLUMNS else msgspec.json.encode(columns)
         self.config = hashlib.sha256(data + named).hexdigest()[:CONFIG_HASH_CHARS]
         self.label, self.path = Path(path).stem, path
-        data = data.removeprefix(b"\xef\xbb\xbf")
+        data = data.removeprefix(BOM)
         self.size = 0
         self._rows: dict[int, dict[str, Any]] = {}
         for line, row in _csv_rows(path, data) if is_csv(path) else enumerate(data.splitlines(), 1):
@@ -77,6 +78,25 @@ class QuestionFile(OneTurn):
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
+
+
+class _MessagesLine(msgspec.Struct):
+    """A line whose question is a list."""
+
+    question: list[Any]
+
+
+def has_messages(data: bytes) -> bool:
+    """Whether a `question` in these JSON lines is a list of messages. Lines that are not JSON are passed over."""
+    return any(map(_asks_in_messages, data.removeprefix(BOM).splitlines()))
+
+
+def _asks_in_messages(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=_MessagesLine)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _csv_rows(path: str, data: bytes) -> Iterator[tuple[int, dict[str, str]]]:

@@ -114,7 +114,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
     from swarm_node.grpo.memory import training_of
     from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes
-    from swarm_node.policy.extras import check_optimizer, check_quantiser, quantiser_command
+    from swarm_node.policy.extras import PackageMissing, check_optimizer, check_quantiser, quantiser_command
     from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
     from swarm_node.policy.sizes import RUNTIME_BYTES
@@ -122,9 +122,12 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     model = config.policy.model
     try:
         check_quantiser(config.policy)
-        check_optimizer(config.grpo.optimizer)
-    except UserError as error:
+        check_optimizer(config.grpo.optimizer, config.pipeline.stages)
+    except PackageMissing as error:
         yield Check("packages", "fail", str(error), quantiser_command())
+        return
+    except UserError as error:
+        yield Check("optimizer", "fail", str(error))
         return
     try:
         plan = prepare(config.policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,11 +15,12 @@ from rich.table import Table
 
 from swarm_node.cli.commands.export import Which, policy_of_run, tasks_of
 from swarm_node.cli.options import note
-from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.config import NodeConfig, RewardsConfig, TaskConfig
 from swarm_node.config.plugins import only_in_a_program
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import fit_sampling, hardware_of
+from swarm_node.observability.evaluations import Held
 from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
@@ -75,13 +76,29 @@ def main(
         raise UserError("no question fits rollouts.max_prompt_tokens and the model")
     if left_out := len(asked) - table["all"].questions:
         say(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
-    if out is not None:
-        write_new_file(out, (json.dumps(_record(group)).encode() + b"\n" for group in groups))
-        say(f"wrote {out}")
+    document = {"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}
+    try:
+        if not json_output:
+            _show(table, title, samples, config.rewards)
+    finally:  # a closed pipe loses no answers
+        if out is not None:
+            _write(out, groups, document)
+            say(f"wrote {out}")
     if json_output:
-        print(json.dumps({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}))
-        return
-    names = titles([table], samples, config.rewards)
+        print(json.dumps(document))
+
+
+def _write(out: Path, groups: Sequence[Group], document: Mapping[str, Any]) -> None:
+    """Write the answers to a new file. Raises UserError, which has the `document`: a full disk loses no figures."""
+    try:
+        write_new_file(out, (json.dumps(_record(group)).encode() + b"\n" for group in groups))
+    except UserError as error:
+        error.document = document
+        raise
+
+
+def _show(table: Mapping[str, Held], title: str, samples: int, rewards: RewardsConfig) -> None:
+    names = titles([table], samples, rewards)
     shown = Table("task", "questions", *names.values(), title=title, box=SIMPLE_HEAD)
     for label, held in told(table).items():
         shown.add_row(label, str(held.questions), *cells(held, names))

@@ -50,6 +50,7 @@ from swarm_node.config.own import dump_own, read_own
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.pipeline import footprint
+from swarm_node.policy import extras
 from swarm_node.policy.loading import prepare
 from swarm_node.policy.model_path import starter_path
 from swarm_node.policy.sizes import RUNTIME_BYTES
@@ -159,6 +160,18 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
     (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
+
+
+def test_an_optimizer_that_a_start_refuses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(stages: int) -> Check:
+        settings = {"grpo": {"optimizer": "adamw_8bit"}, "pipeline": {"stages": stages}}
+        (check,) = room(NodeConfig.model_validate(settings), Path("runs/new"), False)
+        assert check.verdict == "fail"
+        return check
+
+    monkeypatch.setattr(extras, "BITSANDBYTES", (999, 0))  # no version is as new
+    assert failed(0).name == "packages" and "pip install" in failed(0).remedy
+    assert failed(2).remedy == "" and "not for pipeline stages" in failed(2).detail, "no package helps"
 
 
 def test_what_fits_is_said_of_a_model_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
+from swarm_node.cli.commands import evaluate
+from swarm_node.rollouts import evaluate as rollouts_evaluate
+from swarm_node.types import Group
 from tests.support.run_files import read_jsonl
 
 QUESTIONS = [{"prompt": f"What is {n} + {n}?", "solution": str(2 * n)} for n in range(3)]
@@ -48,3 +52,30 @@ def test_answers_replace_no_file() -> None:
     done = CliRunner().invoke(app, WORDS)
     assert done.exit_code == 2 and "deep/answers.jsonl exists already; choose another --out" in done.output
     assert Path("deep/answers.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_failed_write_loses_no_figures(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers_to(*arguments: Any) -> list[Group]:
+        Path("deep").rmdir()  # after the check, while the policy answers
+        return rollouts_evaluate.answers_to(*arguments)
+
+    monkeypatch.setattr(evaluate, "answers_to", answers_to)
+    Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    done = CliRunner().invoke(app, WORDS if as_json else [word for word in WORDS if word != "--json"])
+    assert done.exit_code == 2 and "cannot write deep/answers.jsonl: No such file" in done.stderr
+    if as_json:
+        document = json.loads(done.stdout)
+        assert document["held_out"]["all"]["questions"] == 1 and document["error"] in done.stderr
+    else:
+        assert "pass@2" in done.stdout
+
+
+def test_a_closed_pipe_loses_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*arguments: Any, **named: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("rich.console.Console.print", closed)
+    Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    done = CliRunner().invoke(app, [word for word in WORDS if word != "--json"])
+    assert done.exit_code != 0 and len(read_jsonl(Path("deep/answers.jsonl"))) == 1

@@ -117,8 +117,9 @@ def test_a_command_shows_the_users_frames(tmp_path: Path, root: Path) -> None:
 
 
 def test_users_errors_are_one_line(crashes: Path) -> None:
-    with pytest.raises(UserError, match="has no function 'nothing'"):
-        load_function(f"{crashes}:nothing", "reward function")
+    for name in ("nothing", "Judge.strict"):
+        with pytest.raises(UserError, match=f"has no function '{name}'"):
+            load_function(f"{crashes}:{name}", "reward function")
 
 
 class Judge:
@@ -128,6 +129,13 @@ class Judge:
     def strict(self, **columns: Any) -> list[float]:
         return []
 
+    @staticmethod
+    def plain(**columns: Any) -> list[float]:
+        return []
+
+    class Inner:
+        pass
+
 
 @pytest.mark.parametrize(
     ("function", "path", "name"),
@@ -136,6 +144,8 @@ class Judge:
         (lambda **columns: [], "test_plugins:<lambda>", "<lambda>"),
         (Judge(), "test_plugins:Judge()", "Judge"),
         (Judge().strict, "test_plugins:Judge.strict()", "strict"),
+        (Judge.plain, "test_plugins:Judge.plain", "plain"),
+        (Judge.Inner, "test_plugins:Judge.Inner", "Inner"),
         (functools.partial(failure), "functools:partial()", "partial"),
     ],
 )

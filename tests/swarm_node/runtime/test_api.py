@@ -162,6 +162,7 @@ def test_functions_of_the_program_reward_answers(capsys: pytest.CaptureFixture[s
 def test_reward_functions_that_cannot_be_taken_are_refused() -> None:
     for functions, weights, more, message in [
         ([len], [1.0, 2.0], {}, "reward_weights has 2 numbers for 1 reward functions"),
+        ([len, max], [1.0, "x"], {}, r"reward_weights\[1\] is no number: 'x'"),
         ([len, 3], None, {}, r"reward_funcs\[1\] is neither a function nor a text"),
         ([len], None, {"pipeline": {"stages": 2}}, "other processes cannot take functions of this one"),
     ]:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
+from swarm_node.cli.app import app
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.swarm import manifests
 from swarm_node.swarm.manifests import (
     check_addresses,
     make_manifest,
@@ -179,3 +182,26 @@ def test_a_csv_file_becomes_json_lines(tmp_path: Path) -> None:
     (found,) = with_usual_columns(["sums.csv"], tmp_path)
     assert isinstance(found, TaskConfig) and found.file == str(tmp_path / "sums-questions.jsonl")
     assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
+
+
+def test_messages_become_texts_in_a_new_swarm() -> None:
+    """Members of earlier versions read questions that are texts alone."""
+    lines = [{"question": "0+1?", "answer": "1"}, *map(asked, range(1, 40))]
+    Path("sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = CliRunner().invoke(app, ["new", "--name", "sums", "--tasks", "sums.jsonl"])
+    assert done.exit_code == 0, done.output
+    written = Path("sums-questions.jsonl").read_bytes()
+    read = [json.loads(line) for line in written.splitlines()]
+    assert read == [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(40)]
+    (task,) = parse_manifest(Path("sums.toml").read_bytes()).tasks
+    assert (task.name, task.sha256) == ("sums-questions", hashlib.sha256(written).hexdigest())
+
+
+def test_messages_at_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "download", lambda place, most: json.dumps(asked(1)).encode())
+    with pytest.raises(UserError, match="are lists of messages, .* download it"):
+        make_manifest("sums", ["https://example.org/q.jsonl"])
+
+
+def asked(n: int) -> dict[str, Any]:
+    return {"question": [{"role": "user", "content": f"{n}+1?"}], "answer": n + 1}
