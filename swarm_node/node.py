@@ -175,7 +175,7 @@ class Node:
         """
         size = self.config.grpo.batch_groups or len(groups)
         n = max(1, round(len(groups) / size)) if groups else 1
-        first, *others = (groups[i::n] for i in range(n))
+        first, *others = batches = [groups[i::n] for i in range(n)]
         began = time.monotonic()
         if self.config.grpo.schedule != "constant":
             self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds)
@@ -192,7 +192,8 @@ class Node:
             self.replay.observe(self._scored)
             self._scored = []
         if self.exchange is not None:
-            self.exchange.teaching.learned_from([group for group in groups if group.peer is not None])
+            for batch, step in zip(batches, steps, strict=False):  # a step without a gradient made no update
+                self.exchange.teaching.learned_from(batch if step.get("grad_norm") else [])
         self.round += 1
         if self.averager is not None:
             self._best += [best for group in groups if (best := _best(group)) is not None]

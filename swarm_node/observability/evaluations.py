@@ -102,9 +102,8 @@ NOT_MEASURED = (KeyError, TypeError, AttributeError, msgspec.ValidationError)  #
 
 def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
     """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
-    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
-    named = sorted((path for path in folders if NAME.fullmatch(path.name)), key=order)
     try:
+        named = sorted((path for path in run.checkpoints.iterdir() if NAME.fullmatch(path.name)), key=order)
         with open(named[-1] / "state.json", "rb") as file:
             document = json.loads(file.read(MAX_STATE_BYTES))
         state = document["state"]
@@ -162,3 +161,10 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
         "answers": msgspec.to_builtins(answers),
         "answers_of": answers_of,
     }
+
+
+def shown_until(found: dict[str, Any], last: int) -> dict[str, Any]:
+    """What `shown_held_out` found, without figures from after the round `last`: those are of an earlier run."""
+    points = [point for point in found["points"] if point["round"] <= last]
+    later = {"tasks": [], "answers": [], "answers_of": 0} if len(points) < len(found["points"]) else {}
+    return found | {"points": points} | later

@@ -47,9 +47,11 @@ class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def worth_lines(worth: Worth, summary: bool = False) -> Iterator[str]:
-    """The figures as sentences, without those that are not known. Where this node taught itself all kinds, their
-    success says nothing of the swarm, and is left out. So is a share of all groups that members used, which two
-    trainers always have, and in a `summary`, which has it elsewhere, the held-out figure without any to compare."""
+    """The figures as sentences, without those that are not known.
+
+    Success by kind is left out if this node taught itself all kinds, and its share of what members used if that is all,
+    as between two trainers: neither says anything of the swarm. A `summary` tells own held-out figures elsewhere, so
+    it has them here only beside those of members."""
     if worth.others_groups:
         yield _learned(worth.own_groups, worth.others_groups)
     if worth.unsolved:
@@ -137,8 +139,7 @@ def _only_others_solved(n: int) -> str:
 def _learned(own: int, others: int) -> str:
     if not own:
         return f"others gave all of the {others:,} groups it learned from"
-    times = f": {1 + others / own:.1f} times as many as its own alone"
-    return f"others gave {others:,} of the {own + others:,} groups it learned from{times}"
+    return f"others gave {others:,} of the {own + others:,} groups it learned from ({others / (own + others):.0%})"
 
 
 def _own_pass_1(worth: Worth) -> str:

@@ -24,7 +24,8 @@ STATUS_S = 2.0  # time between two writings of swarm.json
 def status_written(
     run: RunDir, member: Member, network: NetworkConfig, paused: Callable[[], str], crew: CrewNode | None
 ) -> Iterator[None]:
-    """Within the context, and a last time at its end, write swarm.json, and say the join link whenever it changes.
+    """Within the context, and a last time if it ends without an error, write swarm.json, and say the join link whenever
+    it changes.
 
     A thread does it, since a round may take long. `paused` returns why the node is paused; `crew` is the one that this
     node leads, whose own join command is said instead.
@@ -62,5 +63,4 @@ def status_written(
     finally:
         ended.set()
         thread.join()
-        if member.latest_worth is not None:  # a start that failed before its first round leaves no status
-            write()
+    write()

@@ -1,6 +1,6 @@
 """Who taught this node which kinds of task, and how its own success on them changed.
 
-    own groups -> first WINDOW, latest WINDOW                    groups trained on -> by kind: own, of others
+    own groups -> first WINDOW, latest WINDOW                    groups behind updates -> by kind: own, of others
 
 Bounded: a swarm's tasks have a bounded number of kinds. A checkpoint keeps it.
 """
@@ -57,20 +57,20 @@ class Teaching:
         self._counted: OrderedDict[TaskName, None] = OrderedDict()
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Count own scored `groups`, all of which are trained on."""
+        """Count own scored `groups` for success."""
         state = self._state
         new = [Counted(g.task.label, len(g.rollouts), sum(r.correct for r in g.rollouts)) for g in groups]
         state.first = (state.first + new)[:WINDOW]
         state.latest = (state.latest + new)[-WINDOW:]
         state.groups += len(new)
-        for group in groups:
-            if has_signal(group.rollouts):
-                self._taught(group.task.label).own += 1
 
     def learned_from(self, groups: Sequence[Group]) -> None:
-        """Count groups of others that were trained on."""
+        """Count `groups`, own ones and others', of which an update was made."""
         for group in groups:
             kind = group.task.label
+            if group.peer is None:
+                self._taught(kind).own += has_signal(group.rollouts)
+                continue
             self._taught(kind).others += 1
             if any(r.correct for r in group.rollouts) and self._is_unsolved(kind) and self._is_new(group.task.name):
                 self._state.unsolved += 1

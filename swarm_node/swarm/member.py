@@ -315,10 +315,12 @@ class Member:
 
     def close(self) -> None:
         """Publish the groups that wait, declare the last counts, and close the transport."""
-        self.publisher.flush()
-        if self.card is not None:
-            self.announce(self.card.speed)
-        self.transport.close()
+        try:
+            self.publisher.flush()
+            if self.card is not None:
+                self.announce(self.card.speed)
+        finally:
+            self.transport.close()
 
     def _version(self) -> int:
         """The protocol version to write in."""

@@ -11,7 +11,7 @@ import msgspec
 from protocol.messages import PeerCard
 from protocol.topics import short_hash
 
-MAX_KEPT = 1024  # members whose counts are kept apart
+MAX_KEPT = 1024  # members that are counted: the first ones that name this node
 
 
 class Count(msgspec.Struct, array_like=True):
@@ -50,15 +50,15 @@ class Uses:
 
     def _count(self, peer: str, now: Count) -> None:
         state = self._state
-        before = state.latest.pop(peer, None)
-        if before is not None and before.since != now.since:
+        before = state.latest.get(peer)
+        if before is None:
+            if not now.groups or len(state.latest) >= MAX_KEPT:
+                return
+        elif before.since != now.since:
             state.over += before.groups
-        elif before is not None:  # a member that uses many peers may leave this one out for a while
+        else:  # a member that uses many peers may leave this one out for a while
             now.groups = max(now.groups, before.groups)
-        if now.groups or before is not None:
-            state.latest[peer] = now
-        if len(state.latest) > MAX_KEPT:
-            state.over += state.latest.pop(next(iter(state.latest))).groups
+        state.latest[peer] = now
 
     def state(self) -> Any:
         """What a checkpoint keeps, as JSON carries it."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from protocol.manifest import Manifest
+from swarm_node.errors import UserError
 from swarm_node.observability.worth import worth_lines
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.runtime.status import status_written
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
@@ -84,6 +89,43 @@ def test_a_resumed_member_goes_on_counting(peer: MakePeer, manifest: Manifest, t
     assert state_of(resumed, store, tmp_path).resume()
     store.close()
     assert after.state() == before.state()
+
+
+def test_a_run_leaves_its_last_status(peer: MakePeer, manifest: Manifest, tmp_path: Path) -> None:
+    first, run = peer(), RunDir(tmp_path)
+    Simulation(manifest, [first], seed=6)
+    with status_written(run, member(first), first.config.network, lambda: "", None):
+        pass
+    assert json.loads(run.status.read_text())["peer"] == member(first).peer_id
+
+
+def fail() -> None:
+    raise RuntimeError("a second error")
+
+
+def test_no_error_at_the_end_hides_the_first(
+    peer: MakePeer, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = peer()
+    Simulation(manifest, [first], seed=6)
+    monkeypatch.setattr(member(first), "status", fail)
+    with (
+        pytest.raises(UserError, match="the first error"),
+        status_written(RunDir(tmp_path), member(first), first.config.network, lambda: "", None),
+    ):
+        raise UserError("the first error")
+
+
+def test_a_member_that_cannot_publish_still_leaves(
+    peer: MakePeer, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = peers = [peer(), peer()]
+    Simulation(manifest, peers, seed=7).run(30)
+    assert set(member(second).transport.members()) == {member(first).peer_id}
+    monkeypatch.setattr(member(first).publisher, "flush", fail)
+    with pytest.raises(RuntimeError):
+        member(first).close()
+    assert member(second).transport.members() == {}
 
 
 def state_of(peer: Peer, store: CheckpointStore, folder: Path) -> RunState:

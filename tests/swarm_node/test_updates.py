@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import StopRequested, UserError
+from swarm_node.errors import StopRequested, Unworkable, UserError
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.node import Node, fitted
 from swarm_node.rollouts import Collected
-from swarm_node.types import Sampling
+from swarm_node.sharing.teaching import Teaching
+from swarm_node.types import Group, Sampling
 from tests.support.tiny_policy import TinyPolicy, group, make
 
 SMALL = 20_000_000
@@ -89,6 +91,48 @@ def test_each_further_update_is_asked_for():
     made: list[int] = []
     learner.learn([group([1, 0], seed=seed) for seed in range(4)], go_on=lambda s: made.append(learner.policy.version))
     assert made == [1, 2, 3]
+
+
+def in_a_swarm(batch_groups: int) -> tuple[Node, Teaching]:
+    learner, teaching = node(batch_groups), Teaching()
+    exchange: Any = SimpleNamespace(teaching=teaching)
+    learner.exchange = exchange
+    return learner, teaching
+
+
+def foreign(advantage: float = 1.0) -> Group:
+    return replace(group([1]), peer="bob", advantages=[advantage])
+
+
+def test_groups_behind_an_update_count_as_learned_from() -> None:
+    learner, teaching = in_a_swarm(1)
+    learner.learn([group([1, 0]), foreign(), foreign(advantage=0.0), group([0, 1])])
+    assert teaching.learned == (2, 1) and learner.policy.version == 3
+
+
+def test_batches_after_a_stop_do_not_count() -> None:
+    learner, teaching = in_a_swarm(1)
+
+    def stop(seconds: float) -> None:
+        if learner.policy.version == 2:
+            raise StopRequested
+
+    learner.learn([group([1, 0]), foreign()] * 2, go_on=stop)
+    assert teaching.learned == (1, 1)
+
+
+@pytest.mark.parametrize("why", ["not finite", "no stages"])
+def test_a_skipped_update_does_not_count(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, teaching = in_a_swarm(0)
+
+    def skipped() -> tuple[float, float]:
+        if why == "no stages":
+            raise Unworkable("no stages are left")
+        return math.nan, 0.1
+
+    monkeypatch.setattr(learner.trainer.optimizer, "step", skipped)
+    learner.learn([group([1, 0]), foreign()])
+    assert teaching.learned == (0, 0) and learner.round == 1
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,11 @@ class MemoryTransport:
 
     def left(self) -> Mapping[str, PeerCard]:
         now = self._network.clock.now()
-        left = self._network.left.items()
-        return {peer: card for peer, card in left if card.swarm == self.swarm and card.created + CARD_TTL_S > now}
+        return {
+            peer: card
+            for peer, card in self._network.left.items()
+            if card.created + CARD_TTL_S > now and peer != self.peer_id and card.swarm == self.swarm
+        }
 
     def too_new(self) -> str:
         """Always empty: cards are not encoded here, so none can be too new."""

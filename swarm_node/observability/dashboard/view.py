@@ -19,7 +19,7 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
-from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
+from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
 from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -71,7 +71,6 @@ class View:
         self.curves = Curves()
         self.readings = 0  # how often metrics.jsonl was read anew, which makes known rows void
         self.status: dict[str, Any] | None = None
-        self.held_out: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
         self.lock = threading.RLock()
@@ -81,6 +80,7 @@ class View:
         self._events = Tail(run.events, EVENT_BYTES)
         self._samples = Tail(run.samples, SAMPLE_BYTES)
         self._held = Lock(run)
+        self._held_out: dict[str, Any] | None = None
         self._in_use = False
         self._waits = ""
         self._config: dict[str, Any] = {}
@@ -101,6 +101,12 @@ class View:
             self._follow(self._samples, self._add_samples)
             self._follow_checkpoints()
             self.refreshed_at = time.monotonic()
+
+    @property
+    def held_out(self) -> dict[str, Any] | None:
+        """Held-out figures of the newest checkpoint up to the last round; None if there are none."""
+        last = self._lately[-1].get("round") if self._lately else 0
+        return self._held_out and shown_until(self._held_out, last if isinstance(last, int) else 0)
 
     def summary(self, now: float) -> dict[str, Any]:
         last = self._lately[-1] if self._lately else {}
@@ -225,16 +231,19 @@ class View:
             return
         self._stamps[self.run.checkpoints] = stamp
         rewards = _within(self._config, "rewards")
+        # as config.figures.reports_reward, which the dashboard may not import
         with_reward = bool(_within(rewards, "functions") or _within(rewards, "partial"))
         _, state = newest_checkpoint(self.run)
         if (found := shown_held_out(state, with_reward)) is not None:
-            self.held_out = _bounded(found)
+            self._held_out = _bounded(found)
 
     def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
         if void:
             self.curves = Curves()
             self._lately.clear()
             self.readings += 1
+            self._held_out = None
+            self._stamps.pop(self.run.checkpoints, None)  # they are read anew
         self.curves.add(records)
         self._lately.extend(records[-LATELY:])
 

@@ -205,6 +205,17 @@ def test_a_node_that_closes_is_forgotten_at_once() -> None:
     assert members(a) == set()
 
 
+def test_those_that_left_are_others() -> None:
+    world = World()
+    a, b = world.join("a"), world.join("b", "a")
+    world.clock.run_until(UP)
+    b.close()
+    assert set(a.left()) == {"b"}
+    again = world.join("b", "a")
+    a.close()
+    assert set(again.left()) == {"a"}
+
+
 # --------------------------------------------------------------------- finding each other
 
 

@@ -496,7 +496,7 @@ def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -
     make_run("runs/alice", worth=worth)
     lines = shown(capsys, "runs/alice").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
-    learned = "others gave 312 of the 480 groups it learned from: 2.9 times as many as its own alone"
+    learned = "others gave 312 of the 480 groups it learned from (65%)"
     assert lines[at] == f"worth      {learned}"
     assert lines[at + 1].endswith(
         "124 questions only others solved: its own latest answers to their kind were all wrong"

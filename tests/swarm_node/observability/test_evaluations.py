@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarm_node.config.figures import reports_reward
+from swarm_node.config.training import RewardsConfig
 from swarm_node.observability.dashboard.gallery import Gallery
-from swarm_node.observability.evaluations import shown_held_out
+from swarm_node.observability.dashboard.view import View
+from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import metrics, write
 
@@ -52,13 +57,75 @@ def test_a_checkpoint_without_figures_shows_none(damaged: dict[str, Any]) -> Non
     assert shown_held_out(damaged, with_reward=False) is None
 
 
+def save(run: RunDir, round: int) -> None:
+    """A checkpoint with figures of that round."""
+    folder = run.checkpoints / f"round-{round:08}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"state": state(round, evaluation(0.5))}))
+
+
+def rounds(view: View) -> list[int]:
+    """Those with held-out figures."""
+    view.refresh()
+    return [point["round"] for point in view.held_out["points"]] if view.held_out else []
+
+
 def test_each_new_checkpoint_is_looked_at() -> None:
     run = RunDir("runs/alice")
-    write(run.metrics, metrics(1))
+    write(run.metrics, metrics(20))
     assert (view := Gallery([]).view("alice")) is not None and view.held_out is None
     for round in (10, 20):
-        folder = run.checkpoints / f"round-{round:08}"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"state": state(round, evaluation(0.5))}))
-        view.refresh()
-        assert view.held_out is not None and view.held_out["points"][-1]["round"] == round
+        save(run, round)
+        assert rounds(view) == [0, round]
+
+
+def test_figures_after_the_last_round_are_not_shown() -> None:
+    run = RunDir("runs/alice")
+    write(run.metrics, metrics(500))
+    save(run, 500)
+    view = View("alice", run)
+    assert rounds(view) == [0, 500]
+    write(run.metrics, metrics(3), mode="w")  # the run was started anew
+    assert rounds(view) == [0]
+    assert view.held_out is not None and (view.held_out["tasks"], view.held_out["answers"]) == ([], [])
+    write(run.metrics, metrics(500))
+    assert rounds(view) == [0, 500] and view.held_out is not None and view.held_out["tasks"]
+
+
+def test_figures_of_removed_rounds_are_forgotten() -> None:
+    run = RunDir("runs/alice")
+    write(run.metrics, metrics(500))
+    save(run, 500)
+    view = View("alice", run)
+    assert rounds(view) == [0, 500]
+    write(run.metrics, metrics(3), mode="w")
+    run.checkpoints.rename("elsewhere")
+    assert rounds(view) == []
+
+
+def test_unreadable_checkpoints_cost_only_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir("runs/alice")
+    write(run.metrics, metrics(10))
+    save(run, 10)
+    view = View("alice", run)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    view.refresh()
+    assert view.held_out is None and newest_checkpoint(run) == (0, {})
+    assert view.summary(0.0)["rounds"] == 10
+
+
+@pytest.mark.parametrize("rewards", ["", "partial = true", 'functions = [{ path = "own.py:close" }]'])
+def test_the_page_tells_rewards_as_the_run_does(rewards: str) -> None:
+    run = RunDir("runs/alice")
+    write(run.metrics, metrics(10))
+    run.config.write_text(f"[rewards]\n{rewards}\n")
+    save(run, 10)
+    view = View("alice", run)
+    view.refresh()
+    assert view.held_out is not None
+    reported = reports_reward(RewardsConfig.model_validate(tomllib.loads(rewards)))
+    assert ("reward" in view.held_out["points"][-1]) == reported

@@ -21,8 +21,9 @@ def trained(right: tuple[int, int] = (0, 4)) -> Teaching:
     """A node that failed at `gcd` until others taught it, and got from 1 to 2 of 4 at `lcm` by itself."""
     teaching = Teaching()
     for i, now in enumerate([0] * (WINDOW // 2) + [1] * (WINDOW // 2)):
-        teaching.observe([group("gcd", right[now], 4 - right[now]), group("lcm", 1 + now, 3 - now)])
-        teaching.learned_from([group("gcd", 1, index=i, peer="bob")])
+        own = [group("gcd", right[now], 4 - right[now]), group("lcm", 1 + now, 3 - now)]
+        teaching.observe(own)
+        teaching.learned_from([*own, group("gcd", 1, index=i, peer="bob")])
     return teaching
 
 
@@ -50,11 +51,11 @@ def test_groups_learned_from_are_told_by_origin() -> None:
     own, others = teaching.learned
     assert (own, others) == (WINDOW, WINDOW)
     teaching.observe([group("gcd", 1, 1)])
+    assert teaching.learned == (WINDOW, WINDOW), "no update was made of it"
+    teaching.learned_from([group("gcd", 1, 1)])
     assert teaching.learned == (WINDOW + 1, WINDOW)
     worth = Worth(own_groups=10, others_groups=30)
-    assert list(worth_lines(worth)) == [
-        "others gave 30 of the 40 groups it learned from: 4.0 times as many as its own alone"
-    ]
+    assert list(worth_lines(worth)) == ["others gave 30 of the 40 groups it learned from (75%)"]
     assert worth_metrics(worth) == {"swarm/learned_own": 10.0, "swarm/learned_others": 30.0}
     assert list(worth_lines(Worth(others_groups=30))) == ["others gave all of the 30 groups it learned from"]
     assert list(worth_lines(Worth(own_groups=10))) == []

@@ -21,7 +21,7 @@ from swarm_node.swarm.declared import (
     success_by_kind,
 )
 from swarm_node.swarm.page import HISTORY_S, MAX_POINTS, History
-from swarm_node.swarm.uses import Uses
+from swarm_node.swarm.uses import MAX_KEPT, Uses
 from tests.support.wire import CARD, DECLARED
 
 
@@ -112,10 +112,17 @@ def test_the_share_of_what_others_used() -> None:
     assert share_of("me", {}) == (None, 0)
 
 
-def test_what_others_used_never_falls_as_they_restart() -> None:
-    def used(groups: int, since: float) -> PeerCard:
-        return says(used=100, used_of=[[short_hash("me"), groups]] if groups else [], since=since)
+def used(groups: int, since: float) -> PeerCard:
+    return says(used=100, used_of=[[short_hash("me"), groups]] if groups else [], since=since)
 
+
+def test_too_many_members_count_only_once() -> None:
+    uses, cards = Uses("me"), {str(i): used(1, 1.0) for i in range(MAX_KEPT + 9)}
+    assert [uses.look(cards) for _ in range(3)] == [MAX_KEPT] * 3
+    assert uses.look({"0": used(5, 1.0), str(MAX_KEPT): used(5, 1.0)}) == MAX_KEPT + 4
+
+
+def test_what_others_used_never_falls_as_they_restart() -> None:
     uses = Uses("me")
     assert uses.look({"a": used(30, 1.0), "b": used(5, 1.0), "me": used(9, 1.0), "silent": CARD}) == 35
     assert uses.look({"a": used(0, 2.0), "b": used(7, 1.0)}) == 37, "a has restarted"
