@@ -192,7 +192,8 @@ class GrpoConfig(Section):
     """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for LoRA."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW with moments in float32 (`adamw`), or in 8 bits (`adamw_8bit`). These take a quarter of the memory, which
-    counts where all weights are trained. They need the package bitsandbytes, and are not for stages."""
+    counts where all weights are trained. On a CPU their updates take many times as long. They need the package
+    bitsandbytes, and are not for stages."""
     betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.95)
     """Adam's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)

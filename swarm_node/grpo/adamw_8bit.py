@@ -32,7 +32,8 @@ class AdamW8bit(torch.optim.Optimizer):
     def moments(weight: Tensor, wide: bool) -> dict[str, Tensor]:
         """The state of a weight before its first update; `wide` = with moments in float32."""
         wide = wide or weight.numel() < LEAST
-        like = torch.zeros_like(weight, dtype=torch.float32 if wide else torch.uint8)
+        dtype = torch.float32 if wide else torch.uint8
+        like = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         state = {"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like.clone()}
         if not wide:
             scales = torch.zeros(-(-weight.numel() // BLOCK), device=weight.device)
@@ -52,7 +53,7 @@ class AdamW8bit(torch.optim.Optimizer):
         table1, table2 = self._tables = [table.to(weight.device) for table in self._tables]
         state["step"] += 1
         step, rate, eps, decay = int(state["step"]), group["lr"], group["eps"], group["weight_decay"]
-        gradient, values = weight.grad.reshape(-1), weight.detach().view(-1)
+        gradient, values = weight.grad.reshape(-1), weight.detach().reshape(-1)
         means, squares = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         size = PART if weight.device.type == "cpu" else total
         for first in range(0, total, size):
@@ -66,3 +67,5 @@ class AdamW8bit(torch.optim.Optimizer):
                 )
             else:
                 optimizer_update_32bit("adam", g, w, m, beta1, eps, step, rate, v, beta2, weight_decay=decay)
+        if not weight.is_contiguous():  # `values` is a copy
+            weight.copy_(values.view_as(weight))

@@ -72,9 +72,9 @@ class Optimizer:
         weights = {name: self.masters.get(name, p) for name, p in self.named.items()}
         own = [w for name, w in weights.items() if name not in shared]
         groups = [w for w in own if w.ndim > 1], [w for w in own if w.ndim <= 1], [weights[name] for name in shared]
-        adamw = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
+        given = [{"params": params} for params in groups], learning_rate, weights
         # moments are allocated now, so that memory that suffices for the first update suffices for all
-        self.adamw = adamw([{"params": params} for params in groups], learning_rate, weights, embeddings)
+        self.adamw = _adamw_8bit(*given, embeddings) if config.optimizer == "adamw_8bit" else _adamw(*given)
         self.go_by(config)
 
     def go_by(self, config: GrpoConfig) -> None:
@@ -188,9 +188,7 @@ def embeddings_of(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) in tables]
 
 
-def _adamw(
-    groups: list[dict[str, Any]], rate: float, weights: dict[str, Tensor], embeddings: Collection[str]
-) -> torch.optim.Optimizer:
+def _adamw(groups: list[dict[str, Any]], rate: float, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
     """AdamW with moments in float32."""
     fused = all(w.device.type in ("cpu", "cuda", "mps") for w in weights.values())
     adamw = torch.optim.AdamW(groups, lr=rate, fused=fused)

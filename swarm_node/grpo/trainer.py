@@ -92,7 +92,7 @@ class Trainer:
         self._baseline = advantage.find_baseline(config)
         self._loss = find_loss(config.loss)
         self._correction = find_correction(config)
-        self.optimizer: AnyOptimizer = optimizer or _optimizer(policy.model, config)
+        self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
@@ -194,7 +194,8 @@ class Trainer:
         return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Take over the result of `state_dict`; CheckpointError, and nothing changed, if it is another policy's."""
+        """Take over the result of `state_dict`. CheckpointError if it is another policy's, and UserError if its moments
+        are those of another `grpo.optimizer`; nothing is changed then."""
         if numbers.keys() != {"updates", "num_tokens"}:
             raise CheckpointError("its trainer state lacks a number")
         self.optimizer.load_state_dict(tensors, numbers["updates"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -47,9 +48,10 @@ class Evaluation(msgspec.Struct, frozen=True):
     labels: list[str] = []  # the task label of each question
     shown: list[Shown] = []  # the first questions asked, each with its first answer
     rewards: list[float] = []  # mean reward of the answers to each question; empty if measured by an earlier version
+    judged: list[bool] = []  # whether a checker judges answers to each; empty if measured by an earlier version
 
     def by(self, figure: str) -> list[float]:
-        """That figure, pass_1 or reward, of each question."""
+        """That figure, pass_1 or reward, of each question; pass_1 is 0 where no checker judges."""
         return self.by_question if figure == "pass_1" else self.rewards
 
 
@@ -110,6 +112,15 @@ def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
         return 0, {}
     return order(named[-1])[0], state if isinstance(state, dict) else {}
+
+
+def question_pairs(before: Evaluation, after: Evaluation, figure: str) -> tuple[list[str], list[float], list[float]]:
+    """The questions over which `table` has the mean of that figure: the task label of each, and the figure in both
+    evaluations of the same questions. For pass_1 these are the ones that a checker judges, as `after` tells."""
+    labels, old, new = after.labels, before.by(figure), after.by(figure)
+    if figure == "pass_1" and (judged := after.judged):
+        return list(compress(labels, judged)), list(compress(old, judged)), list(compress(new, judged))
+    return labels, old, new
 
 
 def before_and_after(before: Evaluation, after: Evaluation, figure: str) -> tuple[list[Answered], int]:

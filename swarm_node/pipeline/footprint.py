@@ -26,8 +26,7 @@ from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replica_every, replicated
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import skeleton
-from swarm_node.policy.sizes import GROUPS
-from swarm_node.storage.room import VALUE_BYTES
+from swarm_node.policy.sizes import GROUPS, MOMENT_BYTES
 
 WIRE_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 66 / 64}  # of a value on the network; int8 has a scale for 64
 
@@ -101,7 +100,7 @@ class Footprint:
 
         Weights of 16 bits that are trained themselves add a master copy of 32 bits."""
         masters = 4 if self._itemsize < 4 and not any(self._frozen.layers) else 0
-        return [(VALUE_BYTES + masters) * values for values in self._trained.of(spans)]
+        return [int((4 + MOMENT_BYTES["adamw"] + masters) * values) for values in self._trained.of(spans)]
 
     def traffic(self, prompt_tokens: float, answer_tokens: int) -> int:
         """Bytes that a stage between two others sends in a round if every answer has `answer_tokens`: activations of

@@ -13,6 +13,7 @@ SHARE = 0.9
 """Part of the memory that a run plans with. The rest is for other programs, and for what the estimate misses."""
 SHORTEST = 32  # tokens of an answer; shorter ones are not proposed
 AGAIN = "--set grpo.gradient_checkpointing=auto"
+EIGHT_BITS = "--set grpo.optimizer=adamw_8bit"
 MOST_ANSWERS = 256  # to one question; larger groups are not proposed
 GIB = 2**30
 
@@ -98,6 +99,9 @@ def sentence_of_refusal(training: Training, machine: Hardware, measured: int = 0
     is, and the setting that fits."""
     needed, option = (measured or training.least_bytes(machine.gpu)) / GIB, option_that_fits(training, machine)
     remedy = f"it fits with {option}" if option else "take a smaller --model, or several machines (docs/stages.md)"
+    if EIGHT_BITS in option:
+        slow = "" if machine.gpu else " and makes an update many times as long"
+        remedy += f", which needs the package bitsandbytes{slow}"
     return f"{training.model.name} needs at least {needed:.1f} GiB, of {machine.in_words} here: {remedy}"
 
 
@@ -107,9 +111,10 @@ def _smaller(training: Training, machine: Hardware) -> Iterator[tuple[str, Train
     if config.grpo.gradient_checkpointing == "off":
         training, again = training.with_(grpo={"gradient_checkpointing": "auto"}), AGAIN
         yield AGAIN, training
-    if not training.lora and machine.device in ("cpu", "cuda") and config.grpo.optimizer == "adamw":
-        option = f"{again} --set grpo.optimizer=adamw_8bit".strip()
-        yield option, training.with_(grpo={"optimizer": "adamw_8bit"})
+    eight_bits = f"{again} {EIGHT_BITS}".strip(), training.with_(grpo={"optimizer": "adamw_8bit"})
+    offered = not training.lora and config.grpo.optimizer == "adamw"
+    if offered and machine.device == "cuda":
+        yield eight_bits
     ways = [(again, training)]
     if not training.lora:
         ways.append((f"{again} --lora".strip(), replace(training, lora=True, width=2 if machine.gpu else 4)))
@@ -120,6 +125,8 @@ def _smaller(training: Training, machine: Hardware) -> Iterator[tuple[str, Train
     if machine.device in ("cpu", "cuda") and config.policy.quantize != "nf4":
         ways.append((f"{again} --quantize nf4".strip(), lora.with_(policy={"quantize": "nf4"})))
     yield from ways[1:]
+    if offered and machine.device == "cpu":  # there it is slow
+        yield eight_bits
     for option, one in ways:
         shorter = new // 2
         while shorter >= SHORTEST:

@@ -257,6 +257,8 @@ class Policy:
                         "not enough memory to sample one group: lower rollouts.group_size or max_new_tokens"
                     ) from exc
                 self.report(Warned(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time"))
+                self.engine.release()
+                self.engine.update(self.trainable_state(), self.version)
             else:
                 start = stop
         return groups

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from swarm_node.config import NodeConfig
 
 QUANTISED_BYTES = {"nf4": 1 / 2 + 1 / 64 + 1 / 4096, "int8": 1.0}  # of a weight of a linear layer, with its scales
-MOMENTS_8BIT = 2 + 2 * 4 / 256  # bytes of a weight's two moments with `adamw_8bit`, and of their scales
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 2 * 4 / 256}
+"""Bytes of a weight's two moments, and of their scales, by `grpo.optimizer`."""
 RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after an update
 CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
 CHUNK_BYTES_ON_GPU = 512 * 2**20
@@ -77,8 +78,9 @@ class Shape:
     def optimiser(self) -> int:
         """Bytes of Adam's two moments, and of a float32 copy of trained weights in 16 bits. Adapters are float32."""
         in_8_bits = self.trained - (0 if self.rank else self.vocabulary * self.hidden) if self.adamw_8bit else 0
-        saved = int((8 - MOMENTS_8BIT) * in_8_bits)
-        return self.trained * (8 if self.rank or self.width == 4 else 12) - saved
+        saved = int((MOMENT_BYTES["adamw"] - MOMENT_BYTES["adamw_8bit"]) * in_8_bits)
+        master = 0 if self.rank or self.width == 4 else 4
+        return int((MOMENT_BYTES["adamw"] + master) * self.trained) - saved
 
     @property
     def gradients(self) -> int:

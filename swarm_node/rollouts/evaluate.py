@@ -38,7 +38,13 @@ def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions
         [g.task.label for g in groups],
         [_shown(g) for g in groups[:SHOWN]],
         [fmean(r.reward for r in g.rollouts) for g in groups],
+        [_judged(g) for g in groups],
     )
+
+
+def _judged(group: Group) -> bool:
+    """Whether a checker judges the answers."""
+    return any(r.checked for r in group.rollouts)
 
 
 def _shown(group: Group) -> Shown:
@@ -74,7 +80,7 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
         mine = [g for g in groups if label in (g.task.label, "all")]
         if not mine:
             continue
-        right = [[r.correct for r in g.rollouts] for g in mine if any(r.checked for r in g.rollouts)]
+        right = [[r.correct for r in g.rollouts] for g in mine if _judged(g)]
         table[label] = Held(
             len(mine),
             pass_1=fmean(map(fmean, right)) if right else None,

@@ -15,7 +15,7 @@ import msgspec
 
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
-from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, record_of
+from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
 from swarm_node.observability.falling import remarks, withdrawn
 from swarm_node.observability.summary import HeldOut, interval
 from swarm_node.policy.policy import Policy
@@ -148,7 +148,7 @@ class HeldOutFigures:
         return self._metrics(self._measure("after training", round))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over the figures in the state of a checkpoint. Raises KeyError and msgspec.ValidationError."""
+        """Take over the figures in the state of a checkpoint; see `record_of` for the errors if it has none."""
         self.figures = record_of(state)
 
     def compared(self, round: int) -> HeldOut | None:
@@ -234,13 +234,14 @@ def compared(
     if old.by(figure) is None or new.by(figure) is None:
         return None
     answers, answers_of = before_and_after(before, after, figure)
+    _, each_old, each_new = question_pairs(before, after, figure)
     return HeldOut(
-        questions=new.questions,
+        questions=len(each_new),
         samples=samples,
         pass_1=_pair(old.pass_1, new.pass_1),
         pass_k=_pair(old.pass_k, new.pass_k),
-        interval=interval(before.by(figure), after.by(figure)),
-        interval_k=None if None in (old.pass_k, new.pass_k) else interval(_any_right(before), _any_right(after)),
+        interval=interval(each_old, each_new),
+        interval_k=None if None in (old.pass_k, new.pass_k) else _interval_k(before, after),
         remarks=list(worse(before, after, samples, for_one_right, figure).values()),
         answers=answers,
         answers_of=answers_of,
@@ -253,9 +254,10 @@ def _pair(before: float | None, after: float | None) -> tuple[float, float] | No
     return None if before is None or after is None else (before, after)
 
 
-def _any_right(found: Evaluation) -> list[float]:
-    """1 or 0 of each question: whether any answer to it is right."""
-    return [float(share > 0) for share in found.by_question]
+def _interval_k(before: Evaluation, after: Evaluation) -> tuple[float, float] | None:
+    """`interval` of the change of pass@k, whose value is 1 for a question with any right answer, else 0."""
+    _, old, new = question_pairs(before, after, "pass_1")
+    return interval([float(share > 0) for share in old], [float(share > 0) for share in new])
 
 
 def worse(
@@ -264,4 +266,4 @@ def worse(
     """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version."""
     if before.labels != now.labels:
         return {}
-    return remarks(now.labels, before.by(figure), now.by(figure), samples, for_one_right, figure)
+    return remarks(*question_pairs(before, now, figure), samples, for_one_right, figure)

@@ -17,7 +17,8 @@ from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
-from swarm_node.storage.room import VALUE_BYTES, check_room
+from swarm_node.policy.sizes import MOMENT_BYTES
+from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.network import identity_file
 from swarm_node.tasks.checking import check_specs
@@ -79,11 +80,12 @@ def port_holder(port: int) -> str:
 
 def _check_disk(config: NodeConfig, path: str) -> None:
     """Raise UserError if the checkpoints that are kept do not fit: two of the model at `path`, and the best one.
-    Adapters are small; a crew has a check."""
+    Adapters are small; a crew has a check. `Run` counts embeddings too, whose moments are never in 8 bits."""
     size = parameters(path)
     lora = config.policy.lora if config.policy.lora is not None else size is not None and size > LORA_ABOVE
     if size is None or lora or config.policy.quantize or config.pipeline.stages:
         return
     checkpoints = RunDir(config.directory).checkpoints
     keeps_best = config.eval.every and config.eval.questions
-    check_room(checkpoints, VALUE_BYTES * size, len(list(checkpoints.glob("round-*"))), 3 if keeps_best else 2)
+    each = int((4 + MOMENT_BYTES[config.grpo.optimizer]) * size)
+    check_room(checkpoints, each, len(list(checkpoints.glob("round-*"))), 3 if keeps_best else 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from swarm_node.observability.evaluations import question_pairs
 from swarm_node.observability.falling import lower_tasks
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.legend import table_legend
@@ -61,8 +62,8 @@ class RunReport:
             console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:
                 figure, samples = self.held_out.figure, self.held_out.samples
-                values = self._before.by(figure), self._now.by(figure)
-                console.progress.paragraphs(lower_tasks(self._now.labels, *values, samples, figure), indent=2)
+                values = question_pairs(self._before, self._now, figure)
+                console.progress.paragraphs(lower_tasks(*values, samples, figure), indent=2)
         if not words:
             return
         console.progress.paragraphs(answered(held), INDENT + 2)

@@ -9,8 +9,6 @@ from pathlib import Path
 from swarm_node.errors import TemporaryError
 from swarm_node.storage.rundir import existing_part
 
-VALUE_BYTES = 12  # of a trained value in a checkpoint: itself and the optimiser's two moments, four bytes each
-
 
 def free_bytes(folder: Path) -> float:
     """Free space on the disk of `folder`, in bytes; NaN if the system does not say."""

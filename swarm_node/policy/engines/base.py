@@ -66,12 +66,13 @@ class Engine:
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample with these weights of the policy, by name, from the next batch on. The tensors are the live ones.
 
-        It is called before each round, also if nothing has changed; one version may come with other weights.
+        `Policy.generate` begins with it, also if nothing has changed. Other weights have another version.
         """
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let go of copies of the weights: the round is over, and an update needs the memory."""
+        """Let go of copies of the weights, since an update needs the memory. `Policy.generate` ends with it, also if
+        `samples` raised; `update` comes before any more samples."""
 
 
 Completion = tuple[list[int], list[float], bool]  # token ids, log-probabilities, whether it ended by itself

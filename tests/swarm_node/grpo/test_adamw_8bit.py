@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_blockwise
+from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise
 from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import nn
 
@@ -39,7 +39,7 @@ def gradients(weight: nn.Parameter, steps: int) -> list[torch.Tensor]:
 
 def moment(optimizer: Optimizer, name: str) -> torch.Tensor:
     """A moment of the weight `w`, unpacked."""
-    state, table = optimizer.state_dict(), optimizer.adamw._tables[NAMES.index(name)]
+    state, table = optimizer.state_dict(), create_dynamic_map(signed=name == "exp_avg")
     return dequantize_blockwise(state[f"{name}.w"], absmax=state[f"{name}_scale.w"], code=table, blocksize=256)
 
 
@@ -77,6 +77,20 @@ def test_numbers_are_those_of_bitsandbytes_own_optimiser(
         theirs.step()
         assert torch.equal(mine, other)
     assert torch.equal(optimizer.state_dict()["exp_avg.w"], theirs.state[other]["state1"])
+
+
+@pytest.mark.parametrize("shape", [(70, 67), (20, 10)])
+def test_a_weight_that_lies_transposed_is_updated_alike(shape: tuple[int, int]) -> None:
+    plain, lies = parameter(*shape), nn.Parameter(parameter(*shape).detach().t().contiguous().t())
+    assert not lies.is_contiguous()
+    optimizers = [Optimizer([("w", weight)], settings(), RATE) for weight in (plain, lies)]
+    for gradient in gradients(plain, 3):
+        for optimizer in optimizers:
+            optimizer.named["w"].grad = gradient.clone()
+            optimizer.step()
+        assert torch.equal(plain, lies)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_weights_without_gradient_stay_as_they_are() -> None:

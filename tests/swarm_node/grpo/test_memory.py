@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig
@@ -210,6 +211,21 @@ def test_all_weights_are_trained_with_smaller_moments_first() -> None:
     assert option_that_fits(training(lora=False), machine) == "--set grpo.optimizer=adamw_8bit"
     smaller = training(lora=False).with_(grpo={"optimizer": "adamw_8bit"})
     assert smaller.fits(machine) and not training(lora=False).fits(machine)
+    assert sentence_of_refusal(training(lora=False), machine).endswith(
+        "adamw_8bit, which needs the package bitsandbytes"
+    )
+
+
+def test_a_cpu_is_told_of_smaller_moments_last() -> None:
+    """Its updates take longer with them than with anything else."""
+    whole = training(lora=False)
+    packed = whole.with_(grpo={"optimizer": "adamw_8bit"})
+    assert option_that_fits(whole, Hardware("cpu", int(packed.least_bytes(False) / SHARE) + GIB)) == "--lora"
+    wide = replace(BIG, parameters=2 * 10**7, layers=1, hidden=64, inner=10**5, vocabulary=400)
+    small = replace(training(lora=False, lora_rank=1024), model=wide)  # its adapter takes more than all weights
+    machine = Hardware("cpu", 0, small.with_(grpo={"optimizer": "adamw_8bit"}).least_bytes(False))
+    assert option_that_fits(small, machine) == "--set grpo.optimizer=adamw_8bit"
+    assert sentence_of_refusal(small, machine).endswith("bitsandbytes and makes an update many times as long")
 
 
 def test_a_cpu_is_told_of_16_bits() -> None:

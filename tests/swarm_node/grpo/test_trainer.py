@@ -521,9 +521,17 @@ def test_passes_keep_the_gradient_mode_of_the_call():
         next(wanted)
 
 
-def test_the_optimiser_may_be_brought_along():
+class Counted(Optimizer):
+    """An optimiser with a length, 0 at first."""
+
+    def __len__(self):
+        return self.updates
+
+
+@pytest.mark.parametrize("kind", [Optimizer, Counted])
+def test_the_optimiser_may_be_brought_along(kind):
     policy = TinyPolicy(make())
-    optimizer = Optimizer(policy.model.named_parameters(), GrpoConfig(), 3e-3)
+    optimizer = kind(policy.model.named_parameters(), GrpoConfig(), 3e-3)
     trainer = Trainer(policy, GrpoConfig(learning_rate=1.0), SAMPLING, optimizer=optimizer)
     assert trainer.step(some_groups())["learning_rate"] == 3e-3
     assert trainer.optimizer is optimizer and optimizer.updates == 1

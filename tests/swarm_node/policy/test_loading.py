@@ -266,7 +266,20 @@ class _Cramped(NativeEngine):
 
     most = 2
 
+    def __init__(self, *rest):
+        super().__init__(*rest)
+        self.calls = []  # of the port, in order
+
+    def update(self, weights, version):
+        self.calls.append("update")
+        super().update(weights, version)
+
+    def release(self):
+        self.calls.append("release")
+        super().release()
+
     def decode(self, prompts, *rest):
+        self.calls.append(len(prompts))
         if len(prompts) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().decode(prompts, *rest)
@@ -283,6 +296,10 @@ def test_halving_a_batch_changes_no_sample(tmp_path, monkeypatch):
         [r.token_ids for r in g] for g in expected
     ]
     assert said and "1 prompts" in said[-1]
+    again = ["release", "update"]
+    assert policy.engine.calls == ["update", 7, *again, 3, *again, *[1] * 7, "release"], "no copy of weights stays"
+    policy.engine.calls.clear()
     monkeypatch.setattr(_Cramped, "most", 0)
     with pytest.raises(UserError, match="group_size"):
         policy.generate(prompts, 2, Sampling(6), seeds)
+    assert policy.engine.calls == ["update", 1, "release"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from protocol.messages import TaskName
-from swarm_node.config import RewardsConfig
+from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.training import RewardFunctionConfig
-from swarm_node.rollouts.evaluate import Held, rows, summarise
+from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts.evaluate import Held, evaluate, rows, summarise
+from swarm_node.tasks import load_tasks
 from swarm_node.types import Group, Rollout, Task
 
 OWN = RewardsConfig(checker_weight=0.0, functions=[RewardFunctionConfig(path="mine.py:f")])
@@ -34,3 +40,13 @@ def test_questions_without_a_checker_have_rewards_alone() -> None:
     assert lines == [["poems", "1", "-", "0.500"]]
     columns, lines = rows(table, table, 8, OWN)
     assert columns[-2:] == ["reward before", "reward after"] and lines[0][2:] == ["-"] * 4 + ["0.500"] * 2
+
+
+def test_an_evaluation_tells_which_questions_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
+    Path("q.jsonl").write_text("".join(f'{{"question": "Write poem {n}."}}\n' for n in range(60)))
+    config = NodeConfig.model_validate({"tasks": ["small/gcd", "q.jsonl"], "rollouts": {"max_new_tokens": 2}})
+    policy = load_policy(config.policy, config.rollouts, lambda sentence: None)
+    found = evaluate(policy, load_tasks(config.tasks, OWN), config.rollouts, 8, 2)
+    assert found.judged == [label == "gcd" for label in found.labels] and len(set(found.judged)) == 2

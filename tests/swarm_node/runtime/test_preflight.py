@@ -89,6 +89,15 @@ def test_room_for_two_checkpoints_is_needed(tmp_path: Path, monkeypatch: pytest.
     check_material(config(tmp_path), own_tasks=True, own_model=False)
 
 
+def test_moments_in_8_bits_need_less_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(monkeypatch, 6 * 2**20)
+    packed = config(tmp_path, eval={"every": 0}, grpo={"optimizer": "adamw_8bit"})
+    check_material(packed, own_tasks=True, own_model=True)
+    leave(monkeypatch, 5 * 2**20)
+    with pytest.raises(UserError, match=r"for two checkpoints of 2\.5 MiB: 5\.0 MiB are free"):
+        check_material(packed, own_tasks=True, own_model=True)
+
+
 def test_the_best_checkpoint_needs_room_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 12 * 2**20)
     with pytest.raises(UserError, match=r"for three checkpoints of 5\.0 MiB: 12\.0 MiB are free"):

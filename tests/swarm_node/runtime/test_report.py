@@ -135,5 +135,12 @@ def test_held_out_figures_need_both_evaluations() -> None:
     assert compared(Evaluation(table), Evaluation(), 8) is None
     halved = compared(Evaluation(table, [0.5] * 128), Evaluation(table, [0.0, 0.5] * 64), 8)
     assert halved is not None and halved.interval_k == interval([1.0] * 128, [0.0, 1.0] * 64)
+    judged = [True] * 32 + [False] * 96  # tasks without a checker count in neither figures nor intervals
+    of_some = compared(
+        Evaluation(table, [0.5] * 32 + [0.0] * 96), Evaluation(table, [0.0, 0.5] * 16 + [0.0] * 96, judged=judged), 8
+    )
+    assert of_some is not None and of_some.questions == 32
+    assert of_some.interval == interval([0.5] * 32, [0.0, 0.5] * 16)
+    assert of_some.interval_k == interval([1.0] * 32, [0.0, 1.0] * 16)
     unjudged = compared(Evaluation(table), Evaluation(table, [0.5] * 128), 8)  # begun by an earlier version
     assert unjudged is not None and unjudged.interval is None and unjudged.pass_k == (0.75, 0.75)

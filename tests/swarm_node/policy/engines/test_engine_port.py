@@ -117,6 +117,33 @@ def test_an_engine_of_ones_own_samples_for_the_policy():
         find_engine("no.such:Engine")
 
 
+class Broken(Echo):
+    """A fake of an endpoint that is gone; it notes what is called."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.calls.append("update")
+
+    def samples(self) -> Iterator[Sample]:
+        self.calls.append("samples")
+        raise ConnectionError("the endpoint is gone")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+def test_an_engine_that_fails_is_released() -> None:
+    policy = load_policy(PolicyConfig(), RolloutsConfig(), lambda line: None)
+    broken = Broken()
+    policy.engine = broken
+    with pytest.raises(ConnectionError, match="the endpoint is gone"):
+        policy.generate([PROMPT], 1, Sampling(3), [0])
+    assert broken.calls == ["update", "samples", "release"]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(1), Sampling(1, temperature=0.5, top_p=0.9)])
 def test_a_large_vocabulary_is_sampled_alike(sampling, monkeypatch):
     """Two levels of sums find the tokens that one finds, but for rounding at the border between two tokens."""
