@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, all_keys, subsections
 from swarm_node.config.section import IN_WORDS, TOGETHER, Section
+from swarm_node.config.trl_names import trl_hint
 
 EXAMPLES = {
     "tasks[]": '{ env = "gcd", weight = 2 }',
@@ -27,7 +28,7 @@ def explain(error: ValidationError, source: str) -> str:
     problem = max(errors, key=_tells)
     key = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key} in {source}{did_you_mean(key, all_keys(), '.')}"
+        return f"unknown key {key} in {source}{trl_hint(key) or did_you_mean(key, all_keys(), '.')}"
     if problem["type"] == "missing":
         return f"{key} is missing in {source}"
     message = problem["msg"].replace("Input should be", "must be").replace("String should have", "must have")

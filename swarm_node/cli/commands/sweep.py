@@ -36,6 +36,7 @@ from swarm_node.config.keys import Table, all_keys, flat, merged, nest
 from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
+from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.install import extra_command
 from swarm_node.observability.comparing import half_95, read_run
@@ -328,7 +329,8 @@ def _read(path: Path) -> SweepFile:
         raise UserError(f"{key} in {path}: {problem['msg'].replace('Input should be', 'must be')}") from None
     for key, each in plan.search.items():
         if key not in all_keys():
-            raise UserError(f"unknown key {key} in [search]{did_you_mean(key, all_keys(), '.')}")
+            hint = trl_hint(key) or did_you_mean(key, all_keys(), ".")
+            raise UserError(f"unknown key {key} in [search]{hint}")
         if isinstance(each, list) and not each:
             raise UserError(f"{key} in [search] has no value")
         if isinstance(each, SearchRange):

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_node.config import NodeConfig, TaskConfig, dump_toml, load_config
+from swarm_node.config.keys import all_keys
 from swarm_node.config.own import read_own
+from swarm_node.config.trl_names import TRL_NAMES
 from swarm_node.config.writing import config_reference
 from swarm_node.errors import UserError
 
@@ -100,6 +102,12 @@ def test_environment_values(variable: str, text: str, key: str, value: object) -
         ("[[tasks]]\nenv = 'gcd'\n[[tasks]]\nenv = 'lcm'\nwieght = 2", "did you mean tasks[1].weight?"),
         ("[[rewards.functions]]\npth = 'a:b'", "did you mean rewards.functions[0].path?"),
         ("zzzzzz = 1", "unknown key zzzzzz in x.toml; `swarm-node config reference` lists all"),
+        (
+            "num_generations = 8",
+            "unknown key num_generations in x.toml; TRL's num_generations is rollouts.group_size here (docs/grpo.md)",
+        ),
+        ("[grpo]\nscale_rewards = 'batch'", "; TRL's scale_rewards is grpo.advantage here (docs/grpo.md)"),
+        ("[grpo]\nbeta1 = 0.9", "; did you mean grpo.beta?"),
     ],
 )
 def test_unknown_keys_name_the_nearest_one(text: str, message: str) -> None:
@@ -107,6 +115,16 @@ def test_unknown_keys_name_the_nearest_one(text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match=re.escape(message) + "$"):
         load_config(file)
+
+
+def test_names_of_trl_are_those_of_the_page() -> None:
+    page = (CONFIGS[0].parents[1] / "docs/grpo.md").read_text()
+    defaults = page.partition("### Defaults, and TRL's\n")[2].partition("\n### ")[0]
+    rows = [line.split(" | ") for line in defaults.splitlines() if line.startswith("| `")]
+    told = [(name, row[0].strip("| `")) for row in rows for name in re.findall(r"`(\w+)`", row[2])]
+    renamed = {(name, key) for name, key in told if name != key.rpartition(".")[2]}
+    assert renamed - {("num_generations", "rollouts.groups")} <= TRL_NAMES.items() and len(renamed) > 15
+    assert all(f"`{name}`" in page for name in TRL_NAMES) and set(TRL_NAMES.values()) <= all_keys().keys()
 
 
 def test_any_key_may_be_in_a_file() -> None:
