@@ -44,7 +44,8 @@ def evaluate_model(
         list[str] | None,
         option(
             "--tasks",
-            f"{explanation('tasks')} By default `eval.tasks` of the run, else those it trains on.",
+            explanation("tasks").replace("train on", "ask")
+            + " By default `eval.tasks` of the run, else those it trains on.",
             metavar="NAME|FILE",
         ),
     ] = None,

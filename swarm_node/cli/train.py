@@ -130,6 +130,7 @@ def sweep(
     png: Annotated[
         Path | None, option("--png", "Draw the curves into this file: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", hidden=True)] = None,
 ) -> None:
     """Run `local` over a grid of settings or a search with Optuna, several runs at a time. Ctrl-C saves and ends.
 
@@ -137,6 +138,8 @@ def sweep(
     from swarm_node.cli.commands.compare import compare_runs, print_table
     from swarm_node.cli.commands.sweep import Sweep, table_of
 
+    if rounds is not None:
+        raise UserError(f"a sweep takes no --rounds: {file} has them, as `rounds = {rounds}` in [config]")
     whole = Sweep(file, typer.echo)
     try:
         settings = whole.run()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ GRID = 200  # points of a group's curve
 SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of the run
 ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
 """Top-level keys that neither separate groups nor count as differences."""
+REWARDS = ("rewards.functions", "rewards.checker_weight", "rewards.partial")  # settings of a mean reward
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
 T_BEYOND = 1.96
@@ -61,6 +63,7 @@ class RunFigures:
     settings: dict[str, Any]  # flat, without the keys in ALIKE
     final: dict[str, float]  # figure -> value; what was not measured is missing
     curves: dict[tuple[str, str], Curve]  # (axis, measure) -> curve
+    asked: tuple[Any, ...] | None = None  # equal for equal held-out questions; None = not known
     earlier: str = ""  # the newest file with earlier settings, if rounds were trained under others than `settings`
 
 
@@ -109,11 +112,16 @@ class Comparison:
         values = {key: [each.get(key) for each in settings] for key in keys}
         return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
+    @property
+    def different_texts(self) -> dict[str, list[str]]:
+        """`differences` in words."""
+        return {key: _in_words(key, values) for key, values in self.differences.items()}
+
     def _name(self, by_run: bool) -> list[str]:
         """Name groups by their settings; by their first run if told so, or if those are too many or too long. Returns
         the heads of their columns."""
         for number, group in enumerate(self.groups):
-            words = [f"{key.rpartition('.')[2]}={shown(key, each[number])}" for key, each in self.differences.items()]
+            words = [f"{key.rpartition('.')[2]}={texts[number]}" for key, texts in self.different_texts.items()]
             text = " ".join(words)
             group.name = text if text and not by_run and len(text) <= MAX_VALUE_CHARS else group.runs[0].path.name
         names = [group.name for group in self.groups]
@@ -143,6 +151,15 @@ class Comparison:
             if run.earlier
         ]
 
+    @property
+    def not_comparable(self) -> list[str]:
+        """A remark on each kind of figure that stands side by side and measures something else in each run."""
+        runs = [run for group in self.groups for run in group.runs]
+        asked = {run.asked for run in runs if run.asked is not None}
+        rewards = {json.dumps([run.settings.get(key) for key in REWARDS]) for run in runs}
+        found = ["held-out questions differ: held-out figures are not comparable"] if len(asked) > 1 else []
+        return found + (["rewards differ: mean rewards are not comparable"] if len(rewards) > 1 else [])
+
     def bands(self, axis: str, measure: str) -> list[tuple[RunGroup, Band]]:
         """The curve of each group in which the measure was taken."""
         found = []
@@ -167,6 +184,7 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """All but the curves, for JSON."""
         return {
+            "not_comparable": self.not_comparable,
             "differences": {key: [_hidden(key, each) for each in values] for key, values in self.differences.items()},
             "groups": [
                 {
@@ -187,6 +205,23 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def _in_words(key: str, values: Sequence[Any]) -> list[str]:
+    """Values of one setting as texts, different ones as different texts. Tables in a list have their names and weights,
+    as `brevity×0.2`, where that tells them apart."""
+    raw, short = [shown(key, value) for value in values], [_short(key, value) for value in values]
+    return short if len(set(short)) >= len(set(raw)) else raw
+
+
+def _short(key: str, value: Any) -> str:
+    if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
+        return shown(key, value)
+    tables = [each if isinstance(each, dict) else {"env": each} for each in value]
+    names = [str(each.get("path") or each.get("file") or each.get("env")).rpartition(":")[2] for each in tables]
+    weights = [each.get("weight", 1) for each in tables]
+    words = (name if weight == 1 else f"{name}×{weight:g}" for name, weight in zip(names, weights, strict=True))
+    return shorten(", ".join(words), MAX_VALUE_CHARS, placeholder=" …")
+
+
 def read_run(path: Path) -> RunFigures:
     """The figures of the run in a directory. Raises UserError if it is not one, or has no round yet."""
     run = RunDir(path)
@@ -205,25 +240,36 @@ def read_run(path: Path) -> RunFigures:
         curves.add([{name: record.get(name) for name in (*KEPT, "rounds") if name in record} for record in some])
     if not tally.rounds:
         raise UserError(f"{path} has no round yet, so there is nothing to compare")
-    held = _held_out(run, tally.round, reports_reward(config.rewards))
+    state = newest_checkpoint(run)[1]
+    held = _held_out(state, tally.round, reports_reward(config.rewards))
     final = _figures(tally, processor, held, config.eval.samples)
     if (best := read_best(path)) is not None:
         final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
     earlier = max((file.name for file in path.glob("config-*.toml") if KEPT_NAME.fullmatch(file.name)), default="")
-    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held), earlier)
+    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held), _asked(state, held), earlier)
 
 
 KEPT = ("round", "time", "reward", "step_time", "eval/pass_1", "eval/reward")  # metrics that become curves
 HeldOut = Mapping[int, Mapping[str, float]]  # round -> questions, pass_1, pass_k and reward, as far as measured
 
 
-def _held_out(run: RunDir, last: int, with_reward: bool) -> HeldOut:
-    """Held-out figures of all tasks from before training and from the end, as the newest checkpoint has them."""
+def _held_out(state: Mapping[str, Any], last: int, with_reward: bool) -> HeldOut:
+    """Held-out figures of all tasks from before training and from the end, as the state of a checkpoint has them."""
     try:
-        found = record_of(newest_checkpoint(run)[1]).by_round(with_reward)
+        found = record_of(state).by_round(with_reward)
     except NOT_MEASURED:
         return {}
     return {round: figures for round, figures in found.items() if round <= last}
+
+
+def _asked(state: Mapping[str, Any], held: HeldOut) -> tuple[Any, ...] | None:
+    """A value that is equal for equal held-out questions: their tasks, whether each file is asked whole, and how many
+    they are. None if the state does not have it."""
+    conditions = state.get("held_out")
+    counts = sorted({figures["questions"] for figures in held.values() if "questions" in figures})
+    if not counts or not isinstance(conditions, dict) or not isinstance(tasks := conditions.get("tasks"), list):
+        return None
+    return (*sorted(map(str, tasks)), bool(conditions.get("whole")), *counts)
 
 
 @dataclass

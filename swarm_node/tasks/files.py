@@ -1,7 +1,7 @@
 """Tasks from a file with a question and an answer on each line (JSONL) or in each row (CSV).
 
-Its user may name the columns of both. Other columns become metadata, which reward functions see. A question may be a
-list of messages, {"role": …, "content": …}, as TRL's conversational data sets have it.
+Its user may name the columns of both. Columns named otherwise, and all others, become metadata, which reward functions
+see. A question may be a list of messages, {"role": …, "content": …}, as TRL's conversational data sets have it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QuestionFile(OneTurn):
             raise UserError(f"cannot read task file {path}: {error.strerror}") from error
         named = b"" if columns == COLUMNS else msgspec.json.encode(columns)
         self.config = hashlib.sha256(data + named).hexdigest()[:CONFIG_HASH_CHARS]
-        self.label, self.path = Path(path).stem, path
+        self.label, self.path, self._columns = Path(path).stem, path, columns
         data = data.removeprefix(BOM)
         self.size = 0
         self._rows: dict[int, dict[str, Any]] = {}
@@ -69,7 +69,10 @@ class QuestionFile(OneTurn):
             return None
         row = dict(self._rows[index])
         name = TaskName(self.environment, self.config, self.generator, seed=0, index=index)
-        return Task(name, self.label, row.pop("question"), row.pop("answer"), metadata=row)
+        question, answer = row.pop("question"), row.pop("answer")
+        named = zip(self._columns, (question, answer), strict=True)
+        row |= {column: value for column, value in named if column not in COLUMNS}
+        return Task(name, self.label, question, answer, metadata=row)
 
     def check(self, task: Task, answer: str) -> float:
         """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""

@@ -10,12 +10,14 @@ from typing import Any
 from protocol.errors import printable
 from swarm_node.config.plugins import load_function, place_of, plugin_error
 from swarm_node.config.training import RewardFunctionConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import PluginError, UserError
 from swarm_node.types import Task
 
 RewardFunction = Callable[..., list[float | None]]
 """A function of the user's own, with TRL's signature `f(prompts, completions, **columns)`. It gives None for a
 completion that it does not score."""
+TEXT_INDEXED = "string indices must be integers"  # how Python's error about text["content"] begins
+TEXTS = "; completions are plain texts here, also for a column of messages (docs/tasks.md#rewards)"
 MAX_SHOWN = 60  # most characters of a wrong value in a message
 
 
@@ -44,7 +46,9 @@ def call_reward(
     except Exception as error:  # the user's code may raise anything
         if problem := _does_not_take(function, arguments):
             raise UserError(f"{where} {problem}") from error
-        raise plugin_error(f"reward function {name!r} failed", error) from error
+        failed = plugin_error(f"reward function {name!r} failed", error)
+        hint = TEXTS if isinstance(error, TypeError) and str(error).startswith(TEXT_INDEXED) else ""
+        raise PluginError(f"{failed}{hint}", failed.trace) from error
     try:
         rewards = [None if reward is None else float(reward) for reward in given]
     except (TypeError, ValueError) as error:

@@ -142,14 +142,27 @@ class TaskSet:
         in_turn = chain.from_iterable(zip_longest(*streams))
         return list(islice((task for task in in_turn if task is not None), n))
 
-    def split(self) -> list[str]:
-        """For each source with an end that is not too long to count: how many questions train, and how many do not."""
+    def split(self, asked: TaskSet) -> list[str]:
+        """For each source with an end that is not too long to count: how many questions train, and how many do not.
+        `asked`: the tasks of the evaluation, which may be this set or another."""
         lines = []
+        others = None if asked is self else asked._texts()
         for source in self._sources:
             if source.finite and source.size <= MOST_COUNTED:
-                held = [is_held_out(task.question) for task in _each(source)]
-                lines.append(f"{source.label}: {len(held) - sum(held):,} questions trained on, {sum(held):,} held out")
+                texts = [task.question for task in _each(source)]
+                held = [text for text in texts if is_held_out(text)]
+                unasked = 0 if others is None else sum(normalise(text) not in others for text in held)
+                line = f"{source.label}: {len(texts) - len(held):,} questions trained on"
+                if len(held) > unasked or others is None:
+                    line += f", {len(held) - unasked:,} held out"
+                if unasked:
+                    line += f", {unasked:,} neither trained on nor asked; without eval.tasks they are asked"
+                lines.append(line)
         return lines
+
+    def _texts(self) -> set[str]:
+        """The questions of the sources that have an end."""
+        return {normalise(task.question) for source in self._sources if source.finite for task in _each(source)}
 
     def every(self) -> list[Task]:
         """All questions in their order, one source after the other. UserError if a source has no end."""

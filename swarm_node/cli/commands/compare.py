@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarm_node.config.own import shown
 from swarm_node.observability.comparing import Comparison, figure_rows
 
 
@@ -42,7 +41,7 @@ def show(comparison: Comparison) -> None:
     """Print both tables."""
     heads = comparison.heads
     if comparison.differences:
-        settings = [[key, *(shown(key, value) for value in each)] for key, each in comparison.differences.items()]
+        settings = [[key, *texts] for key, texts in comparison.different_texts.items()]
         for line in comparison.meanings:
             print(line)
         print_table("settings that differ", ["", *heads], settings)
@@ -53,7 +52,7 @@ def show(comparison: Comparison) -> None:
     several = any(len(group.runs) > 1 for group in comparison.groups)
     title = "figures, with half of the 95 % interval over seeds" if several else "figures"
     print_table(title, ["", *heads], list(figure_rows(comparison)))
-    for remark in comparison.changed:
+    for remark in [*comparison.not_comparable, *comparison.changed]:
         print(remark)
 
 

@@ -140,6 +140,7 @@ def _record(group: Group) -> dict[str, Any]:
         "right": task.answer,
         "pass_1": fmean(right) if right else None,
         "pass_k": float(any(right)) if right else None,
+        "k": len(rollouts),
         "reward": fmean(rollout.reward for rollout in rollouts),
         "answers": [
             {

@@ -29,7 +29,7 @@ def test_each_question_has_a_line_with_its_answers() -> None:
     assert [(line["task"], line["index"]) for line in lines] == [("sums", n) for n in range(3)]
     assert [{"prompt": line["question"], "solution": line["right"]} for line in lines] == QUESTIONS
     for line in lines:
-        assert len(line["answers"]) == 2 and all(answer["text"] for answer in line["answers"])
+        assert len(line["answers"]) == line["k"] == 2 and all(answer["text"] for answer in line["answers"])
         for answer in line["answers"]:
             assert answer["correct"] == (answer["extracted"] == line["right"])
             assert answer["rewards"] == {"checker": answer["reward"]} == {"checker": float(answer["correct"])}

@@ -57,6 +57,12 @@ def test_a_file_that_makes_no_sense_starts_nothing(change: tuple[str, str], mess
     assert not Path("runs").exists()
 
 
+def test_the_rounds_of_a_sweep_are_in_its_file() -> None:
+    done = CliRunner().invoke(app, ["sweep", str(write(GRID)), "--rounds", "3"])
+    assert done.exit_code == 2 and "find.toml has them, as `rounds = 3` in [config]" in done.output
+    assert not Path("runs").exists()
+
+
 def test_the_objective_goes_by_own_rewards() -> None:
     Path("judge.py").write_text("def brief(completions, **columns):\n    return [1.0 for _ in completions]\n")
     text = GRID.replace(HEAD, "").replace("eval.questions = 0", 'rewards.functions = ["judge.py:brief"]')

@@ -22,7 +22,7 @@ from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.storage.rundir import RunDir
 
 
-def make_run(name: str, rewards: list[float], held: tuple[float, float] | None = None, **settings: Any) -> Path:
+def make_run(name: str, rewards: list[float], held: tuple[float, float] | None = None, /, **settings: Any) -> Path:
     """A run with such rewards, two seconds a round; `held` is pass@1 before and at the end."""
     path = Path("runs") / name
     (path / "checkpoints/round-00000002").mkdir(parents=True)
@@ -83,6 +83,32 @@ def test_columns_say_which_runs_they_are(runs: list[Path]) -> None:
     assert "runs/c: its settings changed while it trained" in shown and "runs/a: its" not in shown
     alone = CliRunner().invoke(app, ["compare", *map(str, runs), "--apart"]).stdout
     assert "interval" not in alone and "±" not in alone and "1 =" not in alone
+
+
+def test_figures_of_different_questions_are_named(runs: list[Path]) -> None:
+    assert Comparison(runs).not_comparable == []
+    for path, task in zip(runs, ["gcd a 1", "gcd a 1", "lcm b 1"], strict=True):
+        file = path / "checkpoints/round-00000002/state.json"
+        document = json.loads(file.read_text())
+        document["state"]["held_out"] = {"tasks": [task], "samples": 8}
+        file.write_text(json.dumps(document))
+    assert Comparison(runs[:2]).not_comparable == []
+    remark = "held-out questions differ: held-out figures are not comparable"
+    assert Comparison(runs).not_comparable == [remark]
+    assert remark in CliRunner().invoke(app, ["compare", *map(str, runs)]).stdout
+
+
+def test_reward_functions_are_named_with_weights() -> None:
+    first, second, third = (
+        [{"path": "mine.py:brevity", "weight": 0.2}, "mine.py:level"],
+        [{"path": "mine.py:brevity", "weight": 0.3}],
+        [{"path": "other.py:brevity", "weight": 0.3}],
+    )
+    paths = [make_run(f"r{n}", [0.1], rewards={"functions": each}) for n, each in enumerate([first, second, third])]
+    comparison = Comparison(paths[:2])
+    assert comparison.different_texts["rewards.functions"] == ["brevity×0.2, level", "brevity×0.3"]
+    assert comparison.not_comparable == ["rewards differ: mean rewards are not comparable"]
+    assert len(set(Comparison(paths[1:]).different_texts["rewards.functions"])) == 2
 
 
 def test_quantiles_are_those_of_students_t() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm_node.config import RewardsConfig, TaskConfig, load_config
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
@@ -29,9 +30,26 @@ def test_named_columns_are_question_and_answer(file: str) -> None:
     check_specs([table], answer_needed=True)
     tasks = load_tasks([table], RewardsConfig())
     (task,) = tasks.sample(random.Random(0), 1)
-    assert task.question == f"{int(task.answer or 0) - 1} + 1?" and task.metadata.keys() == {"level"}
+    assert task.question == f"{int(task.answer or 0) - 1} + 1?" and task.metadata.keys() == {
+        "prompt",
+        "target",
+        "level",
+    }
     (score,) = tasks.score([task], [task.question], [f"<answer>{task.answer}</answer>"])
     assert score.reward == 1.0
+
+
+def test_a_reward_function_gets_columns_by_their_names(file: str) -> None:
+    Path("mine.py").write_text(
+        "def near(prompts, completions, target, **kwargs):\n"
+        "    assert target == kwargs['answer']\n"
+        "    return [float(text == right) for text, right in zip(completions, target)]\n"
+    )
+    rewards = RewardsConfig(checker_weight=0, functions=[RewardFunctionConfig(path="mine.py:near")])
+    tasks = load_tasks([TaskConfig(file=file, question="prompt", answer="target")], rewards)
+    (task,) = tasks.sample(random.Random(0), 1)
+    scores = tasks.score([task, task], ["", ""], [task.answer or "", "none"])
+    assert [score.reward for score in scores] == [1.0, 0.0]
 
 
 def test_a_missing_column_names_those_there(file: str) -> None:
@@ -73,7 +91,11 @@ CHAT = TaskConfig(file="chat.jsonl", question="prompt", answer="solution")
 def test_messages_of_a_data_set_are_a_question(messages: list[object], question: str) -> None:
     Path("chat.jsonl").write_text(json.dumps({"prompt": messages, "solution": 2, "level": 3}))
     (task,) = load_tasks([CHAT], RewardsConfig(), whole=True).every()
-    assert (task.question, task.answer, task.metadata) == (question, "2", {"level": 3})
+    assert (task.question, task.answer, task.metadata) == (
+        question,
+        "2",
+        {"prompt": question, "solution": "2", "level": 3},
+    )
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,12 @@ def test_a_file_says_how_it_is_split(tmp_path: Path) -> None:
     tasks = load_tasks([write_lines(tmp_path / "train.jsonl", rows(60)), "small/gcd"], REWARDS)
     held = len(tasks.only([str(tmp_path / "train.jsonl")]).held_out(100))
     assert 0 < held < 30
-    assert tasks.split() == [f"train: {60 - held} questions trained on, {held} held out"], "gcd never ends"
+    assert tasks.split(tasks) == [f"train: {60 - held} questions trained on, {held} held out"], "gcd never ends"
+    others = load_tasks([write_lines(tmp_path / "test.jsonl", rows(80)[60:])], REWARDS, whole=True)
+    unasked = f"{held} neither trained on nor asked; without eval.tasks they are asked"
+    assert tasks.split(others) == [f"train: {60 - held} questions trained on, {unasked}"]
+    same = load_tasks([str(tmp_path / "train.jsonl")], REWARDS, whole=True)
+    assert tasks.split(same) == tasks.split(tasks)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +365,8 @@ def single(completions, **columns):
 def lazy(completions, **columns):
     for text in completions:
         yield int("x")
+def chat(completions, **columns):
+    return [len(completion[0]["content"]) for completion in completions]
 """
 
 
@@ -427,6 +434,7 @@ def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
         ("text", "'text' in rewards.py, line 15, must give a list of numbers, and gave ['good', 'good']"),
         ("single", "'single' in rewards.py, line 17, must give a list of numbers, and gave 1.0"),
         ("lazy", "'lazy' failed in rewards.py, line 21: ValueError"),
+        ("chat", "; completions are plain texts here, also for a column of messages (docs/tasks.md#rewards)"),
         (
             "some",
             "'some' in rewards.py, line 7, cannot be called: missing a required argument: 'level'. It is called with",
