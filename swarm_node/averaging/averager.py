@@ -124,6 +124,7 @@ class Averager(ABC):
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
         self._say_once = Once(say)
+        self.run = "RUN"  # the run directory as a command takes it, if that is known
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
 
@@ -335,7 +336,8 @@ class Averager(ABC):
                     Warned(f"not averaging with {self.roster.called(peer)} for an hour: {happened(reason)} ({detail})")
                 )
         if reason not in ("alone", "odd"):
-            self._say_once(reason, skipped(reason, detail, self.roster.called(peer) if peer else "", then))
+            called = self.roster.called(peer) if peer else ""
+            self._say_once(reason, skipped(reason, detail, called, then, self.run))
 
     def _went_well(self, *peers: str) -> None:
         self.counts["exchanges"] += 1

@@ -147,6 +147,10 @@ class Drain:
         """Peers that may still be asked."""
         return [peer for peer in cohort if peer not in self.refused] if len(self.refused) < MOST_ASKED else []
 
+    def then(self, cohort: Sequence[str]) -> str:
+        """What comes after a peer was asked in vain, in words."""
+        return "another peer is asked" if self.candidates(cohort) else "nobody else is here to ask"
+
     def ready(self, now: float) -> bool:
         return self.active and now >= max(self._busy.values(), default=0.0) + BUSY_RETRY_S
 

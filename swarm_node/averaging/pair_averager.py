@@ -349,7 +349,7 @@ class PairAverager(Averager):
         peer = exchange.partner
         if exchange.draining and exchange.ours:
             if self._drain.failed(peer, reason, self.now()):
-                self.skip(reason, detail, peer, then="another peer is asked")
+                self.skip(reason, detail, peer, then=self._drain.then(self._cohort()))
         elif exchange.draining:
             self.skip(reason, detail, peer, then="that peer is leaving")
         elif self._rounds.fail(exchange.round, reason, peer, self.now()):

@@ -43,7 +43,7 @@ REMEDIES = {
     "diverged": "lower grpo.learning_rate",
     "fault": "please report it, with events.jsonl",
     "slow": f"{NOTHING}, unless it happens often: then raise averaging.timeout_s",
-    "unreachable": f"{NOTHING}, unless it happens often: then see `swarm-node doctor RUN`",
+    "unreachable": NOTHING + ", unless it happens often: then see `swarm-node doctor {run}`",
 }
 """Reason -> what to do; for all others, nothing."""
 
@@ -53,11 +53,12 @@ def happened(reason: str) -> str:
     return WORDS.get(reason, reason)
 
 
-def skipped(reason: str, detail: str, partner: str, then: str) -> str:
-    """The sentence about an exchange with `partner` (empty = none) that was skipped; `then` says how it goes on. It is
-    a detail if its user has nothing to do."""
+def skipped(reason: str, detail: str, partner: str, then: str, run: str) -> str:
+    """The sentence about an exchange with `partner` (empty = none) that was skipped; `then` says how it goes on, `run`
+    names the run directory. It is a detail if its user has nothing to do."""
     of = f" with {partner}" if partner else ""
     more = f" ({detail})" if detail else ""
     remedy = f"upgrade the older one: {upgrade_command()}" if reason == "version" else REMEDIES.get(reason, NOTHING)
+    remedy = remedy.replace("{run}", run)
     sentence = f"an exchange of weights{of} was skipped: {happened(reason)}{more}; {remedy}; {then}"
     return Detail(sentence) if remedy == NOTHING else sentence

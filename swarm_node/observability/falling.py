@@ -29,7 +29,6 @@ FELL = (
     "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {weigh}lower "
     "grpo.learning_rate"
 )
-SURE = "more than noise"
 WEIGH = "give it more weight among the tasks (docs/tasks.md), or "
 
 
@@ -76,34 +75,37 @@ def lower_tasks(
     samples: int,
     figure: Figure = "pass_1",
 ) -> list[str]:
-    """For each task of which a figure is notably lower than before: its figures, and whether that is more than noise.
-    Rewards have any scale, so that a mean reward is notably lower if that is more than noise. Parameters are those of
-    `remarks`."""
+    """One line for each task of which a figure is notably lower than before by more than noise, unless `remarks` tell
+    it, and one for all others. Rewards have any scale, so that a mean reward is notably lower if that is more than
+    noise. None of a single task, of which the summary tells the same. Parameters are those of `remarks`."""
     if not len(labels) == len(before) == len(now):
         return []
+    told = remarks(labels, before, now, samples, figure=figure)
     figures = {WORDS[figure]: (list(before), list(now))}
     if samples > 1 and figure == "pass_1":
         figures[f"pass@{samples}"] = ([float(x > 0) for x in before], [float(x > 0) for x in now])
     tasks = dict.fromkeys(labels)
+    if len(tasks) == 1:
+        return []
     level = 1 - 0.05 / (len(tasks) * len(figures))
-    lines = []
+    lines, unsure = [], []
     for task in tasks:
         mine = [i for i, label in enumerate(labels) if label == task]
-        fell = []
+        fell: dict[bool, list[str]] = {True: [], False: []}  # whether by more than noise -> figures
         for name, (was, then) in figures.items():
             old, new = [was[i] for i in mine], [then[i] for i in mine]
-            verdict = _verdict(interval(old, new, LEAST_OF_TASK, level))
-            if verdict == SURE if figure == "reward" else fmean(old) - fmean(new) >= NOTABLE:
-                fell.append(f"{name} {fmean(old):.3f} -> {fmean(new):.3f}, {verdict}")
-        if fell:
-            lines.append(f"lower: {task}, {len(mine)} question{'s' * (len(mine) != 1)}: {'; '.join(fell)}")
-    return lines
-
-
-def _verdict(change: tuple[float, float] | None) -> str:
-    if change is None:
-        return "too few questions to tell"
-    return SURE if change[1] < 0 else "may be noise"
+            change = interval(old, new, LEAST_OF_TASK, level)
+            sure = change is not None and change[1] < 0
+            if sure if figure == "reward" else fmean(old) - fmean(new) >= NOTABLE:
+                fell[sure].append(f"{name} {fmean(old):.3f} -> {fmean(new):.3f}")
+        if f"task {task}" in told:
+            continue
+        of = f"{task} ({len(mine)} question{'s' * (len(mine) != 1)}) "
+        if fell[True]:
+            lines.append(f"lower by more than noise: {of}{', '.join(fell[True])}")
+        if fell[False]:
+            unsure.append(of + ", ".join(fell[False]))
+    return [*lines, *([f"lower, which may be noise: {'; '.join(unsure)}"] if unsure else [])]
 
 
 def withdrawn(key: str, samples: int, figure: Figure = "pass_1") -> str:

@@ -141,6 +141,7 @@ class ProgressDisplay:
         self._averaged = ""
         self._last: tuple[float, str] | None = None  # (when, text) of the last sentence that stays in view
         self._started_at = self._updated_at = 0.0
+        self._since = "so far"  # since when time and traffic are counted
         self._rounds_at: float | None = None
         """When the first round began, by `_now`: time before it is no part of the minutes either."""
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)  # when the last rounds ended, by `_now`
@@ -150,7 +151,7 @@ class ProgressDisplay:
 
     def start(self, round: int = 0) -> None:
         """Begin, with `round` rounds already done in a resumed run."""
-        self._round = round
+        self._round, self._since = round, "in this start" if round else "so far"
         self._last = None  # preparations
         self._started_at = self._updated_at = self._clock()
         self._ended.append(self._now())
@@ -297,7 +298,7 @@ class ProgressDisplay:
         """How long a round takes and how long the run has been going; empty before its first round."""
         if len(self._ended) < 2:
             return ""
-        return f", {self._seconds_per_round():.2f} s each, {clock_face(self._clock() - self._started_at)} so far"
+        return f", {self._seconds_per_round():.2f} s each, {clock_face(self._clock() - self._started_at)} {self._since}"
 
     def _reward_line(self, waiting: str) -> str:
         figures = [waiting] if waiting else [*self._latest_held_out(), *self._speed()]  # the speed is of before that
@@ -337,7 +338,8 @@ class ProgressDisplay:
         _, inward, outward = self._traffic[-1]
         if waiting or not (rates := self._rates()):
             return [f"{volume(inward)} in, {volume(outward)} out"]
-        return [f"{rates[0]}, {volume(inward + outward)} in all", *rates]
+        since = "in all" if self._since == "so far" else self._since
+        return [f"{rates[0]}, {volume(inward + outward)} {since}", *rates]
 
     def _usage_lines(self, waiting: str) -> list[str]:
         """What the run takes, and how to stop it, on one line or on two."""
@@ -371,7 +373,8 @@ class ProgressDisplay:
 
     def _time_left(self) -> str:
         if self._round >= self._total:
-            return f"took {clock_face(self._updated_at - self._started_at)}"
+            this = " in this start" * (self._since != "so far")
+            return f"took {clock_face(self._updated_at - self._started_at)}{this}"
         left = self._limit_s - self._elapsed()
         if len(self._ended) > 1:
             since_last = self._now() - self._ended[-1]

@@ -31,7 +31,6 @@ from swarm_node.observability.worth import Worth, worth_lines
 
 LEAST_QUESTIONS = 10  # with fewer there is no interval
 ENOUGH_QUESTIONS = 50  # with fewer, an interval is somewhat too narrow
-LEAST_ROUNDS = 20  # with fewer rounds, a change of reward compares one round with another
 RESAMPLES = 4000
 MAX_DRAWN = 10**6  # numbers in memory at once: this is drawn while a node leaves
 INDENT = 10  # columns before the text of a line
@@ -192,7 +191,7 @@ def summary(run: Figures) -> list[str]:
         received.append(f"of the crew's stages {run.stages.lost:,} lost" + (f"; built so far: {ways}" if ways else ""))
     return _labelled(
         {
-            "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
+            "outcome": [*_reward(run), *_held_out(run.held_out)],
             "worse": [] if run.held_out is None else run.held_out.remarks,
             "best": _best(run.held_out),
             "worth": [] if run.worth is None else list(worth_lines(run.worth, summary=True)),
@@ -271,16 +270,6 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def _has_learned(run: Figures) -> bool:
-    """Whether the reward rose, over more than a few rounds, and the held-out figure too (by more than noise)."""
-    first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
-    if first is None or last is None or (run.reward_rounds or run.rounds_recorded) < LEAST_ROUNDS or run.alike:
-        return False
-    if held is None or held.interval is None:
-        return last > first and (held is None or held.main[1] >= held.main[0])
-    return last > first and held.interval[0] > 0
-
-
 def _reward(run: Figures) -> list[str]:
     n, first, last = run.reward_rounds or run.rounds_recorded, run.reward_first_tenth, run.reward_last_tenth
     if first is None or last is None:
@@ -296,7 +285,7 @@ def _held_out(held: HeldOut | None) -> list[str]:
     if held is None:
         return []
     before, after = held.main
-    at = f" after round {held.round:,}" if held.round else ""
+    at = f" after round {held.round:,}, not measured since" if held.round else ""
     change = f"held-out {WORDS[held.figure]} {before:.3f} -> {after:.3f}{at}, {after - before:+.3f}"
     if held.interval is None:
         few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
@@ -312,7 +301,8 @@ def _held_out(held: HeldOut | None) -> list[str]:
         "mean reward": (held.reward if held.figure == "pass_1" else None, None),
     }
     for name, (pair, range_) in others.items():
-        if pair:
+        told = any(remark.startswith(f"held-out {name} fell") for remark in held.remarks)
+        if pair and not told:
             verdict = f": {_noise(range_)} ({range_[0]:+.3f} to {range_[1]:+.3f})" if range_ else ""
             lines.append(f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}{verdict}")
     return lines

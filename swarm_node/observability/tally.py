@@ -113,7 +113,18 @@ class Tally(msgspec.Struct):
         self.rewards.add(record.get("reward"), n)
         self.cost = {name: value for name, value in record.items() if name.startswith("cost/") and value is not None}
         before, self.seen = self.seen, {}
-        for name, value in record.items():
+        self._count(record, before)
+
+    def count(self, totals: Mapping[str, Any]) -> None:
+        """Add what the totals of this start have grown by since the last record, such as by a last exchange."""
+        self._count(totals, self.seen.copy())
+
+    def begin(self) -> None:
+        """A start begins: its totals count from 0."""
+        self.seen = {}
+
+    def _count(self, totals: Mapping[str, Any], before: Mapping[str, float]) -> None:
+        for name, value in totals.items():
             if name.startswith(COUNTED) and isinstance(value, int | float) and math.isfinite(value):
                 self.seen[name] = value
                 more = value - before.get(name, 0.0)

@@ -118,6 +118,7 @@ def rows(
 
 
 def told(table: Mapping[str, Held]) -> dict[str, Held]:
-    """The rows of a table that are shown: `all` comes last, and is left out where it would repeat a single task."""
-    tasks = {label: held for label, held in table.items() if label != "all"}
+    """The rows of a table that are shown, by name: `all` comes last, and is left out where it would repeat a single
+    task."""
+    tasks = {label: held for label, held in sorted(table.items()) if label != "all"}
     return tasks if len(tasks) == 1 or "all" not in table else tasks | {"all": table["all"]}

@@ -17,6 +17,9 @@ from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.averaging.averager import Averager
+    from swarm_node.node import Node
+    from swarm_node.runtime.records import RunRecords
+    from swarm_node.runtime.resume import RunState
     from swarm_node.swarm.join import JoinedSwarm
 
 WEIGHTS_CHECK_S = 0.5  # longest time between two looks for others' weights, while training waits for them
@@ -36,6 +39,24 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
         averager.woken.clear()
         average()
     return averager.counts["exchanges"] != exchanges
+
+
+def average_last(node: Node, state: RunState, stop: Stopper) -> None:
+    """Finish the exchange of weights that is due or under way, if there is time, and save the averaged weights. The
+    cohort then has what this node learned since the last exchange."""
+    if node.averager is not None and last_exchange(node.averager, node.average, lambda: stop.left_s):
+        say("averaged a last time", "stop")
+        state.count_last()
+        state.save(anew=True)
+
+
+def measure_last(state: RunState, records: RunRecords, stop: Stopper) -> None:
+    """Measure the held-out figures of a run that its owner stopped, if that is known to take a moment."""
+    round = state.node.round
+    found = {} if stop.hurried else state.held_out.measure_stopped(round, stop.left_s - AFTER_COPY_S)
+    if found:
+        records.evaluated(round, found)
+        state.save()
 
 
 def open_mirror(

@@ -1,7 +1,8 @@
 """Held-out figures of a run: before it trains, while it trains and at its end.
 
 An evaluation asks the same questions with the same seeds each time. It draws from no generator of the training, and
-each round seeds its own, so a run that evaluates trains as one that does not. A signal ends an evaluation at once.
+each round seeds its own, so a run that evaluates trains as one that does not. A signal ends an evaluation at once; a
+quick one is made once more after it, if it came while the run trained.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
+from swarm_node.errors import StopRequested
 from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
 from swarm_node.observability.falling import remarks, withdrawn
 from swarm_node.observability.summary import HeldOut, interval
@@ -24,6 +26,9 @@ from swarm_node.runtime.console import say
 from swarm_node.say import Warned
 from swarm_node.storage.best import Best
 from swarm_node.tasks import TaskSet, load_tasks
+
+Allowed = Callable[[], AbstractContextManager[None]]
+QUICK_S = 2.0  # a measurement that takes less is made once more after a stop
 
 
 class HeldOutFigures:
@@ -37,7 +42,7 @@ class HeldOutFigures:
         show: Callable[[str], None],
         measured: Callable[[int, Evaluation], None],
         whole: bool,
-        allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        allowed: Allowed = nullcontext,
     ) -> None:
         """`config` is fitted to the policy. `show` takes sentences that need not stay in view; `measured` takes the
         round and the figures of each evaluation. `whole`: checkpoints of the run have all weights, so that the best one
@@ -53,6 +58,7 @@ class HeldOutFigures:
         self.keeps_best = whole and config.eval.every > 0 and config.eval.questions > 0
         self.best: Best | None = None  # without the name of its checkpoint
         self.is_new_best = False  # whether the latest evaluation was the best one, and its checkpoint is due
+        self._broken_off = False  # whether a stop ended an evaluation
         self.doing = ""  # what is being measured now; empty = nothing
         self._since = time.monotonic()  # when training began, or went on after an evaluation
         self._noticed: set[str] = set()  # keys of the remarks that the latest evaluation gave reason for
@@ -147,6 +153,14 @@ class HeldOutFigures:
             self._show("held-out questions, after training")
         return self._metrics(self._measure("after training", round))
 
+    def measure_stopped(self, round: int, left_s: float) -> dict[str, float]:
+        """Measure after a stop that leaves `left_s` seconds, if the last measurement took a moment and the stop ended
+        none; the metrics, empty if nothing was measured. Only a second signal, which ends the process, ends it."""
+        took, measured = self.figures.seconds, self.figures.round == round and self.figures.last.table
+        if round == 0 or measured or self._broken_off or not 0.0 < took < min(QUICK_S, left_s / 2):
+            return {}
+        return self._metrics(self._measure("after the stop", round, nullcontext))
+
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the figures in the state of a checkpoint; see `record_of` for the errors if it has none."""
         self.figures = record_of(state)
@@ -162,16 +176,20 @@ class HeldOutFigures:
         best = None if self.best is None else (self.best.round, self.best.value)
         return msgspec.structs.replace(compared_now, round=at, best=best)
 
-    def _measure(self, when: str, round: int) -> Evaluation:
-        """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay."""
+    def _measure(self, when: str, round: int, allowed: Allowed | None = None) -> Evaluation:
+        """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay.
+        `allowed` replaces that of the run."""
         settings = self._config.eval
         if settings.questions == 0 or not self.tasks.held_out(1):
             return Evaluation()
         self.doing = f"held-out questions, {when}"
         began = time.monotonic()
         try:
-            with self._allowed():
+            with (allowed or self._allowed)():
                 found = evaluate(self._policy, self.tasks, self._config.rollouts, settings.questions, settings.samples)
+        except StopRequested:
+            self._broken_off = True
+            raise
         finally:
             self.doing = ""
         self._since = time.monotonic()

@@ -27,7 +27,7 @@ from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import finish_mirror, last_exchange, open_mirror, saved_ages, say_reach
+from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, saved_ages, say_reach
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -104,6 +104,8 @@ class Run:
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
         self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
+        if self.node.averager is not None:
+            self.node.averager.run = run.quoted
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, partial(say, kind="checkpoint"))
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
@@ -186,12 +188,19 @@ class Run:
                         stop.check()
                 except StopRequested:
                     self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
+                    self.state.count_last()
+                else:
+                    stop.hold()
+                    self.state.count_last()
                 finally:
                     stop.hold()
                     if not self.weights.unfinished:  # whatever went wrong, finished rounds are not lost
                         self.state.save()
-                    if stop.requested:
-                        self._average_last(stop)
+                    leaves = stop.requested and self.crew is None and not self.weights.unfinished
+                    if leaves:
+                        average_last(self.node, self.state, stop)
+                if leaves:
+                    measure_last(self.state, self.records, stop)
         finally:
             self.progress.stop()
         self.checkpoints.wait()
@@ -205,16 +214,6 @@ class Run:
         finish_mirror(self._mirror, stop)
         if self.limits.over:
             raise TemporaryError(self.limits.over)
-
-    def _average_last(self, stop: Stopper) -> None:
-        """Finish the exchange of weights that is due or under way, if there is time, and save the averaged
-        weights. The cohort then has what this node learned since the last exchange."""
-        averager = self.node.averager
-        if averager is None or self.weights.unfinished or self.crew is not None:
-            return
-        if last_exchange(averager, self.node.average, lambda: stop.left_s):
-            say("averaged a last time", "stop")
-            self.state.save(anew=True)
 
     def _rounds(self) -> None:
         """Do the rounds that are left, until the time is over. Raises StopRequested."""

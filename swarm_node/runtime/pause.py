@@ -83,7 +83,7 @@ def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
 def _while_paused(run: RunDir) -> str:
     """What becomes of a paused node's weights, as words."""
     kept = "it keeps what it has learned"
-    if not run.exists or not run.swarm.exists():
+    if not run.exists or not run.swarm.exists() or run.wrote(run.metrics):
         return kept
     averaging = read_own(run.config).averaging
     if averaging.method == "none" or not averaging.late_join:

@@ -180,12 +180,12 @@ class RunState:
         if self.tally.round > self.node.round:
             self.tally, self.cost.costs = Tally(), Costs()
         last, known = last_record(self.run.metrics), self.tally.round
-        if last is None or last["round"] <= known:
-            return
-        for record in each_record(self.run.metrics):
-            if record["round"] > known:
-                self.tally.add(record)
-                self.cost.go_on(record)
+        if last is not None and last["round"] > known:
+            for record in each_record(self.run.metrics):
+                if record["round"] > known:
+                    self.tally.add(record)
+                    self.cost.go_on(record)
+        self.tally.begin()
 
     def _identity(self) -> dict[str, Any]:
         """The model and the weights that are trained: a checkpoint of this run has the same."""
@@ -215,6 +215,12 @@ class RunState:
         judges = [self.node.tasks.names, self.config.rewards.model_dump(mode="json")]
         self.tally.judge(hashlib.sha256(msgspec.json.encode(judges)).hexdigest()[:16])
         self.tally.add(record)
+
+    def count_last(self) -> None:
+        """Add what the totals of the swarm have grown by since the last round: exchanges and traffic go on."""
+        member = self.node.member
+        if member is not None and member.card is not None:
+            self.tally.count(member.metrics(member.card.speed))
 
     def set_aside(self) -> None:
         """Rename the metrics of earlier rounds, whose checkpoints are gone or refused, and forget which was best."""

@@ -50,6 +50,7 @@ class Stopper:
         self.requested = False
         self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
         self.noticed = False  # whether a notice has come
+        self.hurried = False  # whether it was not by the node's owner: the machine, or its memory, is about to end
         self._ends = math.inf
         self._signalled = False  # whether a first signal has come, for the main thread
         self._signal_seen = False  # the same, for the watchdog
@@ -116,8 +117,10 @@ class Stopper:
         self._woken.wait(seconds)
         self.check()
 
-    def notice(self, left_s: float) -> None:
-        """Tell that this machine goes away in `left_s` seconds. From any thread, also after the context was left."""
+    def notice(self, left_s: float, by_owner: bool = False) -> None:
+        """Tell that this machine goes away in `left_s` seconds, or that its owner ends the run within them. From any
+        thread, also after the context was left."""
+        self.hurried = self.hurried or not by_owner
         self.noticed, self._notice_s = True, max(1.0, left_s - NOTICE_RESERVE_S)
         self._woken.set()
         interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
@@ -203,8 +206,9 @@ class EmbeddedStopper(Stopper):
         self.hold()
         self._restore()
 
-    def notice(self, left_s: float) -> None:
+    def notice(self, left_s: float, by_owner: bool = False) -> None:
         """Tell the run to stop at the next point where it allows that."""
+        self.hurried = self.hurried or not by_owner
         self.requested = self.noticed = True
         self._ends = min(self._ends, time.monotonic() + left_s)
         self._woken.set()

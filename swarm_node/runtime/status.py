@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from swarm_node.config import NetworkConfig
 from swarm_node.runtime.console import say
@@ -30,6 +32,8 @@ def status_written(
     A thread does it, since a round may take long. `paused` returns why the node is paused; `crew` is the one that this
     node leads, whose own join command is said instead.
     """
+    with suppress(msgspec.ValidationError):  # by another version
+        member.uses.load(run.read_uses())  # what members said until the start before ended
     ended = threading.Event()
     others = [*network.bootstrap, *member.manifest.bootstrap]
 

@@ -34,7 +34,7 @@ def stopping_when_asked(run: RunDir, stop: Stopper, say: Say) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(ASKED_CHECK_S):
             if run.take_stop():
-                stop.notice(DEADLINE_S + NOTICE_RESERVE_S)
+                stop.notice(DEADLINE_S + NOTICE_RESERVE_S, by_owner=True)
                 say("asked to stop by `swarm-node stop`")
                 return
 

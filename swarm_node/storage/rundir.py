@@ -137,6 +137,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         except OSError:
             return "unknown"
 
+    def wrote(self, path: Path) -> bool:
+        """Whether the process that holds the run, or held it last, has written this file of it."""
+        try:
+            return path.stat().st_mtime_ns >= (self.path / "lock").stat().st_mtime_ns
+        except OSError:
+            return False
+
     def check_exists(self) -> None:
         """Raises UserError unless a run was ever started here."""
         if not self.exists:
@@ -214,18 +221,23 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def read_role(self) -> str:
         """The role in swarm.json; empty if it has none, or cannot be read."""
-        return self._of_status("role")
+        return str(self._of_status("role") or "")
 
     def read_swarm_name(self) -> str:
         """The name of its swarm in swarm.json; empty if it has none, or cannot be read."""
-        return self._of_status("swarm_name")
+        return str(self._of_status("swarm_name") or "")
 
-    def _of_status(self, key: str) -> str:
+    def read_uses(self) -> Any:
+        """What members said that they used of this node's groups, in swarm.json; empty if it has none."""
+        return self._of_status("uses") or {}
+
+    def _of_status(self, key: str) -> Any:
+        """None if it is not there."""
         try:
             with open(self.status, "rb") as file:
-                return str(json.loads(file.read(MAX_STATUS_BYTES))[key])
+                return json.loads(file.read(MAX_STATUS_BYTES))[key]
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
-            return ""
+            return None
 
     def write_paused(self, until: float | None) -> None:
         """Ask the process of this run to pause. Raises OSError."""

@@ -92,6 +92,8 @@ def ask_around(
                 refused.add(peer)
                 answers[peer] = error
         failure = f"none of {len(peers)} members gives {wanted}"
+        if len(answers) == 1:
+            failure = f"the only member that answers does not give {wanted}"
         if peers and not answers:
             where = ", ".join(swarm.peers[:MAX_NAMED]) or f"the addresses of {len(peers)} members"
             failure = f"nobody answers at {where} when asked for {wanted}"

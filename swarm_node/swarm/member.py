@@ -299,6 +299,7 @@ class Member:
             "refused": msgspec.to_builtins(refusal_rows(self.transport.refusals(), counts, self._names)),
             "averaging": None if self.averager is None else self.averager.status(),
             "worth": msgspec.to_builtins(self.worth()),
+            "uses": self.uses.state(),
             "peers": {
                 peer: {
                     "name": self._names.get(peer, ""),

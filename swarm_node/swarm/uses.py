@@ -27,6 +27,10 @@ class UsesState(msgspec.Struct):
     over: int = 0  # of starts that are over
     latest: dict[str, Count] = {}  # peer -> its count since its last start that was seen
 
+    @property
+    def sum(self) -> int:
+        return self.over + sum(count.groups for count in self.latest.values())
+
 
 class Uses:
     """The sum over members and their starts; it never falls. For any thread."""
@@ -46,7 +50,7 @@ class Uses:
                     continue
                 groups = min(sum(use.groups for use in told.used_of if use.peer == self._name), told.used)
                 self._count(peer, Count(told.since, groups))
-            return self._state.over + sum(count.groups for count in self._state.latest.values())
+            return self._state.sum
 
     def _count(self, peer: str, now: Count) -> None:
         state = self._state
@@ -66,6 +70,9 @@ class Uses:
             return msgspec.to_builtins(self._state)
 
     def load(self, state: Any) -> None:
-        """Go on from the state in a checkpoint. Raises msgspec.ValidationError if it is of another version."""
+        """Go on from a state that was kept, unless a later one is known. Raises msgspec.ValidationError if it is of
+        another version."""
+        kept = msgspec.convert(state, UsesState)
         with self._guard:
-            self._state = msgspec.convert(state, UsesState)
+            if kept.sum > self._state.sum:
+                self._state = kept

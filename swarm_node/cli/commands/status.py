@@ -87,6 +87,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "schema": SCHEMA,
         "run": str(run.path),
         "in_use": in_use,
+        "starting": in_use and not any(map(run.wrote, (run.status, run.metrics, run.waits))),
         "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),

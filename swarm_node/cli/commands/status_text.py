@@ -27,10 +27,10 @@ def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) ->
     """The document `found` as text, at Unix time `now`: first what holds for the whole run, then what its present or
     last start counted. `verbose`: technical details too."""
     status, metrics = found["swarm"], found["metrics"]
-    ended = bool(found["run"]) and not found["in_use"]
+    ended = bool(found["run"]) and (not found["in_use"] or found["starting"])
     reward = (metrics or {}).get("reward")
     if found["run"]:
-        yield f"run        {found['run']}{_when(status, found['in_use'], now)}"
+        yield f"run        {found['run']}{_when(found, now)}"
     if found.get("paused"):
         yield f"paused     {found['paused']}"
     if metrics:
@@ -39,7 +39,7 @@ def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) ->
         yield f"held-out   best {WORDS[best['figure']]} {best['value']:.3f}, after round {best['round']:,}"
     for number, line in enumerate(_worth(status or {})):
         yield f"{'' if number else 'worth':10} {line}"
-    if (usage := usage_of(metrics or {})) is not None and found["in_use"]:
+    if (usage := usage_of(metrics or {})) is not None and not ended and not found["paused"]:
         yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
     if status is None:
         yield "swarm      none: this run trains alone"
@@ -172,18 +172,21 @@ def _averaging(figures: Mapping[str, Any], now: float, ended: bool, verbose: boo
     yield f"averaging  {done}"
     if verbose:
         yield f"           {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
-    when = "when this run ended" if ended else "here"
-    yield f"           partners {when}: {f'{len(partners)}, {listed}' if partners else 'none'}"
+    if not ended:
+        yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
     for kind, text in (("skipped", "skipped"), ("refused", "refused to others in this start")):
         if reasons := _reasons(figures[kind], "", happened):
             yield f"           {text}: {reasons}"
 
 
-def _when(status: Mapping[str, Any] | None, in_use: bool, now: float) -> str:
+def _when(found: Mapping[str, Any], now: float) -> str:
+    status = found["swarm"]
     age = max(0.0, now - status["time"]) if status else None
     seen = "" if age is None else f"as of {_ago(age)}"
-    if not in_use:
+    if not found["in_use"]:
         return f", ended; {seen}" if seen else ", finished"
+    if found["starting"]:
+        return f", starting (loading); what follows is {seen or 'of before'}, when it last ended"
     return f", {seen}: it stands still" if age is not None and age > STATUS_FRESH_S else ""
 
 

@@ -87,6 +87,7 @@ def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
     run.status.write_text(json.dumps({**STATUS, "time": NOW - age, **more}))
+    os.utime(run.status, (NOW, NOW))  # by the process that holds it
     run.metrics.write_text('{"round": 41, "reward": 0.25, "swarm/groups_used": 4.0}\n')
     return run
 
@@ -144,6 +145,25 @@ def test_figures_of_the_last_start_are_told_apart(capsys: pytest.CaptureFixture[
     assert f"last start began {words} ago; what follows is of it alone\n" in shown(capsys, "runs/alice")
     with RunDir.open("runs/alice"):
         assert f"this start began {words} ago" in shown(capsys, "runs/alice")
+
+
+def test_a_run_that_loads_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    uses = {"machine/cpu_cores": 0.7, "machine/cores": 1, "machine/memory_bytes": 1e9, "machine/disk_bytes": 1e6}
+    run = make_run("runs/alice", age=240, since=NOW - 600)
+    run.metrics.write_text(json.dumps({"round": 41, **uses}) + "\n")
+    for path in (run.status, run.metrics):
+        os.utime(path, (1e9, 1e9))
+    with RunDir.open("runs/alice"):
+        loading = shown(capsys, "runs/alice")
+        assert "runs/alice, starting (loading); what follows is as of 4 min ago, when it last ended" in loading
+        assert "last start began" in loading and "was here" in loading and "uses" not in loading
+        assert json.loads(shown(capsys, "runs/alice", json_output=True))["starting"] is True
+        run.write_status({**STATUS, "time": NOW, "since": NOW - 5, "averaging": AVERAGING})
+        begun = shown(capsys, "runs/alice")
+        assert "starting" not in begun and "this start began 5 s ago" in begun and "uses       0.7 of 1 core" in begun
+        assert "           partners here: 2, bob, carol" in begun.splitlines()
+        run.write_waits("on battery")
+        assert "uses" not in shown(capsys, "runs/alice"), "those figures are of before the pause"
 
 
 def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,8 +332,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     make_run("runs/alice", averaging=AVERAGING)
     lines = shown(capsys, "runs/alice").splitlines()
     at = lines.index("averaging  weights averaged 12 times, 1.25 MB sent, last with bob 20 s before the end")
-    assert [line.strip() for line in lines[at + 1 : at + 4]] == [
-        "partners when this run ended: 2, bob, carol",
+    assert [line.strip() for line in lines[at + 1 : at + 3]] == [
         "skipped: 3 × the round was over, 1 × the number of members was odd, and this one was left over",
         "refused to others in this start: 2 × both called each other at once",
     ]
@@ -323,7 +342,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     assert detail not in lines and detail in status_lines(found, NOW, verbose=True)
     make_run("runs/bob", averaging=AVERAGING | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
     text = shown(capsys, "runs/bob")
-    assert "partners when this run ended: none" in text and "averaged 0 times" in text and "skipped" not in text
+    assert "partners" not in text and "averaged 0 times" in text and "skipped" not in text
 
 
 def test_members_that_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

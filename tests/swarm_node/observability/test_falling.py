@@ -68,16 +68,14 @@ def test_different_questions_are_not_compared() -> None:
 def test_each_lower_task_has_a_verdict() -> None:
     tasks = ("gcd", 30, 0.25, 0.25), ("lcm", 13, 0.5, 0.0), ("count_bits", 5, 0.5, 0.25), ("sum", 9, 0.5, 0.48)
     found = lower_tasks(*evaluations(*tasks), SAMPLES)
-    assert found == [
-        "lower: lcm, 13 questions: pass@1 0.500 -> 0.000, more than noise; pass@8 1.000 -> 0.000, more than noise",
-        "lower: count_bits, 5 questions: pass@1 0.500 -> 0.250, too few questions to tell",
-    ]
-    mixed = lower_tasks(["gcd"] * 50, [0.5, 0.25] * 25, [0.25, 0.375] * 25, 1)
-    assert mixed == ["lower: gcd, 50 questions: pass@1 0.375 -> 0.312, more than noise"]
-    noisy = lower_tasks(["gcd"] * 50, [1.0, 0.0] * 25, [0.0, 0.875] * 25, 1)
-    assert noisy == ["lower: gcd, 50 questions: pass@1 0.500 -> 0.438, may be noise"]
-    few = lower_tasks(["gcd"] * 49, [0.5] * 49, [0.25] * 49, 1)
-    assert few == ["lower: gcd, 49 questions: pass@1 0.500 -> 0.250, more than noise"], "as the summary says"
+    unsure = "lower, which may be noise: count_bits (5 questions) pass@1 0.500 -> 0.250"
+    assert found == [unsure], "a remark tells of lcm"
+    few = lower_tasks(*evaluations(*(task for task in tasks if task[0] != "sum"), ("sum", 1, 0.5, 0.25)), SAMPLES)
+    assert few == [
+        "lower by more than noise: lcm (13 questions) pass@1 0.500 -> 0.000, pass@8 1.000 -> 0.000",
+        f"{unsure}; sum (1 question) pass@1 0.500 -> 0.250",
+    ], "there are too few questions for a remark"
+    assert lower_tasks(["gcd"] * 49, [0.5] * 49, [0.25] * 49, 1) == [], "the summary says the same of a single task"
 
 
 def test_falling_rewards_are_named_as_such() -> None:
@@ -86,8 +84,10 @@ def test_falling_rewards_are_named_as_such() -> None:
     assert list(found) == ["task poems"], "pass@k says nothing of rewards"
     assert found["task poems"].startswith("held-out mean reward of poems fell by more than noise, from 12.000 to 11.5")
     assert withdrawn("task poems", SAMPLES, "reward").endswith("mean reward of poems fell")
-    assert lower_tasks(*fell, SAMPLES, "reward") == [
-        "lower: poems, 60 questions: mean reward 12.000 -> 11.500, more than noise"
+    assert lower_tasks(*fell, SAMPLES, "reward") == [], "the remark tells it"
+    few = evaluations(("poems", 30, 12.0, 11.5), ("odes", 5, 1.0, 1.0))
+    assert lower_tasks(*few, SAMPLES, "reward") == [
+        "lower by more than noise: poems (30 questions) mean reward 12.000 -> 11.500"
     ]
     assert lower_tasks(["poems"] * 60, [9.0, 0.0] * 30, [0.0, 8.9] * 30, SAMPLES, "reward") == []
 

@@ -607,3 +607,10 @@ def test_a_run_without_end_says_how_long_it_has_been_going():
     shown.append(str(progress.view().renderables[0]))
     progress.stop()
     assert shown == ["round 0", "round 2, 40.00 s each, 1:20 so far"]
+    progress.start(2)
+    progress.update(3, {"reward": 0.5, "swarm/bytes_in": 2e5, "swarm/bytes_out": 1e5})
+    clock.now += 40
+    progress.update(4, {"reward": 0.5, "swarm/bytes_in": 4e5, "swarm/bytes_out": 2e5})
+    head, *below = map(str, progress.view().renderables)
+    progress.stop()
+    assert head.endswith(", 0:40 in this start") and any("600 kB in this start" in line for line in below)

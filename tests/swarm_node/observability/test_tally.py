@@ -49,6 +49,16 @@ def record(round: int) -> dict[str, Any]:
     return {"round": round, "reward": round / 7, "step_time": 0.1, "num_tokens": round, "swarm/groups_sent": sent}
 
 
+def test_what_follows_the_last_round_is_counted() -> None:
+    tally = tallied([record(1) | {"averaging/exchanges": 5.0}])
+    tally.count({"averaging/exchanges": 6.0})
+    tally.count({"averaging/exchanges": 6.0})
+    assert (tally.totals["averaging/exchanges"], tally.rounds) == (6.0, 1)
+    tally.begin()
+    tally.add(record(2) | {"averaging/exchanges": 7.0})
+    assert tally.totals["averaging/exchanges"] == 13.0, "another start, which counts from 0"
+
+
 def test_figures_go_on_where_a_checkpoint_ends() -> None:
     whole = tallied(map(record, range(1, 2001)))
     kept = json.dumps(msgspec.to_builtins(tallied(map(record, range(1, 1235)))))

@@ -212,7 +212,30 @@ def test_a_stopped_run_tells_before_and_now(capsys: pytest.CaptureFixture[str]) 
     out, words = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
     assert (document["rounds"], document["held_out"]["round"]) == (2, 1)
-    assert "held-out pass@1" in words and "after round 1" in words
+    assert "held-out pass@1" in words and "after round 1, not measured since" in words
+
+
+def test_a_run_that_stops_as_it_trains_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("stopping.py").write_text(STOPPING.replace("== 3", "== 2").replace("7 + 2", "4 + 1"))  # in the second round
+    rewards = {"functions": [{"path": "stopping.py:stop"}]}
+    assert train_locally(settings(5, eval=ALWAYS | {"every": 0}, rewards=rewards), json_output=True) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["rounds"], document["held_out"]["round"]) == (1, 0), "0 = its last one"
+    round, state = newest_checkpoint(RunDir(Path("run")))
+    assert (round, state["held_out_figures"]["round"]) == (1, 1)
+
+
+def test_only_a_quick_measurement_is_repeated_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Evaluation({"all": Held(14, 0.5, 0.5)})
+    monkeypatch.setattr(held_out, "evaluate", lambda *settings: found)
+    ours = figures()
+    for took, left_s in ((0.0, 8.0), (2.0, 8.0), (1.0, 2.0)):  # never measured, slow, no time
+        ours.figures.seconds = took
+        assert ours.measure_stopped(5, left_s) == {} and ours.figures.round == 0
+    ours.figures.seconds = 1.0
+    assert ours.measure_stopped(5, 8.0) == {"eval/pass_1": 0.5, "eval/pass_k": 0.5}
+    ours.figures.seconds = 1.0
+    assert ours.measure_stopped(5, 8.0) == {}, "that round was measured"
 
 
 def figures(**sections: Any) -> HeldOutFigures:

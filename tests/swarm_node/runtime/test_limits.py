@@ -271,6 +271,8 @@ def test_a_pause_tells_whose_weights_come_after(method: str, told: bool, tmp_pat
         assert "newer weights of a partner" not in pause_run(run, None, now=1000.0), "it is in no swarm"
         run.swarm.touch()
         assert ("newer weights of a partner" in pause_run(run, None, now=1000.0)) == told
+        run.metrics.touch()
+        assert "newer weights of a partner" not in pause_run(run, None, now=1000.0), "a round has ended"
 
 
 def test_a_run_that_has_just_started_can_be_paused(tmp_path: Path) -> None:
