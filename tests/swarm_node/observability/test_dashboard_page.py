@@ -79,7 +79,12 @@ def make_swarm_run() -> RunDir:
         "since": 1000.0,
         "peer": "me",
         "traffic": {"bytes_in": 4e6, "bytes_out": 2_500_000.0},
-        "received": {"swarm/groups_received": 130, "swarm/groups_admitted": 120, "swarm/rejected/age": 10},
+        "received": {
+            "swarm/groups_received": 133,
+            "swarm/groups_admitted": 120,
+            "swarm/groups_waiting": 3,
+            "swarm/rejected/age": 10,
+        },
         "sent": {"swarm/groups_sent": 50, "swarm/unsent/zero": 6},
         "refused": [
             {
@@ -120,7 +125,7 @@ def make_swarm_run() -> RunDir:
             "exchanges": 12,
             "bytes": 3e6,
             "spread": 0.01,
-            "last": None,
+            "last": {"with": "bob", "time": 1039.0},
             "skipped": {"alone": 3},
             "refused": {"late": 2},
         },
@@ -214,8 +219,9 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     ]
     text = browser.value("document.body.innerText")
     for part in (
-        "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike. "
-        f"Counted {SINCE}.",
+        "Received 133 groups, admitted 120, 3 never examined. Not used or refused: 10 × too old. "
+        f"Sent 50 groups; not sent: 6 × all rewarded alike. Counted {SINCE}.",
+        f"12, last with bob at {ENDED[:10]}",
         "in pairs every 60 s, noloco, 8bit",
         "Partners at the end",
         "3 × alone",
@@ -266,7 +272,7 @@ def test_held_out_figures_begin_before_training(browser: Chromium, url: str) -> 
         "[...document.querySelectorAll('figure .title')].some(title => title.textContent === 'Held-out questions')"
     )
     texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
-    browser.wait(f"{texts}.includes('pass@1: 0.250 at first, 0.500 now; pass@8: 1 at first, 0.750 now')")
+    browser.wait(f"{texts}.includes('pass@1: 0.250 at first, 0.500 at the end; pass@8: 1 at first, 0.750 at the end')")
     browser.value("window.figure = document.querySelector('[aria-label=\"Held-out questions\"]').closest('figure')")
     browser.value("figure.querySelector('details').open = true")
     browser.wait("!!figure.querySelector('details table')")
@@ -307,7 +313,17 @@ def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> N
         "lcm",
     ]
     label = browser.value("document.querySelector('#first .unseen').textContent")
-    assert label == f"Reward: {rewards(1)['reward']:.3f} at first, {rewards(40)['reward']:.3f} now"
+    assert label == f"Reward: {rewards(1)['reward']:.3f} at first, {rewards(40)['reward']:.3f} at the end"
+
+
+def test_a_stacked_chart_tells_each_part(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    browser.value("window.figure = document.querySelector('[aria-label=\"Groups trained on\"]').closest('figure')")
+    assert browser.value("figure.querySelector('figcaption small').textContent") == "a round, stacked"
+    told = browser.value("figure.querySelector(':scope > .unseen').textContent")
+    assert told == "own: 4 at first, 4 at the end; foreign: 3 at first, 3 at the end"
+    assert browser.errors == []
 
 
 def test_a_whole_new_round_appears_by_itself(browser: Chromium, url: str) -> None:
@@ -335,7 +351,7 @@ def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> Non
     browser.open(f"{url}#long")
     browser.wait(READY)
     texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
-    assert "admitted: 2 at first, 1,101 now" in browser.value(texts)
+    assert "admitted: 2 at first, 1,101 at the end" in browser.value(texts)
 
 
 def test_a_bootstrap_comes_last_without_training_figures(browser: Chromium, url: str) -> None:
@@ -377,6 +393,10 @@ def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> Non
     browser.wait("document.querySelectorAll('[aria-label=\"Key figures of the runs\"] tbody tr').length === 2")
     table = rows(browser, "Key figures of the runs")
     assert [row[0] for row in table] == ["alice", "silo"]
+    heads = (
+        "[...document.querySelectorAll('[aria-label=\"Key figures of the runs\"] thead th')].map(e => e.textContent)"
+    )
+    assert "Own groups" in browser.value(heads) and "Other members" not in browser.value(heads), "both have ended"
     assert table[1][1:7] == ["ended", "30", "0.250", "0.250", "+0.000", "–"]
     assert browser.value("document.querySelectorAll('#first svg .line').length") == 2
     assert browser.value("[...document.querySelectorAll('#first .legend .key')].map(e => e.textContent)") == [

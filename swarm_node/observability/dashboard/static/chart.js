@@ -82,6 +82,7 @@ export class Chart {
     const id = `chart-${count++}`;
     const words = title.split(/(?<=[_/])/); // may be broken there
     this.title = element("span", { class: "title" }, ...words.flatMap((word, i) => (i ? [element("wbr"), word] : [word])));
+    this.note = element("small", {}, note);
     this.legend = element("span", { class: "legend" });
     this.svg = shape("svg", { tabindex: "0", role: "img", "aria-describedby": `${id}-text` });
     this.text = element("span", { class: "unseen", id: `${id}-text` });
@@ -90,7 +91,7 @@ export class Chart {
     this.values = element("details", {}, element("summary", {}, "Values", this.whose), this.table = element("div"));
     this.plot = element("div", { class: "plot" }, this.svg, this.readout);
     this.node = element("figure", { class: small ? "chart small" : "chart", hidden: true },
-      element("figcaption", {}, this.title, note ? element("small", {}, note) : null, this.legend), this.text, this.plot, small ? null : this.values);
+      element("figcaption", {}, this.title, note ? this.note : null, this.legend), this.text, this.plot, small ? null : this.values);
     this.values.addEventListener("toggle", () => this.tabulate());
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerdown", (event) => this.point(event));
@@ -108,7 +109,8 @@ export class Chart {
     this.svg.setAttribute("aria-label", name);
   }
 
-  show(lines, { axis = "round", zero = true, raw = true, top = null, format = number, whole = false } = {}) {
+  show(lines, { axis = "round", zero = true, raw = true, top = null, format = number, whole = false, over = false } = {}) {
+    this.over = over; // nothing is added any more
     this.lines = lines.filter((line) => line.y.some((value) => value !== null));
     this.axis = axis;
     this.zero = zero;
@@ -210,8 +212,8 @@ export class Chart {
     put(this.legend, ...(small ? [] : legend.map((line) =>
       element("span", { class: `key ${line.color} ${line.dash ? "dash" : ""}` }, line.label))));
     this.text.textContent = lines.map((line) => {
-      const known = line.y.filter((value) => value !== null);
-      return `${line.label || this.name}: ${this.format(known[0])} at first, ${this.format(known[known.length - 1])} now`;
+      const known = (line.value ?? line.y).filter((value) => value !== null);
+      return `${line.label || this.name}: ${this.format(known[0])} at first, ${this.format(known[known.length - 1])} ${this.over ? "at the end" : "now"}`;
     }).join("; ");
     this.mark();
   }

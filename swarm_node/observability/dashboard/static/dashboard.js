@@ -245,6 +245,8 @@ function drawNotices(shown) {
 
 const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
 const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
+// How long ago, or of an ended run at what time: the first would go on counting.
+const when = (run, time) => (run.summary.state === "ended" ? `at ${clock(time).slice(0, -3)}` : ago(time));
 const ago = (time) => duration(Math.round((Date.now() / 1000 - time) * 10) / 10) + " ago";
 
 function change(first, last) {
@@ -351,7 +353,9 @@ function comparison(known) {
   if (known.some(heldOut)) columns.splice(6, 0, ["Held-out", (run) => { const [, values, , when] = heldOut(run) ?? []; return values ? element("span", {}, values, " ", element("small", {}, when)) : "–"; }]);
   const spent = (run) => money(run.summary.last["cost/spent"]);
   if (known.some(spent)) columns.push(["Spent", (run) => spent(run) ?? "–"]);
-  return table("Key figures of the runs", columns.map(([title]) => title), known.map((run) => columns.map(([, cell]) => cell(run))), known.map((run) => run.id));
+  const rows = known.map((run) => columns.map(([, cell]) => cell(run)));
+  const told = (_, i) => rows.some((row) => row[i] !== "–"); // a column that is empty for all is left out
+  return table("Key figures of the runs", columns.filter(told).map(([title]) => title), rows.map((row) => row.filter(told)), known.map((run) => run.id));
 }
 
 // The first cell of each row is its header; on a narrow screen rows become cards.
@@ -474,10 +478,14 @@ function drawChart(chart, plan, shown) {
     return line(run, name, { ...plan, label: words, less, color: one ? `c${i % COLORS}` : run.color, dash: !one && i > 0 });
   }));
   lines = lines.filter(Boolean);
-  if (one && plan.stacked && lines.length === 2) stack(lines);
+  const stacked = one && plan.stacked && lines.length === 2;
+  if (stacked) stack(lines);
+  if (plan.stacked) chart.note.textContent = stacked ? `${plan.note}, stacked` : plan.note;
   const { axis, raw } = settings();
-  chart.show(lines, { axis, raw: raw && (one || Boolean(plan.wide)), format: plan.format ?? number, zero: plan.zero ?? true, whole: plan.whole });
+  chart.show(lines, { axis, raw: raw && (one || Boolean(plan.wide)), format: plan.format ?? number, zero: plan.zero ?? true, whole: plan.whole, over: allEnded(shown) });
 }
+
+const allEnded = (shown) => shown.every((run) => run.summary?.state === "ended");
 
 function stack([below, above]) {
   const own = below.y;
@@ -530,7 +538,7 @@ function drawTasks(shown) {
   for (const name of names) {
     const chart = taskCharts.get(name);
     const lines = shown.map((run) => line(run, name, { label: one ? "" : run.id })).filter(Boolean);
-    chart.show(lines, { axis, raw: false, top: 1, format: fixed });
+    chart.show(lines, { axis, raw: false, top: 1, format: fixed, over: allEnded(shown) });
     put(chart.ends, ...lines.map((each) => {
       const known = each.y.filter((value) => value !== null), first = known[0], last = known[known.length - 1];
       return element("span", { class: `key ${each.color}` }, one ? `${first.toFixed(2)} → ${last.toFixed(2)}` : last.toFixed(2));
@@ -581,8 +589,9 @@ function peers(run, known) {
   const sums = [];
   const { received, sent } = status;
   if (received) {
-    const refused = reasons(received, "swarm/rejected/");
-    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `. Refused: ${refused}` : ""}.`);
+    const refused = reasons(received, "swarm/rejected/"), waiting = received["swarm/groups_waiting"];
+    const rest = waiting ? `, ${number(waiting)} ${run.summary.state === "ended" ? "never examined" : "not examined yet"}` : "";
+    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${rest}${refused ? `. Not used or refused: ${refused}` : ""}.`);
   }
   if (sent) {
     const unsent = reasons(sent, "swarm/unsent/");
@@ -593,7 +602,7 @@ function peers(run, known) {
   if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
   const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
-  const figures = ["Received", "Admitted", "Used", "Refused, by reason"];
+  const figures = ["Received", "Admitted", "Used", "Not used or refused"];
   const rows = all.map(([id, peer]) => [
     named(peer.name, id),
     presence(peer, absent.has(id)),
@@ -614,7 +623,7 @@ function refusals(run, known) {
     /[.:]/.test(row.source) ? String(row.source) : named(row.name, row.source),
     row.address || "–",
     String(row.says),
-    ago(row.last),
+    when(run, row.last),
   ]);
   return section(run, known, "Refused, by source",
     table(`Refused by ${run.id}`, ["From", "At", "What", "Last"], rows, refused.map((row) => row.source)));
@@ -632,7 +641,7 @@ function averaging(run, known) {
   return section(run, known, "Averaging of weights", terms([
     ["Method", [figures.when, figures.method, figures.codec].filter(Boolean).join(", ")],
     [run.summary.state === "ended" ? "Partners at the end" : "Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
-    ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${ago(figures.last.time)}` : ""}`],
+    ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${when(run, figures.last.time)}` : ""}`],
     ["Sent", bytes(figures.bytes)],
     ["Difference to the last partner", figures.spread ? number(figures.spread) : null],
     ["Skipped", reasons(figures.skipped) || "never"],

@@ -148,7 +148,7 @@ export function worth(run, known, { section, terms }) {
   const said = theirs.length ? `members ${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""}, ${CLAIMED} by ${number(theirs.length)}` : "";
   const pairs = rowsOf([
     foreign && !others ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
-    others ? ["Groups it learned from", `${number(others)} of ${number(mine + others)} from others`, percent(others / (mine + others))] : null,
+    others ? ["Groups with something to learn", `${number(others)} of ${number(mine + others)} from others`, percent(others / (mine + others))] : null,
     foreign || found.unsolved ? ["Questions only others solved", number(found.unsolved ?? 0), found.unsolved ? "its own latest answers to their kind were all wrong" : ""] : null,
     changed(found.by_others, "others"),
     found.by_others ? changed(found.by_itself, "its own answers") : null,
