@@ -385,6 +385,18 @@ def test_short_rounds_have_two_digits(browser: Chromium, url: str) -> None:
     assert figure(browser, "rounds") == "Rounds 1 in 0.043 s"
 
 
+def test_figures_that_are_not_comparable_are_named(browser: Chromium, url: str) -> None:
+    RunDir("runs/silo").config.write_text('rounds = 30\n[eval]\ntasks = ["test.jsonl"]\n[rewards]\npartial = true\n')
+    write_held_out(RunDir("runs/silo"), before=0.25, after=0.75)
+    browser.open(f"{url}#alice&silo")
+    browser.wait("document.querySelectorAll('#figures p').length === 2")
+    assert browser.value("[...document.querySelectorAll('#figures p')].map(text => text.textContent)") == [
+        "Held-out questions differ: held-out figures are not comparable.",
+        "Rewards differ: mean rewards are not comparable.",
+    ]
+    assert browser.errors == []
+
+
 def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
@@ -397,6 +409,7 @@ def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> Non
         "[...document.querySelectorAll('[aria-label=\"Key figures of the runs\"] thead th')].map(e => e.textContent)"
     )
     assert "Own groups" in browser.value(heads) and "Other members" not in browser.value(heads), "both have ended"
+    assert not browser.value("!!document.querySelector('#figures p')"), "both have the same questions and rewards"
     assert table[1][1:7] == ["ended", "30", "0.250", "0.250", "+0.000", "–"]
     assert browser.value("document.querySelectorAll('#first svg .line').length") == 2
     assert browser.value("[...document.querySelectorAll('#first .legend .key')].map(e => e.textContent)") == [

@@ -218,7 +218,7 @@ function draw() {
   put(find("swarm"), ...all.filter((run) => !shown.includes(run)).flatMap((run) => swarmPage(run, known, tools)));
   find("main").classList.toggle("several", shown.length > 1);
   find("settings").hidden = all.length > 0 && !shown.length;
-  put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
+  put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? comparison(known) : []));
   drawCharts(shown);
   drawTasks(shown);
   put(find("learned"), ...known.flatMap((run) => [worth(run, known, tools), gave(run, known, tools), beforeAndAfter(run, known, tools)]).filter(Boolean));
@@ -355,7 +355,20 @@ function comparison(known) {
   if (known.some(spent)) columns.push(["Spent", (run) => spent(run) ?? "–"]);
   const rows = known.map((run) => columns.map(([, cell]) => cell(run)));
   const told = (_, i) => rows.some((row) => row[i] !== "–"); // a column that is empty for all is left out
-  return table("Key figures of the runs", columns.filter(told).map(([title]) => title), rows.map((row) => row.filter(told)), known.map((run) => run.id));
+  const shown = table("Key figures of the runs", columns.filter(told).map(([title]) => title), rows.map((row) => row.filter(told)), known.map((run) => run.id));
+  return [shown, ...notComparable(known).map((text) => element("p", {}, text))];
+}
+
+// Which figures of these runs measure something else in each, as far as their settings tell.
+function notComparable(known) {
+  const differ = (of) => new Set(known.map((run) => of(run.config ?? {}))).size > 1;
+  const own = (config) => (config["eval.tasks"] ?? "[]") === "[]"; // asked is what is held out of its tasks
+  const asked = (config) => [own(config) ? config.tasks : config["eval.tasks"], own(config), config["eval.questions"]].join("\n");
+  const rewards = (config) => ["functions", "checker_weight", "partial"].map((key) => config[`rewards.${key}`]).join("\n");
+  return [
+    known.filter(heldOut).length > 1 && differ(asked) ? "Held-out questions differ: held-out figures are not comparable." : null,
+    differ(rewards) ? "Rewards differ: mean rewards are not comparable." : null,
+  ].filter(Boolean);
 }
 
 // The first cell of each row is its header; on a narrow screen rows become cards.
