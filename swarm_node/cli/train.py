@@ -130,7 +130,7 @@ def sweep(
     png: Annotated[
         Path | None, option("--png", "Draw the curves into this file: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", hidden=True)] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", hidden=True, help="Refused: [config] has it.")] = None,
 ) -> None:
     """Run `local` over a grid of settings or a search with Optuna, several runs at a time. Ctrl-C saves and ends.
 
