@@ -8,7 +8,7 @@ from swarm_node.say import Detail
 NOTHING = "nothing to do"
 WORDS = {
     "absent": "the partner was away",
-    "alone": "no other member of its cohort was here",
+    "alone": "no other member that trains the same model was here",
     "busy": "the partner was busy",
     "cancellederror": "it was broken off",
     "claim": "the partner's weights were not those that it had announced",
@@ -22,7 +22,7 @@ WORDS = {
     "gates": "the partner's weights are unlike those of its cohort",
     "group": "the partner saw other members",
     "hash": "the partner's weights are not what it had promised",
-    "late": "the round was over",
+    "late": "the exchange was over",
     "odd": "the number of members was odd, and this one was left over",
     "partner": "the partner had chosen another one",
     "probe": "with the averaged weights, this node's own best answers became less likely",

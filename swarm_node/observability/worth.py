@@ -63,7 +63,7 @@ def worth_lines(worth: Worth, summary: bool = False) -> Iterator[str]:
     if worth.theirs:
         low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
         values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
-        yield f"held-out {_own_pass_1(worth)}; {_members(n)} {'says' if n == 1 else 'say'} {values} (self-declared)"
+        yield f"held-out {_own_pass_1(worth)}; {_members(n)} last said {values} (self-declared)"
     elif worth.pass_1_before is not None and not summary:
         yield f"held-out {_own_pass_1(worth)}"
     if worth.used_by_others:

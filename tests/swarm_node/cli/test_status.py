@@ -333,7 +333,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     lines = shown(capsys, "runs/alice").splitlines()
     at = lines.index("averaging  weights averaged 12 times, 1.25 MB sent, last with bob 20 s before the end")
     assert [line.strip() for line in lines[at + 1 : at + 3]] == [
-        "skipped: 3 × the round was over, 1 × the number of members was odd, and this one was left over",
+        "skipped: 3 × the exchange was over, 1 × the number of members was odd, and this one was left over",
         "refused to others in this start: 2 × both called each other at once",
     ]
     found = json.loads(shown(capsys, "runs/alice", json_output=True))
@@ -521,7 +521,7 @@ def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -
         "124 questions only others solved: its own latest answers to their kind were all wrong"
     )
     assert lines[at + 2].endswith("success on kinds taught mostly by others (gcd) 0.100 -> 0.600")
-    assert lines[at + 3].endswith("held-out pass@1 not measured yet; 2 members say 0.300 to 0.500 (self-declared)")
+    assert lines[at + 3].endswith("held-out pass@1 not measured yet; 2 members last said 0.300 to 0.500 (self-declared)")
     make_run("runs/later", worth={"by_others": "of another version"})
     assert "worth" not in shown(capsys, "runs/later")
 
