@@ -521,7 +521,9 @@ def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -
         "124 questions only others solved: its own latest answers to their kind were all wrong"
     )
     assert lines[at + 2].endswith("success on kinds taught mostly by others (gcd) 0.100 -> 0.600")
-    assert lines[at + 3].endswith("held-out pass@1 not measured yet; 2 members last said 0.300 to 0.500 (self-declared)")
+    assert lines[at + 3].endswith(
+        "held-out pass@1 not measured yet; 2 members last said 0.300 to 0.500 (self-declared)"
+    )
     make_run("runs/later", worth={"by_others": "of another version"})
     assert "worth" not in shown(capsys, "runs/later")
 

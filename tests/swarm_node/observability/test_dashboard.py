@@ -491,9 +491,9 @@ def test_page_and_data_are_served_with_strict_headers() -> None:
 def test_the_page_loads_nothing_and_sets_no_html() -> None:
     for file in STATIC.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(
-            r"https?://|\binnerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b(?!/)", text
-        ), file
+        assert not re.search(r"https?://|\binnerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\s*\(", text), (
+            file
+        )
 
 
 def test_it_only_shows() -> None:

@@ -50,7 +50,7 @@ export function beforeAndAfter(run, known, { section, table }) {
     element("ul", {}, tried("before", one.before, one.before_correct, one.before_reward, one.mean_before, found),
       tried(after, one.after, one.after_correct, one.after_reward, one.mean_after, found))));
   return section(run, known, "Held-out questions",
-    element("p", {}, element("small", {}, `${found.own_tasks ? "Of the tasks set for it" : "Never trained on"}: ${name} by task. Below, the first answer to the most, the middle and the least improved of ${number(found.answers_of)} questions.`)),
+    element("p", {}, element("small", {}, `${found.own_tasks ? "Of eval.tasks" : "Never trained on"}: ${name} by task. Below, the first answer to the most, the middle and the least improved of ${number(found.answers_of)} questions.`)),
     table(`Held-out questions of ${run.id}`, titles, rows, found.tasks.map((each) => each.task)),
     cards.length ? element("div", { class: "samples" }, ...cards) : null);
 }
