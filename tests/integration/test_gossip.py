@@ -74,19 +74,20 @@ def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
             victim, others = peers[0], peers[1:]
             victim.on_start = lambda: [victim.dial(peer.addresses[0]) for peer in others]  # type: ignore[assignment]
             before = victim.gossip_id, victim.addresses, await victim.stat()
+            earlier = []
             for kills in (1, 2):
                 assert victim.pid is not None
                 os.kill(victim.pid, signal.SIGKILL)
                 await until_async(lambda kills=kills: victim.restarts == kills and victim.pid is not None, HANG_S)
-                queued = victim.say()  # while it starts
+                earlier.append(victim.say())  # queued while it starts
                 await until_stat(victim, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
-                await until_async(lambda queued=queued: all(queued in peer.heard for peer in others), HANG_S)
+                await until_async(lambda: all(earlier[-1] in peer.heard for peer in others), HANG_S)
             assert victim.gossip_id != before[0]
             assert [a.split("/p2p/")[0] for a in victim.addresses] == [a.split("/p2p/")[0] for a in before[1]]
             for peer in peers:
                 peer.heard.clear()
             said = await talk(peers, 15, 20_000)
-            await until_all_heard(peers, said)
+            await until_all_heard(peers, said, earlier)
             after = await victim.stat()
             assert after.bytes_out > before[2].bytes_out
             assert any("ended (-9)" in report for report in victim.reports)
