@@ -122,7 +122,8 @@ class Declared(msgspec.Struct, frozen=True, omit_defaults=True):
     """Version of its software."""
     kinds: Annotated[list[DeclaredKind], Meta(max_length=limits.MAX_DECLARED_KINDS)] = []
     """Its latest answers by kind of task, the most frequent kinds first."""
-    pass_1: Annotated[float, Meta(ge=0, le=1)] | None = None  # its latest held-out pass@1
+    pass_1: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Its latest held-out pass@1 since it began to train."""
     questions: Annotated[int, Meta(ge=0, le=2**31)] = 0  # held-out questions behind it
     used: Count = 0  # groups of other peers that it trained on
     used_of: Annotated[list[DeclaredUse], Meta(max_length=limits.MAX_DECLARED_PEERS)] = []

@@ -74,7 +74,7 @@ def swarm(folder: Path) -> dict[str, bytes]:
         alice, bob = (member.lines() for member in members)
         link = TYPED, ("swarm://", "")
         told, bar = (TYPED, ("first time", "Answers of others")), ("round ", "")
-        worth = ("$ ", "uses "), ("received", "")
+        worth = ("$ ", "swarm "), ("members", "join link")
         panels = {
             "terminal 1: a swarm, and a bootstrap node through which others join": new.lines()
             + cut(bootstrap.lines(), *link),

@@ -82,8 +82,8 @@ class SharingConfig(Section):
     """Write which foreign groups were offered and chosen, with their probabilities, to offers.jsonl."""
     declare: bool = True
     """Tell members, on this node's card, how many of its latest answers are right by kind of task, its held-out
-    pass@1, how many groups of which peers it trained on, its software's version and since when it runs. Nobody checks
-    it, so it is marked as self-declared wherever it is shown."""
+    pass@1 since it began to train, how many groups of which peers it trained on, its software's version and since when
+    it runs. Nobody checks it, so it is marked as self-declared wherever it is shown."""
     give_model: bool = True
     """Give the model that the swarm's manifest names, which is public there, to members who lack it; never others."""
 

@@ -292,14 +292,10 @@ class ProcessorTime:
 
 def _figures(tally: Tally, processor: ProcessorTime, held: HeldOut, samples: int) -> dict[str, float]:
     """The final figures of a run, with so many samples to each held-out question."""
-    tenth = max(1, tally.rewards.count // 10)
     found = {"rounds": float(tally.rounds), "seconds": tally.seconds, **processor.during(tally.seconds)}
     found["tokens"] = float(tally.num_tokens)
-    if tally.rewards.count:
-        found |= {
-            "reward, first tenth": tally.rewards.first(tenth)[0],
-            "reward, last tenth": tally.rewards.last(tenth)[0],
-        }
+    if (tenths := tally.rewards.tenths()) is not None:
+        found |= {"reward, first tenth": tenths[0], "reward, last tenth": tenths[1]}
     last = max(held, default=0)
     if "questions" in held.get(last, {}):
         found["held-out questions"] = float(held[last]["questions"])

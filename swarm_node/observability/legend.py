@@ -7,13 +7,10 @@ from collections.abc import Sequence
 
 def running_legend(held_out: bool, member: bool, own_tasks: bool = False) -> list[str]:
     """Lines about the live lines of a run. `held_out`: it measures held-out figures; `own_tasks`: of `eval.tasks`."""
-    reward = "reward = mean score of its answers"
-    return [
-        f"{reward}; held-out = on questions {'of eval.tasks' if own_tasks else 'never trained on'}"
-        if held_out
-        else reward,
-        *(["group = one question with its answers, as members send them to each other"] if member else []),
-    ]
+    words = [f"held-out = on questions {'of eval.tasks' if own_tasks else 'never trained on'}"] if held_out else []
+    words += ["group = a question with its answers"] if member else []
+    reward = "reward = mean score of its answers, in the first -> last tenth of all rounds"
+    return [reward, *(["; ".join(words)] if words else [])]
 
 
 def table_legend(columns: Sequence[str], samples: int) -> str:

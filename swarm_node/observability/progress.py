@@ -3,17 +3,18 @@
 On a terminal, below the sentences that have scrolled by:
 
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
-    reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tokens/s
+    reward 0.203 -> 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  held-out 0.381  samples 2,310 tokens/s
     3 others, 1 of the crew, 4.0 of their groups a round, 65% of what it learned from
-    12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
+    43 MB in, 32 MB out an hour, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
-While the run waits, the reason replaces the speed. A narrow terminal gets shorter words, never a second line. A run
-that is alone has no lines about others.
+Reward is the mean of the first and of the last tenth of all rounds, as in the summary. While the run waits, the reason
+replaces the speed. A narrow terminal gets shorter words, never a second line. A run that is alone has no lines about
+others.
 
 Plain, at each tenth of the run, but at least five seconds apart, and at most a minute (after ten minutes, ten):
 
-    round 120/200  reward 0.412  samples 2,310 tokens/s  3 others, 4.0 of their groups a round  1:02 left
+    round 120/200  reward 0.203 -> 0.412  samples 2,310 tokens/s  3 others, 4.0 of their groups a round  1:02 left
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from swarm_node.observability.tally import Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
 
-SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly noise
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
 BAR_WIDTH = 40
 SPARK_WIDTH = 24
 LEAST_SPARK = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
-TRAFFIC_OVER_S = 10.0  # traffic is the mean over so many seconds
-MAX_PLAIN = 120  # most characters of a plain line; a longer one leaves out the traffic
+TRAFFIC_OVER_S = 60.0  # traffic an hour is measured over so many seconds
+MAX_PLAIN = 140  # most characters of a plain line; a longer one leaves out the traffic
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LINE_LEAST_S, LINE_MOST_S, LINE_LATER_S = 5.0, 60.0, 600.0
 """Time between plain lines: at least, at most in the first `EARLY_S` of a start, and at most later."""
@@ -132,7 +133,9 @@ class ProgressDisplay:
         self._limit_s = math.inf if minutes is None else minutes * 60
         self._round = 0
         self._metrics: Mapping[str, float | None] = {}  # of the last round
-        self._rewards: list[float] = []
+        self._rewards = Buckets()
+        self._rewards_shown: list[float] = []  # means of equal parts of the rounds: Rich's thread reads them
+        self._tenths: tuple[float, float] | None = None  # mean reward of the first and of the last tenth of the rounds
         self.held_out = "eval/pass_1"  # the metric that is shown as held-out figure
         self._held_out: float | None = None  # its latest value
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
@@ -149,8 +152,9 @@ class ProgressDisplay:
         self._printed_at = -math.inf
         self._printed_tenth = 0
 
-    def start(self, round: int = 0) -> None:
-        """Begin, with `round` rounds already done in a resumed run."""
+    def start(self, round: int = 0, rewards: Buckets | None = None) -> None:
+        """Begin, with `round` rounds already done in a resumed run, and a copy of their `rewards`."""
+        self._rewards = rewards or Buckets()
         self._round, self._since = round, "in this start" if round else "so far"
         self._last = None  # preparations
         self._started_at = self._updated_at = self._clock()
@@ -171,9 +175,8 @@ class ProgressDisplay:
         self._ended.append(now)
         self._updated_at = self._clock()
         self._held_out = metrics.get(self.held_out, self._held_out)
-        reward = metrics.get("reward")
-        if reward is not None and math.isfinite(reward):
-            self._rewards.append(reward)
+        self._rewards.add(metrics.get("reward"))
+        self._rewards_shown, self._tenths = self._rewards.means(), self._rewards.tenths()
         self._averaged = averaged
         inward, outward = metrics.get("swarm/bytes_in"), metrics.get("swarm/bytes_out")
         if inward is not None and outward is not None:
@@ -258,7 +261,7 @@ class ProgressDisplay:
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
-        reward = [*self._reward(), *self._latest_held_out()]
+        reward = [*self._reward()[:1], *self._latest_held_out()]
         figures = [f"round {self._round}{self._of}", *reward, *self._speed(), *self._peers()[:1]]
         rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left(), self.usage()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
@@ -302,18 +305,22 @@ class ProgressDisplay:
 
     def _reward_line(self, waiting: str) -> str:
         figures = [waiting] if waiting else [*self._latest_held_out(), *self._speed()]  # the speed is of before that
-        reward = self._reward()
-        rest = self._console.width - cell_len("  ".join([*reward, *figures])) - 1
-        if reward and rest >= LEAST_SPARK:
-            ascii_only = self._console.options.ascii_only
-            reward = [f"{reward[0]} {sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only)}"]
-        return self._fitting(["  ".join([*reward, *figures]), *figures])
+        rewards = self._reward()
+        lines = ["  ".join([reward, *figures]) for reward in rewards]
+        if lines and (rest := self._console.width - cell_len(lines[0]) - 1) >= LEAST_SPARK:
+            curve = sparkline(self._rewards_shown, min(SPARK_WIDTH, rest), self._console.options.ascii_only)
+            return "  ".join([f"{rewards[0]} {curve}", *figures])
+        return self._fitting([*lines, "  ".join(figures), *figures])
 
     def _latest_held_out(self) -> list[str]:
         return [] if self._held_out is None else [f"held-out {self._held_out:.3f}"]
 
     def _reward(self) -> list[str]:
-        return [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
+        """Texts about the reward, ever shorter."""
+        if self._tenths is None:
+            return []
+        first, last = self._tenths
+        return [*([f"reward {first:.3f} -> {last:.3f}"] if len(self._rewards_shown) > 1 else []), f"reward {last:.3f}"]
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")
@@ -330,7 +337,8 @@ class ProgressDisplay:
         if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:
             return []
         (_, in_0, out_0), (_, in_1, out_1) = self._traffic[0], self._traffic[-1]
-        return [f"{volume((in_1 - in_0) / seconds)}/s in, {volume((out_1 - out_0) / seconds)}/s out"]
+        inward, outward = (volume(3600 * size / seconds) for size in (in_1 - in_0, out_1 - out_0))
+        return [f"{inward} in, {outward} out an hour"]
 
     def _traffic_words(self, waiting: str) -> list[str]:
         if not self._traffic:

@@ -138,8 +138,8 @@ def interval(
 def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, worth: Worth | None = None) -> Figures:
     """The figures of the rounds in `tally`."""
     whole = {name: round(total) for name, total in tally.totals.items() if total > 0}
-    n, own, used = tally.rewards.count, tally.own, tally.used
-    tenth = max(1, n // 10)
+    own, used = tally.own, tally.used
+    first, last = tally.rewards.tenths() or (None, None)
     swarm = SwarmFigures(
         received=whole.get("swarm/groups_received", 0),
         admitted=whole.get("swarm/groups_admitted", 0),
@@ -156,8 +156,8 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
         rounds_recorded=tally.rounds,
         reward_rounds=tally.rounds - tally.earlier if tally.earlier else 0,
         resumed_at=resumed_at,
-        reward_first_tenth=tally.rewards.first(tenth)[0] if n else None,
-        reward_last_tenth=tally.rewards.last(tenth)[0] if n else None,
+        reward_first_tenth=first,
+        reward_last_tenth=last,
         seconds=tally.seconds,
         num_tokens=round(tally.num_tokens),
         alike=tally.rounds > 0 and not tally.num_tokens and not tally.differing,

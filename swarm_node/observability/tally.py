@@ -63,6 +63,19 @@ class Buckets(msgspec.Struct):
         whole, part = divmod(self.count - k, self.each)
         return self._moments(k, lambda parts: sum(parts[whole:]) - self._share(parts, whole, part))
 
+    def tenths(self) -> tuple[float, float] | None:
+        """(mean of the first tenth, mean of the last tenth); of fewer than twenty numbers, the first and the last one.
+        None if there is none."""
+        if not self.count:
+            return None
+        tenth = max(1, self.count // 10)
+        return self.first(tenth)[0], self.last(tenth)[0]
+
+    def means(self) -> list[float]:
+        """The mean of each part, the oldest first."""
+        last = self.count - (len(self.sums) - 1) * self.each
+        return [total / (self.each if n < len(self.sums) else last) for n, total in enumerate(self.sums, 1)]
+
     def _share(self, parts: list[float], at: int, numbers: int) -> float:
         """The share of `numbers` numbers in the sum of part `at`, as if all were equal."""
         return parts[at] * numbers / min(self.each, self.count - at * self.each) if numbers else 0.0

@@ -36,7 +36,7 @@ class Worth(msgspec.Struct, frozen=True, omit_defaults=True):
     unsolved: int = 0
     """Questions of which others' right answers were trained on, while the latest own answers to that kind of task were
     all wrong."""
-    pass_1: float | None = None  # own held-out pass@1
+    pass_1: float | None = None  # own held-out pass@1, the latest since training began
     pass_1_before: float | None = None  # the same before training; None if nothing was measured since
     theirs: list[float] = []  # those that members declare, ascending
     used_by_others: int = 0
@@ -61,11 +61,33 @@ def worth_lines(worth: Worth, summary: bool = False) -> Iterator[str]:
         if worth.by_itself is not None:
             yield _change(worth.by_itself, "taught mostly by its own answers")
     if worth.theirs:
-        low, high, n = worth.theirs[0], worth.theirs[-1], len(worth.theirs)
-        values = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
-        yield f"held-out {_own_pass_1(worth)}; {_members(n)} last said {values} (self-declared)"
+        yield f"held-out {_own_pass_1(worth)}; {theirs_words(worth)}"
     elif worth.pass_1_before is not None and not summary:
         yield f"held-out {_own_pass_1(worth)}"
+    yield from _given(worth)
+
+
+def worth_in_brief(worth: Worth) -> Iterator[str]:
+    """What the swarm gave this node and what it gave others, without reasons, kinds of task and held-out figures."""
+    if worth.others_groups:
+        solved = f"; {_only_others_solved(worth.unsolved)}" if worth.unsolved else ""
+        yield f"{_learned(worth.own_groups, worth.others_groups)}{solved}"
+    if worth.by_others is not None:
+        alone = "" if worth.by_itself is None else f", where it taught itself {_from_to(worth.by_itself)}"
+        yield f"success where others taught it {_from_to(worth.by_others)}{alone}"
+    yield from _given(worth)
+
+
+def theirs_words(worth: Worth) -> str:
+    """The held-out pass@1 that members declare; empty if none does."""
+    if not worth.theirs:
+        return ""
+    low, high, n = f"{worth.theirs[0]:.3f}", f"{worth.theirs[-1]:.3f}", len(worth.theirs)
+    says = "1 member says" if n == 1 else f"{n} members say"
+    return f"{says} {low if low == high else f'{low} to {high}'} (self-declared)"
+
+
+def _given(worth: Worth) -> Iterator[str]:
     if worth.used_by_others:
         share, took = worth.share_of_used, ""
         if share is not None and share < WHOLE:
@@ -144,7 +166,7 @@ def _learned(own: int, others: int) -> str:
 
 def _own_pass_1(worth: Worth) -> str:
     if worth.pass_1 is None:
-        return "pass@1 not measured yet"
+        return "pass@1 not measured since training began"
     before = "" if worth.pass_1_before is None else f"{worth.pass_1_before:.3f} -> "
     return f"pass@1 {before}{worth.pass_1:.3f}"
 
@@ -157,4 +179,8 @@ def _change(change: Change, how: str) -> str:
     named = ", ".join(change.kinds[:MAX_NAMED_KINDS])
     if (more := len(change.kinds) - MAX_NAMED_KINDS) > 0:
         named += f" and {more} more"
-    return f"success on kinds {how} ({named}) {change.first:.3f} -> {change.now:.3f}"
+    return f"success on kinds {how} ({named}) {_from_to(change)}"
+
+
+def _from_to(change: Change) -> str:
+    return f"{change.first:.3f} -> {change.now:.3f}"

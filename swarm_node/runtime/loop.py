@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ class Run:
         self.console.health.measures |= saved_ages(self.checkpoints, self._mirror)
         self.console.usage.saved_s = lambda: self.checkpoints.age_s
         resumed = self.state.resume()
-        self._declare(self.held_out.figures.last)
+        self._declare()
         if crew is None:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
@@ -174,7 +175,7 @@ class Run:
         measures, is_member = self.config.eval.questions > 0, self.node.member is not None
         for line in running_legend(measures, is_member, self.held_out.has_own_tasks):
             say(line, "legend")
-        self.progress.start(self.node.round)
+        self.progress.start(self.node.round, deepcopy(self.state.tally.rewards))
         try:
             with self.limits.watching(stop) if self.crew is None else nullcontext():
                 try:
@@ -328,12 +329,12 @@ class Run:
 
     def _measured(self, round: int, found: Evaluation) -> None:
         """Let members and callbacks know the held-out figures of a round."""
-        self._declare(found)
+        self._declare()
         self.callbacks.evaluation(round, found.table)
 
-    def _declare(self, found: Evaluation) -> None:
-        """Let members know the latest held-out figures, if there are any."""
-        every = found.table.get("all")
+    def _declare(self) -> None:
+        """Let members know the latest held-out figures from after training began, if there are any."""
+        every = self.held_out.figures.last.table.get("all")
         if self.node.member is not None and every is not None and every.pass_1 is not None:
             self.node.member.held_out = every.pass_1, every.questions
             self.node.member.pass_1_before = self.held_out.pass_1_before

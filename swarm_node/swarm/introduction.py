@@ -80,7 +80,10 @@ def _takes(config: NodeConfig) -> str:
     cores = "up to all cores" if limits.max_cpu >= 100 else f"up to {part} of the cores"
     priority = {0: "usual", 19: "lowest"}.get(limits.nice, "lower")
     is_gentle = config.pipeline.stages or limits.max_cpu <= 50
-    return f"It takes {cores} at {priority} priority{'' if is_gentle else ' (--gentle: half, at the lowest)'}."
+    chosen = config.resources.model_fields_set or config.pipeline.stages
+    it = "It" if chosen else "No battery or desktop found, so it"  # with one, `join` has chosen `gentle`
+    less = "" if is_gentle else "\n(--gentle: half of the cores, at the lowest)"
+    return f"{it} takes {cores} at {priority} priority{less}."
 
 
 def _declared_nothing(run: RunDir) -> bool:

@@ -111,7 +111,7 @@ class Member:
         )
         self.teaching = Teaching()
         self.uses = Uses(self.peer_id)
-        self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) of this node
+        self.held_out: tuple[float, int] | None = None  # the latest held-out (pass@1, questions) since training began
         self.pass_1_before: float | None = None  # held-out pass@1 before training; None if nothing was measured since
         self.latest_worth: Worth | None = None  # as found last; it stays when the network is closed
         self._began = now()

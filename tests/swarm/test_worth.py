@@ -42,7 +42,7 @@ def test_members_learn_what_others_made_of_their_groups(peer: MakePeer, manifest
     assert member(silent).worth().declaring == 2
     assert first.metrics[-1]["swarm/declared_pass_1"] == 0.5
     text = "\n".join(worth_lines(worth))
-    assert "held-out pass@1 0.250; 1 member last said 0.500 (self-declared)" in text
+    assert "held-out pass@1 0.250; 1 member says 0.500 (self-declared)" in text
     assert f"others trained on at least {worth.used_by_others:,} of its groups" in text
     assert (worth.own_groups, worth.others_groups) == member(first).teaching.learned
     assert worth.others_groups > 0 and f"others gave {worth.others_groups:,} of the" in text

@@ -25,7 +25,9 @@ from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.jsonl import last_record
+from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
+from swarm_node.observability.jsonl import last_lines, last_record, record_in
+from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
@@ -38,6 +40,8 @@ from swarm_node.swarm.network import visitor
 SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
 LABEL = 11  # columns before the text of a line
 MANIFEST_S = 5.0  # how long to ask members for the manifest, by which their kinds of task are known
+EVENT_BYTES = 64 << 10  # bytes at the end of events.jsonl in which the end of a run is looked for
+ENDS = {"summary", "stop", "error"}  # kinds of events with which a process leaves a run
 PATIENT_S = 40.0
 """Seconds to look for members if an address answers. On a busy machine the network needs long to start."""
 
@@ -83,6 +87,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
     if status is None and last is None:
         raise UserError(f"{run.path} is no run, or has just started: there is nothing to show yet")
     known, in_use = status or {}, run.in_use
+    saved, state = newest_checkpoint(run)
     return {
         "schema": SCHEMA,
         "run": str(run.path),
@@ -91,11 +96,44 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),
+        "killed": last is not None and not in_use and _was_killed(run, last),
+        "saved_round": saved or None,
+        "reward": _reward(state),
+        "held_out": _held_out(state, last),
         "best": _best(run),
         "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
         "swarm": status,
         "metrics": last,
     }
+
+
+def _was_killed(run: RunDir, last: Mapping[str, Any]) -> bool:
+    """Whether a run that no process holds said nothing of its end after its last round, whose record is `last`."""
+    if not run.events.is_file() or "time" not in last:
+        return False
+    events = filter(None, map(record_in, last_lines(run.events, EVENT_BYTES)))
+    return all(event.get("kind") not in ENDS or event.get("time", 0.0) < last["time"] for event in events)
+
+
+def _reward(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The mean reward of the first and of the last tenth of the rounds up to the checkpoint with this state."""
+    try:
+        rewards = msgspec.convert(state["tally"], Tally).rewards
+    except (KeyError, msgspec.ValidationError):  # of another version, or there is no checkpoint
+        return None
+    tenths = rewards.tenths()
+    return None if tenths is None else {"first": tenths[0], "last": tenths[1], "rounds": rewards.count}
+
+
+def _held_out(state: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The held-out figure before training and at the latest evaluation, as the checkpoint with this state has it."""
+    shown = shown_held_out(state, with_reward=True)
+    points = {} if shown is None else {point["round"]: point.get(shown["figure"]) for point in shown["points"]}
+    latest = max((round for round in points if 0 < round <= (last or {}).get("round", 0)), default=0)
+    before, now = points.get(0), points.get(latest) if latest else None
+    if shown is None or (before is None and now is None):
+        return None
+    return {"figure": shown["figure"], "before": before, "now": now, "round": latest}
 
 
 def _best(run: RunDir) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,86 +11,158 @@ import msgspec
 
 from swarm_node.averaging.skipping import happened
 from swarm_node.config.figures import WORDS
+from swarm_node.observability.progress import volume
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.usage import usage_of
-from swarm_node.observability.worth import Worth, worth_lines
+from swarm_node.observability.worth import Worth, theirs_words, worth_in_brief, worth_lines
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 KINDS_LISTED = 8  # most kinds of task that a line names
 REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out
 WORST = 5  # most sources of refusals that are named
+NAMED = 4  # most members that are named on one line
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Cells = Callable[[Mapping[str, Any]], list[str]]
 
 
 def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) -> Iterator[str]:
-    """The document `found` as text, at Unix time `now`: first what holds for the whole run, then what its present or
-    last start counted. `verbose`: technical details too."""
-    status, metrics = found["swarm"], found["metrics"]
-    ended = bool(found["run"]) and (not found["in_use"] or found["starting"])
-    reward = (metrics or {}).get("reward")
+    """The document `found` as text, at Unix time `now`. Of a run: what it does, whether it learned, what the swarm
+    gave, what it takes and what to do next. `verbose`: also its place in the network, each member and all counts."""
+    status = found["swarm"]
     if found["run"]:
-        yield f"run        {found['run']}{_when(found, now)}"
-    if found.get("paused"):
-        yield f"paused     {found['paused']}"
-    if metrics:
-        yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
-    if best := found.get("best"):
-        yield f"held-out   best {WORDS[best['figure']]} {best['value']:.3f}, after round {best['round']:,}"
-    for number, line in enumerate(_worth(status or {})):
-        yield f"{'' if number else 'worth':10} {line}"
-    if (usage := usage_of(metrics or {})) is not None and not ended and not found["paused"]:
-        yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
+        yield from _run(found, now, verbose)
     if status is None:
         yield "swarm      none: this run trains alone"
-        return
-    named = [status.get("swarm_name"), status["swarm"][:16]]
-    yield f"swarm      {' '.join(filter(None, named))}"
-    if "peer" in status:
+    else:
+        yield f"swarm      {' '.join(filter(None, [status.get('swarm_name'), status['swarm'][:16]]))}"
+        if found["run"]:
+            yield from _exchange(found, verbose)
+        yield from _members(found, verbose)
+        if status.get("link") and (verbose or not _ended(found)):
+            yield f"join link  {status['link']}"
+    if found["run"]:
+        yield from _next(found)
+
+
+def _run(found: Mapping[str, Any], now: float, verbose: bool) -> Iterator[str]:
+    """What the run does, whether it learned, what the swarm gave it and what it takes."""
+    metrics = found["metrics"] or {}
+    more = "" if verbose or found["killed"] else " (-v says more)"
+    yield f"run        {found['run']}{_when(found, now)}{more}"
+    if found["killed"]:
+        yield f"saved      {_saved(found['saved_round'], metrics['round'])}"
+    if found["paused"]:
+        yield f"paused     {found['paused']}"
+    if metrics:
+        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}"
+    worth = _worth(found["swarm"] or {})
+    yield from _held_out(found["held_out"], found["best"], theirs_words(worth))
+    for number, line in enumerate(worth_lines(worth, summary=True) if verbose else worth_in_brief(worth)):
+        yield f"{'' if number else 'worth':10} {line}"
+    if (usage := usage_of(metrics)) is not None and not _ended(found) and not found["paused"]:
+        yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
+
+
+def _ended(found: Mapping[str, Any]) -> bool:
+    """Whether what is known of a run is of a start that has ended."""
+    return bool(found["run"]) and (not found["in_use"] or found["starting"])
+
+
+def _saved(saved: int | None, last: int) -> str:
+    """What is left of a run that was killed after the round `last`."""
+    if saved is None:
+        return "nothing yet: `resume` begins anew"
+    lost = last - saved
+    again = f"; `resume` trains {lost:,} round{'' if lost == 1 else 's'} again" if lost > 0 else ": nothing is lost"
+    return f"up to round {saved:,}{again}"
+
+
+def _reward(tenths: Mapping[str, Any] | None, last: float | None) -> str:
+    if tenths is None:
+        return "" if last is None else f"; its reward {last:.3f}"
+    change = f"{tenths['first']:.3f} -> {tenths['last']:.3f}"
+    return f"; reward {change}, first and last tenth of {tenths['rounds']:,} rounds"
+
+
+def _held_out(held: Mapping[str, Any] | None, best: Mapping[str, Any] | None, theirs: str) -> Iterator[str]:
+    """Held-out figures of the run and, beside pass@1, those that members declare."""
+    parts = []
+    if held is not None:
+        before, now = (None if held[when] is None else f"{held[when]:.3f}" for when in ("before", "now"))
+        change = " -> ".join(filter(None, [before, now]))
+        parts.append(f"{change} after round {held['round']:,}" if now else f"{change} before training")
+    if best is not None and (held is None or held["round"] != best["round"]):
+        parts.append(f"best {best['value']:.3f} after round {best['round']:,}")
+    figure = (held or best or {"figure": "pass_1"})["figure"]
+    if theirs and figure == "pass_1":
+        parts.append(theirs)
+    if parts:
+        yield f"held-out   {WORDS[figure]} {'; '.join(parts)}"
+
+
+def _exchange(found: Mapping[str, Any], verbose: bool) -> Iterator[str]:
+    """What a run exchanged with its swarm."""
+    status, ended = found["swarm"], _ended(found)
+    if verbose and "peer" in status:
         yield f"node       {status.get('name') or 'node'}, peer {status['peer']}"
         yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
-    if status.get("link"):
-        yield f"join link  {status['link']}"
     if status.get("averaging"):
         yield from _averaging(status["averaging"], status["time"], ended, verbose)
-    if "since" in status:
-        which = "last" if ended else "this"
-        yield f"{which} start began {_ago(now - status['since'])}; what follows is of it alone"
-    if "traffic" in status:
-        yield f"traffic    {_traffic(status['traffic'], verbose)}"
-    if "sent" in status:
-        unsent = _reasons(status["sent"], "swarm/unsent/")
-        why = f"; not sent: {unsent}" if unsent else ""
-        yield f"sent       {_count(status['sent'], 'swarm/groups_sent')} groups{why}"
+    if status.get("crew"):
+        yield from _crew(status["crew"], status["time"])
+    seconds = status["time"] - status["since"] if "since" in status else 0.0
+    parts = [*_traffic(status.get("traffic"), seconds, verbose), *_groups(status, ended)]
+    if parts:
+        long = f"{_long(seconds)}: " if seconds > 0 else ""
+        yield f"{'last' if ended else 'this'} start {long}{'; '.join(parts)}"
+    yield from _left_out(status, verbose)
+
+
+def _groups(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
+    """How many groups came and went."""
     if "received" in status:
         came, admitted = (_count(status["received"], f"swarm/groups_{name}") for name in ("received", "admitted"))
-        used = (metrics or {}).get("swarm/groups_used")
-        last = "" if used is None else f", used {used:.0f} in the last round"
         waiting = _count(status["received"], "swarm/groups_waiting")
         rest = "" if waiting == "0" else f", {waiting} {'never examined' if ended else 'not examined yet'}"
-        yield f"received   {came} groups, admitted {admitted}{rest}{last}"
+        yield f"{came} groups received, {admitted} admitted{rest}"
+    if "sent" in status:
+        yield f"{_count(status['sent'], 'swarm/groups_sent')} sent"
+
+
+def _left_out(status: Mapping[str, Any], verbose: bool) -> Iterator[str]:
+    """What was refused; if `verbose`, also by whom it came, and groups that were not sent or not used."""
+    if verbose and (unsent := _reasons(status.get("sent", {}), "swarm/unsent/")):
+        yield f"not sent   {unsent}: nothing to do, this node used them all the same"
     left_out = {name: n for name, n in status.get("received", {}).items() if name.startswith(REJECTED)}
     unused = {name: n for name, n in left_out.items() if name.removeprefix(REJECTED) in UNUSED}
-    if reasons := _reasons(unused, REJECTED):
+    if verbose and (reasons := _reasons(unused, REJECTED)):
         yield f"not used   {reasons}"
     if refused := _reasons({name: n for name, n in left_out.items() if name not in unused}, REJECTED):
         yield f"refused    {refused}"
-    yield from _sources(status, "" if refused else "refused")
-    if status.get("crew"):
-        yield from _crew(status["crew"], status["time"])
-    absent = (status.get("crew") or {}).get("absent", [])
-    peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
+    if verbose or not refused:
+        yield from _sources(status, "" if refused else "refused", WORST if verbose else 1)
+
+
+def _members(found: Mapping[str, Any], verbose: bool) -> Iterator[str]:
+    """How many members there are, and their names; of a swarm, and if `verbose`, a table of them."""
+    status, ended = found["swarm"], _ended(found)
     if not status.get("connected", True):
         where = ", ".join(status["asked"][:3])
         tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
         yield f"members    unknown: {(tried if status['answered'] else 'nobody answered at {}').format(where)}"
         return
-    here = [peer for peer in peers.values() if peer.get("present") and not peer["absent"]]
-    training = sum(peer.get("trains", True) for peer in here)
+    absent = (status.get("crew") or {}).get("absent", [])
+    peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
+    here = {peer: figures for peer, figures in peers.items() if figures.get("present") and not figures["absent"]}
+    training = sum(figures.get("trains", True) for figures in here.values())
     others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
     of_them = "" if training == len(here) else f", {training or 'none'} of them training"
-    yield f"members    {len(here)}{others}{of_them}{' when this run ended' if ended else ''}"
+    count = f"members    {len(here)}{others}{of_them}{' when this run ended' if ended else ''}"
+    if found["run"] and not verbose:
+        yield f"{count}{_named_members(here)}"
+        return
+    yield count
     if peers and found["run"]:
         titles = ["was here" if ended else "here", "updates", "received", "admitted", "used", "not used or refused"]
         yield from _table(peers, titles, _exchanged)
@@ -102,13 +175,32 @@ def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) ->
         yield from _table(peers, titles, lambda figures: _member(figures, averaged, says))
 
 
-def _worth(status: Mapping[str, Any]) -> Iterator[str]:
-    """What the swarm gave the run; a status of another version has none."""
+def _named_members(peers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The members whose groups were used, by name, those with most first; empty if there is none."""
+    used = {peer: figures["used"] for peer, figures in peers.items() if figures.get("used")}
+    most = sorted(used.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{peers[peer].get('name') or '…' + peer[-SHORT_ID:]} {groups:,}" for peer, groups in most[:NAMED]]
+    return f"; groups used: {', '.join(named)}{', …' if len(most) > NAMED else ''}" if named else ""
+
+
+def _next(found: Mapping[str, Any]) -> Iterator[str]:
+    """Commands that make sense now."""
+    run = shlex.quote(found["run"])
+    commands = [] if found["in_use"] else [f"resume {run}"]
+    if found["metrics"]:
+        commands.append(f"samples {run}")
+    if found["in_use"]:
+        commands.append(f"{'unpause' if found['paused'] else 'pause' if found['metrics'] else 'stop'} {run}")
+    for number, command in enumerate(commands):
+        yield f"{'' if number else 'next':10} swarm-node {command}"
+
+
+def _worth(status: Mapping[str, Any]) -> Worth:
+    """What the swarm gave the run; a status of another version says nothing of it."""
     try:
-        worth = msgspec.convert(status.get("worth") or {}, Worth)
+        return msgspec.convert(status.get("worth") or {}, Worth)
     except msgspec.ValidationError:
-        return
-    yield from worth_lines(worth)
+        return Worth()
 
 
 def _success(kinds: Sequence[Mapping[str, Any]], says: bool) -> Iterator[str]:
@@ -123,21 +215,25 @@ def _success(kinds: Sequence[Mapping[str, Any]], says: bool) -> Iterator[str]:
         yield f"{'':10} nobody solves {', '.join(unsolved[:KINDS_LISTED])}"
 
 
-def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
-    """The sources with most refusals, one line each, the first after `label`."""
+def _sources(status: Mapping[str, Any], label: str, most: int) -> Iterator[str]:
+    """The `most` sources with most refusals, one line each, the first after `label`."""
     found = msgspec.convert(status.get("refused", []), list[RefusalRow])
-    for i, row in enumerate(found[:WORST]):
+    for i, row in enumerate(found[:most]):
         yield f"{'' if i else label:10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
-    if len(found) > WORST:
-        others = sum(row.count for row in found[WORST:])
-        yield f"{'':10} {others:,} from {len(found) - WORST} others"
+    if len(found) > most:
+        others = sum(row.count for row in found[most:])
+        yield f"{'':10} {others:,} from {len(found) - most} others"
 
 
 def _ago(seconds: float) -> str:
+    return f"{_long(seconds)} ago"
+
+
+def _long(seconds: float) -> str:
     seconds = max(0.0, seconds)
     units = (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0), ("days", 86400.0, math.inf))
     unit, length, _ = next(each for each in units if seconds < each[2])
-    return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds / length:.0f} {unit}"
 
 
 def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:
@@ -170,8 +266,9 @@ def _averaging(figures: Mapping[str, Any], now: float, ended: bool, verbose: boo
         before = _ago(now - last["time"])
         done += f", last with {last['with']} {before.replace('ago', 'before the end') if ended else before}"
     yield f"averaging  {done}"
-    if verbose:
-        yield f"           {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
+    if not verbose:
+        return
+    yield f"           {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
     if not ended:
         yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
     for kind, text in (("skipped", "skipped"), ("refused", "refused to others in this start")):
@@ -182,26 +279,34 @@ def _averaging(figures: Mapping[str, Any], now: float, ended: bool, verbose: boo
 def _when(found: Mapping[str, Any], now: float) -> str:
     status = found["swarm"]
     age = max(0.0, now - status["time"]) if status else None
-    seen = "" if age is None else f"as of {_ago(age)}"
     if not found["in_use"]:
-        return f", ended; {seen}" if seen else ", finished"
+        heard = max((known["time"] for known in (status, found["metrics"]) if known and "time" in known), default=None)
+        ago = "" if heard is None else f" {_ago(now - heard)}"
+        if found["killed"]:
+            return f", cut off{ago} (killed, crashed, or the machine went down)"
+        return f", ended{ago}"
     if found["starting"]:
-        return f", starting (loading); what follows is {seen or 'of before'}, when it last ended"
-    return f", {seen}: it stands still" if age is not None and age > STATUS_FRESH_S else ""
+        seen = "of before" if age is None else f"as of {_ago(age)}"
+        return f", starting (loading); what follows is {seen}, when it last ended"
+    if age is not None and age > STATUS_FRESH_S:
+        return f", as of {_ago(age)}: it stands still"
+    return "" if found["paused"] else ", running"
 
 
-def _traffic(traffic: Mapping[str, float], verbose: bool) -> str:
-    parts = [f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out"]
+def _traffic(traffic: Mapping[str, float] | None, seconds: float, verbose: bool) -> Iterator[str]:
+    """The traffic of the `seconds` of a start; 0 = its time is not known."""
+    if traffic is None:
+        return
+    inward, outward = traffic.get("bytes_in", 0.0), traffic.get("bytes_out", 0.0)
+    hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds > 0 else ""
+    yield f"{volume(inward)} in, {volume(outward)} out{hourly}"
     if not verbose:
-        return parts[0]
-    parts += [
-        f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
-        f"gossip connections: {_count(traffic, 'connections/gossip')}",
-    ]
+        return
+    yield f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out"
+    yield f"gossip connections: {_count(traffic, 'connections/gossip')}"
     for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
         if traffic.get(name):
-            parts.append(f"{_count(traffic, name)} {text}")
-    return "; ".join(parts)
+            yield f"{_count(traffic, name)} {text}"
 
 
 def _count(figures: Mapping[str, float], name: str) -> str:

@@ -24,6 +24,8 @@ from swarm_node.cli.commands.status_text import status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.evaluations import Evaluation, Held, HeldOutRecord
+from swarm_node.observability.tally import Tally
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.pause import pause_run, unpause_run
 from swarm_node.storage.best import Best, write_best
@@ -103,48 +105,105 @@ def shown(capsys: pytest.CaptureFixture[str], target: str | None = None, json_ou
     return capsys.readouterr().out
 
 
-def test_a_run_shows_members_admissions_and_refusals(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    make_run("runs/alice")
+def detailed(capsys: pytest.CaptureFixture[str], target: str) -> list[str]:
+    """The lines with -v."""
+    return list(status_lines(json.loads(shown(capsys, target, json_output=True)), NOW, verbose=True))
+
+
+def test_a_run_is_shown_shortly(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice", since=NOW - 600)
     with RunDir.open("runs/alice"):
-        lines = shown(capsys, "runs/alice").splitlines()
+        assert shown(capsys, "runs/alice").splitlines() == [
+            "run        runs/alice, running (-v says more)",
+            "round      41; its reward 0.250",
+            f"swarm      sums {SWARM[:16]}",
+            "this start 10 min: 2.0 MB in, 1.0 MB out, 18 MB an hour; 12 groups received, 8 admitted; 40 sent",
+            "refused    3 × not the sender's task, 2 × seal",
+            "members    1 other; groups used: bob 1",
+            f"join link  {STATUS['link']}",
+            "next       swarm-node samples runs/alice",
+            "           swarm-node pause runs/alice",
+        ]
+    ended = shown(capsys, "runs/alice").splitlines()
+    assert ended[0] == "run        runs/alice, ended 0 s ago (-v says more)"
+    assert ended[-3:] == [
+        "members    1 other when this run ended; groups used: bob 1",
+        "next       swarm-node resume runs/alice",
+        "           swarm-node samples runs/alice",
+    ]
+
+
+def test_all_counts_of_a_run_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice")
+    lines = detailed(capsys, "runs/alice")
     text = "\n".join(lines)
     for part in (
-        "round      41, reward 0.250",
         "alice, peer 12D3KooW",
         STATUS["link"],
-        "traffic    2.00 MB in, 1.00 MB out\n",
-        "40 groups; not sent: 5 × all rewarded alike",
-        "12 groups, admitted 8, used 4 in the last round",
+        "last start 2.0 MB in, 1.0 MB out; 7 messages in",
+        "1 restarts of gossip",
+        "not sent   5 × all rewarded alike: nothing to do",
         "not used   1 × too old",
-        "refused    3 × not the sender's task, 2 × seal",
-        "members    1 other\n",
+        "was here",
     ):
         assert part in text
-    table = lines[-2:]  # whoever sent most comes first
+    at = next(i for i, line in enumerate(lines) if line.startswith("peer "))
+    table = lines[at + 1 : at + 3]  # whoever sent most comes first
     assert table[0].split()[1:8] == ["-", "gone", "-", "10", "6", "0", "muted;"]
     assert table[0].endswith("muted; 3 × not the sender's task, 1 × too old")
     assert table[1].split()[1:] == ["bob", "yes", "9", "2", "2", "1"]
     assert text.count("seal") == 1, "what the transport refused is among what was refused"
     assert "averaging" not in text
-    assert "ago" not in text
-    found = json.loads(shown(capsys, "runs/alice", json_output=True))
-    details = "\n".join(status_lines(found, NOW, verbose=True))
-    assert "1.00 MB out; 7 messages in" in details and "1 restarts of gossip" in details
-    ended = shown(capsys, "runs/alice")
-    assert "runs/alice, ended; as of 0 s ago" in ended
-    assert "members    1 other when this run ended" in ended and "was here" in ended
+
+
+@pytest.mark.parametrize("end", ["summary", "stop", "error", ""])
+def test_a_killed_run_says_what_is_left(capsys: pytest.CaptureFixture[str], end: str) -> None:
+    run = make_run("runs/alice", age=180)
+    run.metrics.write_text(json.dumps({"round": 41, "time": NOW - 180}) + "\n")
+    events = [{"time": NOW - 900, "kind": "stop"}, {"time": NOW - 179, "kind": end or "note"}]
+    run.events.write_text("".join(json.dumps(event | {"text": ""}) + "\n" for event in events))
+    assert json.loads(shown(capsys, "runs/alice", json_output=True))["killed"] == (not end)
+    text = shown(capsys, "runs/alice")
+    assert ("runs/alice, ended 3 min ago" in text) == bool(end)
+    if not end:
+        assert "runs/alice, cut off 3 min ago (killed, crashed, or the machine went down)" in text
+        assert "saved      nothing yet: `resume` begins anew\n" in text
+        checkpoint = run.checkpoints / "round-00000040"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text('{"state": {}}')
+        text = shown(capsys, "runs/alice")
+        assert "saved      up to round 40; `resume` trains 1 round again\n" in text
+        assert "next       swarm-node resume runs/alice\n" in text
+
+
+def test_a_run_says_whether_it_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    run, tally = make_run("runs/alice", worth={"theirs": [0.3, 0.5]}), Tally()
+    for round, reward in enumerate([0.25] * 10 + [0.75] * 10, 1):
+        tally.add({"round": round, "reward": reward})
+    before, last = (Evaluation({"all": Held(128, share, None, share)}) for share in (0.2, 0.4))
+    held = HeldOutRecord(before, Evaluation())
+    checkpoint = run.checkpoints / "round-00000020"
+    checkpoint.mkdir(parents=True)
+    for figures, words in (
+        (held, "0.200 before training"),
+        (HeldOutRecord(before, last, round=20), "0.200 -> 0.400 after round 20"),
+        (HeldOutRecord(before, last, round=50), "0.200 before training"),
+    ):
+        state = {"tally": tally, "held_out_figures": figures, "held_out": {"samples": 8}}
+        (checkpoint / "state.json").write_bytes(msgspec.json.encode({"state": state}))
+        text = shown(capsys, "runs/alice")
+        assert "round      41; reward 0.250 -> 0.750, first and last tenth of 20 rounds\n" in text
+        assert f"held-out   pass@1 {words}; 2 members say 0.300 to 0.500 (self-declared)\n" in text
 
 
 @pytest.mark.parametrize(("age", "words"), [(90, "90 s"), (600, "10 min"), (7300, "2 h"), (260_000, "3 days")])
 def test_figures_of_the_last_start_are_told_apart(capsys: pytest.CaptureFixture[str], age: float, words: str) -> None:
     make_run("runs/alice", since=NOW - age, worth={"others_groups": 2}, averaging=AVERAGING)
     labels = [line.split()[0] for line in shown(capsys, "runs/alice").splitlines() if line[0] != " "]
-    assert labels.index("worth") < labels.index("averaging") < labels.index("last") < labels.index("traffic")
-    assert f"last start began {words} ago; what follows is of it alone\n" in shown(capsys, "runs/alice")
+    assert labels.index("worth") < labels.index("averaging") < labels.index("last") < labels.index("refused")
+    assert f"\nlast start {words}: 2.0 MB in" in shown(capsys, "runs/alice")
     with RunDir.open("runs/alice"):
-        assert f"this start began {words} ago" in shown(capsys, "runs/alice")
+        assert f"\nthis start {words}: 2.0 MB in" in shown(capsys, "runs/alice")
 
 
 def test_a_run_that_loads_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,12 +215,12 @@ def test_a_run_that_loads_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.open("runs/alice"):
         loading = shown(capsys, "runs/alice")
         assert "runs/alice, starting (loading); what follows is as of 4 min ago, when it last ended" in loading
-        assert "last start began" in loading and "was here" in loading and "uses" not in loading
+        assert "last start 6 min: " in loading and "when this run ended" in loading and "uses" not in loading
         assert json.loads(shown(capsys, "runs/alice", json_output=True))["starting"] is True
         run.write_status({**STATUS, "time": NOW, "since": NOW - 5, "averaging": AVERAGING})
         begun = shown(capsys, "runs/alice")
-        assert "starting" not in begun and "this start began 5 s ago" in begun and "uses       0.7 of 1 core" in begun
-        assert "           partners here: 2, bob, carol" in begun.splitlines()
+        assert "starting" not in begun and "this start 5 s: " in begun and "uses       0.7 of 1 core" in begun
+        assert "           partners here: 2, bob, carol" in detailed(capsys, "runs/alice")
         run.write_waits("on battery")
         assert "uses" not in shown(capsys, "runs/alice"), "those figures are of before the pause"
 
@@ -171,7 +230,7 @@ def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[s
     row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": NOW - 400}
     first = row | {"name": "bob", "address": "203.0.113.9", "last": NOW - 3}
     make_run("runs/alice", refused=[first, *[row] * 7])
-    lines = shown(capsys, "runs/alice").splitlines()
+    lines = detailed(capsys, "runs/alice")
     start = next(i for i, line in enumerate(lines) if line.startswith("refused"))
     assert lines[start + 1].startswith(f"           {says}, from bob …{peer_id(2)[-8:]} at 203.0.113.9, last ")
     assert lines[start + 2].endswith("7 min ago") and lines[start + 6] == "           3,612 from 3 others"
@@ -182,11 +241,12 @@ def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[s
 def test_a_terminal_breaks_no_word_and_no_link(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run("runs/alice")
-    whole = shown(capsys, "runs/alice")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "50")
-    lines = shown(capsys, "runs/alice").splitlines()
+    run = make_run("runs/alice")
+    with RunDir.open(run.path):
+        whole = shown(capsys, "runs/alice")
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "50")
+        lines = shown(capsys, "runs/alice").splitlines()
     assert " ".join(" ".join(lines).split()) == " ".join(whole.split())
     assert all(len(line) <= 50 or " " not in line[11:] for line in lines), "only what is one word goes beyond the edge"
     assert f"join link  {STATUS['link']}" in lines
@@ -204,7 +264,7 @@ def test_without_a_target_the_newest_run_is_shown(capsys: pytest.CaptureFixture[
         os.utime(path, (1e9, 1e9))
     with RunDir.open("runs/new"):
         text = shown(capsys)
-    assert text.startswith("run        runs/new, as of 100 s ago: it stands still\n")
+    assert text.startswith("run        runs/new, as of 100 s ago: it stands still (-v says more)\n")
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +281,7 @@ def test_the_best_held_out_figure_is_shown(capsys: pytest.CaptureFixture[str]) -
     (run.checkpoints / "round-00000030").mkdir(parents=True)
     best = Best(30, None, None, reward=0.266, figure="reward")
     write_best(run.path, best, "round-00000030")
-    assert "held-out   best mean reward 0.266, after round 30\n" in shown(capsys, "runs/alice")
+    assert "held-out   mean reward best 0.266 after round 30\n" in shown(capsys, "runs/alice")
     found = json.loads(shown(capsys, "runs/alice", json_output=True))
     assert found["best"] == {"round": 30, "figure": "reward", "value": 0.266}
     write_best(run.path, msgspec.structs.replace(best, reward=None), "round-00000030")  # damaged
@@ -231,14 +291,14 @@ def test_the_best_held_out_figure_is_shown(capsys: pytest.CaptureFixture[str]) -
 def test_groups_that_wait_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     counts = {"swarm/groups_received": 12, "swarm/groups_admitted": 8, "swarm/groups_waiting": 4}
     run = make_run("runs/alice", received=counts)
-    assert "received   12 groups, admitted 8, 4 never examined" in shown(capsys, "runs/alice")
+    assert "12 groups received, 8 admitted, 4 never examined" in shown(capsys, "runs/alice")
     with RunDir.open(run.path):
-        assert "received   12 groups, admitted 8, 4 not examined yet" in shown(capsys, "runs/alice")
+        assert "12 groups received, 8 admitted, 4 not examined yet" in shown(capsys, "runs/alice")
 
 
 def test_a_run_without_a_swarm_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/local").status.unlink()
-    assert shown(capsys, "runs/local").splitlines()[-1] == "swarm      none: this run trains alone"
+    assert "swarm      none: this run trains alone" in shown(capsys, "runs/local").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +374,7 @@ def test_a_lost_stage_is_shown_as_lost(taker: dict[str, str] | None, capsys: pyt
     crew = {"name": "home", "count": 2, "lead": stages[0], "whole": False, "updates": 12, "round": 12, "stages": stages}
     crew |= {"spares": 0, "held": [0], "replicas": {}, "recovered": {}, "absent": [peer_id(1)]}
     make_run("runs/alice", crew=crew)
-    text = shown(capsys, "runs/alice")
+    text = "\n".join(detailed(capsys, "runs/alice"))
     by = "held by nobody" if taker is None else f"being rebuilt by alice (…{peer_id(0)[-8:]})"
     assert f"           stage 1 (layers 6-11): lost 12 s ago, {by}" in text.splitlines()
     assert re.search(r"bob +silent", text) and "members    0 others" in text
@@ -330,25 +390,26 @@ def test_an_incomplete_crew_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/alice", averaging=AVERAGING)
-    lines = shown(capsys, "runs/alice").splitlines()
+    lines = detailed(capsys, "runs/alice")
     at = lines.index("averaging  weights averaged 12 times, 1.25 MB sent, last with bob 20 s before the end")
-    assert [line.strip() for line in lines[at + 1 : at + 3]] == [
+    assert [line.strip() for line in lines[at + 1 : at + 4]] == [
+        "noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
         "skipped: 3 × the exchange was over, 1 × the number of members was odd, and this one was left over",
         "refused to others in this start: 2 × both called each other at once",
     ]
     found = json.loads(shown(capsys, "runs/alice", json_output=True))
     assert found["swarm"]["averaging"] == AVERAGING
-    detail = "           noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef"
-    assert detail not in lines and detail in status_lines(found, NOW, verbose=True)
+    assert "skipped" not in shown(capsys, "runs/alice")
     make_run("runs/bob", averaging=AVERAGING | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
-    text = shown(capsys, "runs/bob")
+    text = "\n".join(detailed(capsys, "runs/bob"))
     assert "partners" not in text and "averaged 0 times" in text and "skipped" not in text
 
 
 def test_members_that_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     boots = {"name": "boot", "present": True, "trains": False, "policy_version": 0}
     make_run("runs/alice", peers=STATUS["peers"] | {peer_id(3): boots})
-    assert "members    2 others, 1 of them training when this run ended\n" in shown(capsys, "runs/alice")
+    ended = "1 of them training when this run ended; groups used: bob 1"
+    assert f"members    2 others, {ended}\n" in shown(capsys, "runs/alice")
     make_run("runs/bob", peers={peer_id(3): boots})
     assert "members    1 other, none of them training when this run ended\n" in shown(capsys, "runs/bob")
 
@@ -516,14 +577,12 @@ def test_a_run_says_what_the_swarm_gave_it(capsys: pytest.CaptureFixture[str]) -
     lines = shown(capsys, "runs/alice").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
     learned = "others gave 312 of the 480 groups it learned from (65%)"
-    assert lines[at] == f"worth      {learned}"
-    assert lines[at + 1].endswith(
-        "124 questions only others solved: its own latest answers to their kind were all wrong"
-    )
-    assert lines[at + 2].endswith("success on kinds taught mostly by others (gcd) 0.100 -> 0.600")
-    assert lines[at + 3].endswith(
-        "held-out pass@1 not measured yet; 2 members last said 0.300 to 0.500 (self-declared)"
-    )
+    assert lines[at : at + 2] == [
+        f"worth      {learned}; 124 questions only others solved",
+        "           success where others taught it 0.100 -> 0.600",
+    ]
+    named = "           success on kinds taught mostly by others (gcd) 0.100 -> 0.600"
+    assert named in detailed(capsys, "runs/alice")
     make_run("runs/later", worth={"by_others": "of another version"})
     assert "worth" not in shown(capsys, "runs/later")
 

@@ -220,7 +220,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     text = browser.value("document.body.innerText")
     for part in (
         "Received 133 groups, admitted 120, 3 never examined. Not used or refused: 10 × too old. "
-        f"Sent 50 groups; not sent: 6 × all rewarded alike. Counted {SINCE}.",
+        f"Sent 50 groups; not sent: 6 × all rewarded alike (this node used them all the same). Counted {SINCE}.",
         f"12, last with bob at {ENDED[:10]}",
         "in pairs every 60 s, noloco, 8bit",
         "Partners at the end",

@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from swarm_node.observability.progress import ProgressDisplay, clock_face, sparkline, volume
+from swarm_node.observability.tally import Buckets
 from tests.support.virtual_time import VirtualTime
 
 
@@ -130,6 +131,16 @@ def test_a_pause_changes_no_estimate_of_rounds():
         clock.now += 60.0
         progress.update(round, {"reward": 0.5})
     assert stream.getvalue().splitlines()[-1].endswith("60.00 s/round  took 1:10:00"), "by the clock on the wall"
+
+
+def test_a_resumed_run_shows_the_reward_of_all_rounds():
+    stream, rewards = io.StringIO(), Buckets()
+    rewards.add(0.25, times=90)
+    progress = ProgressDisplay(100, stream=stream, clock=VirtualTime())
+    progress.start(90, rewards)
+    for round in range(91, 101):
+        progress.update(round, {"reward": 0.75})
+    assert "round 100/100  reward 0.250 -> 0.750  " in stream.getvalue()
 
 
 def test_a_round_without_a_reward_changes_nothing():
@@ -254,7 +265,7 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     assert shown[0] == f"round 10: swarm://{'a' * 150}"
     assert shown[1] == f"round 20: swarm://{'a' * 150}"
     assert re.fullmatch(rf"round 20/20 ━+ +100%{' took 0:20' * (not waiting)}", shown[2])
-    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or 'samples 2,310 tokens/s'}", (
+    assert shown[3] == f"reward 0.075 -> 0.975 {sparkline(range(20))}  {waiting or 'samples 2,310 tokens/s'}", (
         "no speed while it waits"
     )
     assert shown[4] == "THE END"
@@ -381,9 +392,9 @@ def test_the_whole_view_at_80_columns():
     head, *rest = in_view(80, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        f"reward 0.775 {sparkline(range(20))}  samples 2,310 tokens/s",
+        f"reward 0.075 -> 0.975 {sparkline(range(20))}  samples 2,310 tokens/s",
         "3 others, 4.0 of their groups a round",
-        f"12 kB/s in, 9.0 kB/s out, 420 kB in all  {AVERAGED}",
+        f"43 MB in, 32 MB out an hour, 420 kB in all  {AVERAGED}",
         "1 min ago: an exchange of weights with bob was skipped (late: round 9 is over);…",
     ]
 
@@ -392,9 +403,9 @@ def test_the_view_fits_40_columns():
     head, *rest = in_view(40, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
-        "reward 0.775  samples 2,310 tokens/s",
+        "reward 0.975  samples 2,310 tokens/s",
         "3 others, 4.0 of their groups a round",
-        "12 kB/s in, 9.0 kB/s out, 420 kB in all",
+        "43 MB in, 32 MB out an hour",
         AVERAGED,
         "1 min ago: an exchange of weights with …",
     ]
@@ -417,7 +428,7 @@ def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
 
 def test_an_ascii_terminal_gets_ascii_only():
     lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
-    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  samples 2,310 tokens/s"
+    assert lines[1] == "reward 0.075 -> 0.975 ..:::--===+++**###@@  samples 2,310 tokens/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
 
 
@@ -486,8 +497,8 @@ def test_short_plain_lines_show_traffic():
             progress.update(round, {"reward": 0.5, "swarm/trainers": 1.0, "swarm/groups_used": 3.0} | traffic, averaged)
         return out.getvalue().splitlines()[-1]
 
-    who = "round 2/2  reward 0.500  1 other, 3.0 of their groups a round"
-    assert last_line("") == f"{who}  10 kB/s in, 20 kB/s out  10.00 s/round  took 0:20"
+    who = "round 2/2  reward 0.500 -> 0.500  1 other, 3.0 of their groups a round"
+    assert last_line("") == f"{who}  36 MB in, 72 MB out an hour  10.00 s/round  took 0:20"
     assert last_line(f"{AVERAGED}, nobody of the cohort here") == (
         f"{who}  {AVERAGED}, nobody of the cohort here  10.00 s/round  took 0:20"
     )

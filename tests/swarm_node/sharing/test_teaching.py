@@ -67,7 +67,7 @@ def test_own_held_out_stands_beside_that_of_members() -> None:
     assert list(worth_lines(alone, summary=True)) == []
     beside = msgspec.structs.replace(alone, theirs=[0.3])
     assert list(worth_lines(beside, summary=True)) == [
-        "held-out pass@1 0.200 -> 0.400; 1 member last said 0.300 (self-declared)"
+        "held-out pass@1 0.200 -> 0.400; 1 member says 0.300 (self-declared)"
     ]
 
 

@@ -117,7 +117,8 @@ def test_the_page_about_swarms_shows_this_notice() -> None:
         ({"network": {"listen": "127.0.0.1"}}, "It listens on this machine alone"),
         ({"network": {"listen": "::1", "port": 0}}, "It listens at ::1 on two TCP ports, open to others"),
         ({"resources": {"preset": "gentle"}}, "It takes up to half of the cores at lowest priority.\n"),
-        ({"resources": {"preset": "normal"}}, "It takes up to all cores at lower priority (--gentle: half"),
+        ({"resources": {"preset": "normal"}}, "It takes up to all cores at lower priority\n(--gentle: half"),
+        ({}, "No battery or desktop found, so it takes up to all cores at usual priority\n(--gentle"),
         ({"resources": {"max_cpu": 25.0}}, "It takes up to 25 % of the cores at usual priority.\n"),
     ],
 )

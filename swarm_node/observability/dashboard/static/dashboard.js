@@ -608,7 +608,7 @@ function peers(run, known) {
   }
   if (sent) {
     const unsent = reasons(sent, "swarm/unsent/");
-    sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
+    sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent} (this node used them all the same)` : ""}.`);
   }
   if (sums.length && since(run)) sums.push(`Counted ${since(run)}.`);
   if (!all.length && !sums.length) return null; // the tile says that nobody is here

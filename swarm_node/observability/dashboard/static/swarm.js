@@ -102,7 +102,7 @@ function history(page) {
 
 function listing(page) {
   const left = page.members - (page.rows ?? []).length;
-  return `Names, speeds and what stands from “Here since” on are ${CLAIMED}.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
+  return `Names, speeds and what stands from “Here since” on are ${CLAIMED}; held-out figures are from after training began.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
 }
 
 // The page of a swarm, for a directory that has nothing else.
