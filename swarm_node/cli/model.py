@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note, option, split_names, starting, tasks_in
+from swarm_node.cli.options import CommandSettings, Json, note, option, rewards_in, split_names, starting, tasks_in
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
 from swarm_node.storage.new_file import check_new_file
@@ -49,6 +49,14 @@ def evaluate_model(
             metavar="NAME|FILE",
         ),
     ] = None,
+    reward: Annotated[
+        list[str] | None,
+        option(
+            "--reward",
+            explanation("rewards.functions") + " By default those of the run; given here, they take their place.",
+            metavar="FILE.py:FUNCTION",
+        ),
+    ] = None,
     samples: Annotated[
         int | None, option("--samples", "Samples per question; by default as many as the run takes, else 8.", min=1)
     ] = None,
@@ -64,10 +72,12 @@ def evaluate_model(
 ) -> None:
     """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file."""
     from swarm_node.policy.model_path import checked
+    from swarm_node.runtime.preflight import check_functions
     from swarm_node.tasks.checking import check_end, check_specs
 
-    named = tasks_in(tasks)
+    named, functions = tasks_in(tasks), rewards_in(reward)
     check_specs(named or [], answer_needed=False)
+    check_functions(functions or [])
     if every:
         check_end(named or [])
         if questions is not None:
@@ -81,7 +91,7 @@ def evaluate_model(
     starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, named, samples, questions, json_output, checkpoint, every, out)
+    main(target, named, samples, questions, json_output, checkpoint, every, out, functions)
 
 
 def export(

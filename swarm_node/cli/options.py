@@ -27,6 +27,7 @@ from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.say import is_shown, level_of
 
@@ -264,6 +265,12 @@ def _table(text: str, name: str) -> dict[str, Any]:
         raise UserError(f"--{name} {text} must be one table")
     table: dict[str, Any] = document["value"]
     return table
+
+
+def rewards_in(given: list[str] | None) -> list[RewardFunctionConfig] | None:
+    """The reward functions that `--reward` names or describes; None if it was not given. Raises UserError."""
+    values = split_values(given, "reward")
+    return None if values is None else load_config(flags={"reward": values}).rewards.functions
 
 
 def tasks_in(given: list[str] | None) -> list[str | TaskConfig] | None:

@@ -24,10 +24,11 @@ from protocol.manifest import LINK_SCHEME, parse_link
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
-from swarm_node.config.options import all_variables, keys_by_name
+from swarm_node.config.options import all_variables, keys_by_name, variable_of
 from swarm_node.config.own import HOW_LONG, own_layer, read_toml, say_kept
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import COLUMNS, TaskConfig
+from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import UserError
 
 SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
@@ -174,7 +175,8 @@ def read_layers(
             layers.append((name, nest(key, _parse(text, all_keys()[key]))))
         elif name != SETS_VARIABLE and name not in others:
             files = [known + FILE_SUFFIX for known in variables] if plain != name else []
-            hint = did_you_mean(name, [*variables, *files, SETS_VARIABLE, *others], "__")
+            word = plain.removeprefix(VARIABLE_PREFIX).lower().replace("__", ".")
+            hint = trl_hint(word, variable_of) or did_you_mean(name, [*variables, *files, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
     layers += [(SETS_VARIABLE, _parse_set(text, SETS_VARIABLE)) for text in _split_sets(env.get(SETS_VARIABLE, ""))]
     keys = keys_by_name()

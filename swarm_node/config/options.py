@@ -156,6 +156,11 @@ def all_variables() -> dict[str, str]:
     return {VARIABLE_PREFIX + name.upper(): key for name, key in keys_by_name().items() if name not in of_flags}
 
 
+def variable_of(key: str) -> str:
+    """The environment variable that every key has, also one with an option of its own."""
+    return VARIABLE_PREFIX + key.replace(".", "__").upper()
+
+
 def explanation(key: str) -> str:
     """The first sentence of the key's documentation."""
     text = " ".join((all_keys()[key].description or "").split())

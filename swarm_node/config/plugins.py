@@ -14,8 +14,8 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, TracebackException
-from types import ModuleType
+from traceback import StackSummary, TracebackException
+from types import ModuleType, TracebackType
 from typing import Any
 
 from swarm_node.errors import PluginError, UserError
@@ -91,30 +91,57 @@ def plugin_error(what: str, error: Exception) -> PluginError:
 def blamed(error: Exception) -> PluginError | None:
     """The error to raise for an `error` that came out of a plugin's own code; None if it did not."""
     frames = TracebackException.from_exception(error, lookup_lines=False).stack
-    if not any(frame.filename in _loaded and not _is_ours(frame) for frame in frames):
+    if not any(frame.filename in _loaded and not _is_ours(frame.filename) for frame in frames):
         return None
     return plugin_error("your code failed", error)
+
+
+def users_own(error: Exception) -> Exception | None:
+    """The error of the user's own code behind `error`, for the program that called this package; None if there is none.
+    Its traceback is without frames of this package, and a note says what failed."""
+    told, own = (error, error.__cause__) if isinstance(error, PluginError) else (blamed(error), error)
+    if told is None or not told.trace or not isinstance(own, Exception):
+        return None
+    own.add_note(f"swarm_node: {told}")
+    links: list[BaseException | None] = [own]
+    for link in links:  # it grows by the errors behind each
+        if link is not None:
+            link.__traceback__ = _foreign_frames(link.__traceback__)
+            links += [each for each in (link.__cause__, link.__context__) if each not in links]
+    return own
+
+
+def _foreign_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if not _is_ours(frame.tb_frame.f_code.co_filename):
+            trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace
 
 
 def _place(told: TracebackException) -> str:
     """` in FILE, line N`: the innermost line of the user's, or of a library that the user called; empty if unknown."""
     if told.exc_type is SyntaxError and told.filename and told.lineno:
         return f" in {_short(told.filename)}, line {told.lineno}"
-    frames = [frame for frame in told.stack if not _is_ours(frame)]
+    frames = [frame for frame in told.stack if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)] or frames
     return f" in {_short(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
 def _keep_foreign_frames(told: TracebackException) -> None:
     """Remove the frames of this package, also from the errors behind this one."""
-    told.stack = StackSummary.from_list([frame for frame in told.stack if not _is_ours(frame)])
+    told.stack = StackSummary.from_list([frame for frame in told.stack if not _is_ours(frame.filename)])
     for cause in (told.__cause__, told.__context__):
         if cause is not None:
             _keep_foreign_frames(cause)
 
 
-def _is_ours(frame: FrameSummary) -> bool:
-    return frame.filename.startswith(OURS)
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS)
 
 
 def _short(file: str) -> str:

@@ -228,7 +228,7 @@ class EvalConfig(Section):
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
     tasks: list[str | TaskConfig] = []
     """Tasks and files of the evaluation, as in `tasks`; empty = the part of `tasks` that is held out of training. All
-    questions of a file count as held out, in their order: name one that is not trained on, such as test.jsonl."""
+    questions of a file are asked, in their order, and a run alone then trains on all questions of its other files."""
     every: int = Field(10, ge=0)
     """Rounds between two evaluations while the run trains; 0 = only before and after it. The best checkpoint by
     held-out pass@1 (mean reward with `rewards.checker_weight` = 0) is then kept beside the newest ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 TRL_NAMES = {
     "adam_beta1": "grpo.betas",
     "adam_beta2": "grpo.betas",
@@ -31,10 +33,11 @@ TRL_NAMES = {
 IN_QUESTIONS = {"rollouts.groups", "grpo.batch_groups"}  # where TRL counts answers
 
 
-def trl_hint(key: str) -> str:
-    """`; TRL's … is … here` if the last part of an unknown key is one of TRL's arguments, else empty."""
+def trl_hint(key: str, named: Callable[[str], str] = str) -> str:
+    """`; TRL's … is … here` if the last part of an unknown key is one of TRL's arguments, else empty. `named`: how the
+    user names a key."""
     name = key.rpartition(".")[2]
     if name not in TRL_NAMES:
         return ""
     ours = TRL_NAMES[name]
-    return f"; TRL's {name} is {ours} here{', in questions' if ours in IN_QUESTIONS else ''} (docs/grpo.md)"
+    return f"; TRL's {name} is {named(ours)} here{', in questions' if ours in IN_QUESTIONS else ''} (docs/grpo.md)"

@@ -90,7 +90,7 @@ class Trainer:
         self.report = report
         self.reward_weights = reward_weights or {}
         self._baseline = advantage.find_baseline(config)
-        self._loss = find_loss(config.loss)
+        self.loss = find_loss(config.loss)
         self._correction = find_correction(config)
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
@@ -215,7 +215,7 @@ class Trainer:
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
             return None
-        weights = self._loss.weights(lengths, self.sampling.max_new_tokens)
+        weights = self.loss.weights(lengths, self.sampling.max_new_tokens)
 
         flags = iter(live.tolist())
         kept = [[r for r in group.rollouts if next(flags)] for group in groups]
@@ -262,7 +262,7 @@ class Trainer:
                 self.policy.version += 1
             else:
                 self.report(Warned(f"the gradient's norm is {norm}: update skipped"))
-        return metrics | _means(totals, self._loss, self.config)
+        return metrics | _means(totals, self.loss, self.config)
 
     def _update(
         self, step: _Step, iteration: int, before_update: Callable[[], None]
@@ -330,7 +330,7 @@ class Trainer:
                 reference=step.reference[b.index] if self.config.beta else None,
                 sampled=sampled,
                 foreign=foreign,
-                loss=self._loss,
+                loss=self.loss,
                 correction=self._correction,
             )
             value.backward()

@@ -24,7 +24,7 @@ import numpy as np
 
 from swarm_node.config.figures import WORDS, reports_reward
 from swarm_node.config.keys import flat
-from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, read_own, shown
+from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, SECRET, read_own, shown
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
 from swarm_node.observability.evaluations import NOT_MEASURED, newest_checkpoint, record_of
@@ -43,6 +43,7 @@ GRID = 200  # points of a group's curve
 SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of the run
 ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
 """Top-level keys that neither separate groups nor count as differences."""
+AUTOMATIC = {"null", "0", '"auto"'}  # JSON of values in whose place a run chooses one
 REWARDS = ("rewards.functions", "rewards.checker_weight", "rewards.partial")  # settings of a mean reward
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
@@ -64,6 +65,7 @@ class RunFigures:
     final: dict[str, float]  # figure -> value; what was not measured is missing
     curves: dict[tuple[str, str], Curve]  # (axis, measure) -> curve
     asked: tuple[Any, ...] | None = None  # equal for equal held-out questions; None = not known
+    in_effect: Mapping[str, Any] = field(default_factory=dict)  # key -> what it stands for where it is automatic
     earlier: str = ""  # the newest file with earlier settings, if rounds were trained under others than `settings`
 
 
@@ -115,7 +117,8 @@ class Comparison:
     @property
     def different_texts(self) -> dict[str, list[str]]:
         """`differences` in words."""
-        return {key: _in_words(key, values) for key, values in self.differences.items()}
+        chosen = [group.runs[0].in_effect for group in self.groups]
+        return {key: _in_words(key, values, chosen) for key, values in self.differences.items()}
 
     def _name(self, by_run: bool) -> list[str]:
         """Name groups by their settings; by their first run if told so, or if those are too many or too long. Returns
@@ -193,6 +196,7 @@ class Comparison:
                         {"path": str(run.path), "seed": run.seed, "earlier_settings": run.earlier or None, **run.final}
                         for run in group.runs
                     ],
+                    "in_effect": group.runs[0].in_effect,
                     "final": {name: {"mean": mean, "half": half} for name, (mean, half) in group.final.items()},
                 }
                 for group in self.groups
@@ -205,11 +209,20 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _in_words(key: str, values: Sequence[Any]) -> list[str]:
+def _in_words(key: str, values: Sequence[Any], in_effect: Sequence[Mapping[str, Any]]) -> list[str]:
     """Values of one setting as texts, different ones as different texts. Tables in a list have their names and weights,
-    as `brevity×0.2`, where that tells them apart."""
+    as `brevity×0.2`, where that tells them apart. An automatic value is told as the one `in_effect` in that run."""
     raw, short = [shown(key, value) for value in values], [_short(key, value) for value in values]
-    return short if len(set(short)) >= len(set(raw)) else raw
+    texts = short if len(set(short)) >= len(set(raw)) else raw
+    return [_chosen(key, *each) for each in zip(values, texts, in_effect, strict=True)]
+
+
+def _chosen(key: str, value: Any, text: str, in_effect: Mapping[str, Any]) -> str:
+    if json.dumps(value) not in AUTOMATIC or not in_effect or key == SECRET:
+        return text
+    if key in in_effect:
+        return f"{shown(key, in_effect[key])} (default)"
+    return "none (default)" if value is None else text
 
 
 def _short(key: str, value: Any) -> str:
@@ -246,7 +259,9 @@ def read_run(path: Path) -> RunFigures:
     if (best := read_best(path)) is not None:
         final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
     earlier = max((file.name for file in path.glob("config-*.toml") if KEPT_NAME.fullmatch(file.name)), default="")
-    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held), _asked(state, held), earlier)
+    asked, in_effect = _asked(state, held), state.get("in_effect")
+    in_effect = in_effect if isinstance(in_effect, dict) else {}  # an earlier version's checkpoint has none
+    return RunFigures(path, config.seed, flat(table), final, _curves(curves, held), asked, in_effect, earlier)
 
 
 KEPT = ("round", "time", "reward", "step_time", "eval/pass_1", "eval/reward")  # metrics that become curves

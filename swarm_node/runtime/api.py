@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm_node.config import NodeConfig
 from swarm_node.config.loading import load_run_config, read_layers
-from swarm_node.config.plugins import name_in_program
+from swarm_node.config.plugins import name_in_program, users_own
 from swarm_node.errors import UserError
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
 from swarm_node.runtime.waiting import wait_passively
@@ -43,10 +43,24 @@ def train(
     Ctrl-C saves and returns if `train` was called in the main thread; a second one raises KeyboardInterrupt. No other
     signal is handled, and the process is never ended.
 
-    Raises UserError for what only the user can mend; the message says how.
+    Raises UserError for what only the user can mend; the message says how. An exception of the user's own functions and
+    callbacks comes out as it is.
     """
     wait_passively()
     settings = resolve(config, quiet, _several(reward_funcs), reward_weights)
+    try:
+        result = _train(settings, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
+    except Exception as error:
+        if (own := users_own(error)) is None:
+            raise
+    else:
+        if result.not_used:
+            warnings.warn(f"{result.run_dir}: {not_used(result.not_used)}", stacklevel=2)
+        return result
+    raise own  # here, where `error` is not handled any more: its traceback has no frame but this one and the user's
+
+
+def _train(settings: NodeConfig, manner: Manner) -> TrainResult:
     swarm = None
     if settings.swarm is not None:
         from swarm_node.swarm.links import swarm_to_join
@@ -55,10 +69,7 @@ def train(
     with RunDir.open(settings.directory) as run:
         from swarm_node.runtime.start import start  # loads torch
 
-        result = start(settings, run, swarm, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
-    if result.not_used:
-        warnings.warn(f"{result.run_dir}: {not_used(result.not_used)}", stacklevel=2)
-    return result
+        return start(settings, run, swarm, manner)
 
 
 def resolve(

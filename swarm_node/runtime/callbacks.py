@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarm_node.config.plugins import plugin_error
 from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.summary import Figures
 
@@ -70,24 +71,32 @@ class Callbacks:
 
     def round(self, round: int, metrics: Mapping[str, Any]) -> None:
         for callback in self._each:
-            self.ends = callback.on_round(round, metrics) is True or self.ends
+            self.ends = _called(callback.on_round, round, metrics) is True or self.ends
 
     def evaluation(self, round: int, figures: Mapping[str, Held]) -> None:
         """Pass on an evaluation, unless it is empty."""
         for callback in self._each if figures else ():
-            callback.on_evaluation(round, figures)
+            _called(callback.on_evaluation, round, figures)
 
     def checkpoints(self, written: deque[Path]) -> None:
         """Pass on the checkpoints in `written` that newer ones have not displaced yet, and empty it."""
         while written:
             path = written.popleft()
             for callback in self._each if path.is_dir() else ():
-                callback.on_checkpoint(path)
+                _called(callback.on_checkpoint, path)
 
     def end(self, result: TrainResult) -> TrainResult:
         for callback in self._each:
-            callback.on_end(result)
+            _called(callback.on_end, result)
         return result
+
+
+def _called(method: Callable[..., Any], *arguments: Any) -> Any:
+    """What a callback's method returns. Raises PluginError if it fails."""
+    try:
+        return method(*arguments)
+    except Exception as error:  # the user's code may raise anything
+        raise plugin_error(f"callback {getattr(method, '__qualname__', 'method')} failed", error) from error
 
 
 @dataclass(frozen=True)

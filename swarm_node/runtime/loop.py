@@ -96,7 +96,7 @@ class Run:
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
-            self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
+            self.tasks = swarm.tasks if swarm else load_tasks(config.tasks, config.rewards, config.eval.tasks)
             check = partial(check_plan, config)
             self.policy = load_policy(config.policy, config.rollouts, say, check=check) if crew is None else crew.policy
         self.config = fitted(config, self.policy, say)

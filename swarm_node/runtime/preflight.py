@@ -6,6 +6,7 @@ unknown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from protocol.errors import LocalProtocolError
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.config.plugins import not_here, only_in_a_program
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
@@ -44,18 +46,23 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
     swarm."""
     answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
     check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
-    for function in config.rewards.functions:
-        if only_in_a_program(function.path):
-            raise not_here(function.path, "reward function")
-        file = Path(function.path.rpartition(":")[0]).expanduser()
-        if file.suffix == ".py" and not file.is_file():
-            raise UserError(f"reward function {function.path!r}: there is no file {file}")
+    check_functions(config.rewards.functions)
     check_quantiser(config.policy)
     check_optimizer(config.grpo.optimizer, config.pipeline.stages)
     if own_model:
         path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
         check_hub(path, config.policy.revision)
         _check_disk(config, path)
+
+
+def check_functions(functions: Sequence[RewardFunctionConfig]) -> None:
+    """Raise UserError for reward functions that cannot be there."""
+    for function in functions:
+        if only_in_a_program(function.path):
+            raise not_here(function.path, "reward function")
+        file = Path(function.path.rpartition(":")[0]).expanduser()
+        if file.suffix == ".py" and not file.is_file():
+            raise UserError(f"reward function {function.path!r}: there is no file {file}")
 
 
 def _check_port(listen: str, port: int, option: str) -> None:

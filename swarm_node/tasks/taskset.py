@@ -58,6 +58,7 @@ class TaskSet:
         """`whole`: nothing is trained on, so that all questions of a source with an end are for evaluation."""
         self._sources = list(sources)
         self._whole = whole
+        self._trained_whole: set[TaskSource] = set()  # sources of which training draws held-out questions too
         self._weights = list(sources.values())
         self._by_name = {(source.environment, source.config): source for source in sources}
         self._partial = rewards.partial
@@ -96,7 +97,7 @@ class TaskSet:
         """
         chosen: set[int] = set()
         for spec in specs:
-            table = _table(spec) if isinstance(spec, str) else spec
+            table = _table(spec)
             found = {i for i, source in enumerate(self._sources) if _chooses(table, source)}
             if not found:
                 have = ", ".join(self.labels)
@@ -107,11 +108,21 @@ class TaskSet:
         part._weights = [self._weights[i] for i in sorted(chosen)]
         return part
 
+    def beside(self, asked: Sequence[str | TaskConfig]) -> TaskSet:
+        """This set for a run of its own that is evaluated on the tasks `asked`, if there are any: sources with an end
+        are trained on whole, but for those that are among them. UserError if a task cannot be used."""
+        part = copy.copy(self)
+        ends = {(source.environment, source.config): source for source in self._sources if source.finite}
+        for other in (source for spec in asked for source in _open(_table(spec), False)) if ends else ():
+            ends.pop((other.environment, other.config), None)
+        part._trained_whole = set(ends.values()) if asked else set()
+        return part
+
     def sample(self, rng: random.Random, n: int) -> list[Task]:
         """`n` training tasks in random order, shared out among the sources by weight; see `stratify`."""
         counts = stratify(self._weights, n, rng)
         repeated = chain.from_iterable(map(repeat, self._sources, counts))
-        tasks = [_draw(source, rng) for source in repeated]
+        tasks = [_draw(source, rng, source in self._trained_whole) for source in repeated]
         rng.shuffle(tasks)
         return tasks
 
@@ -150,13 +161,13 @@ class TaskSet:
         for source in self._sources:
             if source.finite and source.size <= MOST_COUNTED:
                 texts = [task.question for task in _each(source)]
-                held = [text for text in texts if is_held_out(text)]
+                held = [] if source in self._trained_whole else [text for text in texts if is_held_out(text)]
                 unasked = 0 if others is None else sum(normalise(text) not in others for text in held)
                 line = f"{source.label}: {len(texts) - len(held):,} questions trained on"
                 if len(held) > unasked or others is None:
                     line += f", {len(held) - unasked:,} held out"
                 if unasked:
-                    line += f", {unasked:,} neither trained on nor asked; without eval.tasks they are asked"
+                    line += f", {unasked:,} neither trained on nor asked: all members of a swarm hold them out"
                 lines.append(line)
         return lines
 
@@ -172,15 +183,18 @@ class TaskSet:
 
     def overlap(self, training: TaskSet) -> int:
         """The number of this set's questions that `training` may draw, as far as sources of both have an end."""
+        return training.drawn_of([task for source in self._sources if source.finite for task in _each(source)])
+
+    def drawn_of(self, asked: Sequence[Task]) -> int:
+        """How many of the questions `asked` training may draw from the sources that have an end."""
         drawn = {
             normalise(task.question)
-            for source in training._sources
+            for source in self._sources
             if source.finite
             for task in _each(source)
-            if not is_held_out(task.question)
+            if source in self._trained_whole or not is_held_out(task.question)
         }
-        mine = (task for source in self._sources if source.finite for task in _each(source))
-        return sum(normalise(task.question) in drawn for task in mine)
+        return sum(normalise(task.question) in drawn for task in asked)
 
     def prompt(self, task: Task) -> str:
         """The question that the task's environment begins with. UserError if it begins with more than that."""
@@ -223,19 +237,25 @@ class TaskSet:
         return None if reward is None else min(1.0, max(0.0, reward))
 
 
-def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig, whole: bool = False) -> TaskSet:
+def load_tasks(
+    specs: Sequence[str | TaskConfig],
+    rewards: RewardsConfig,
+    asked: Sequence[str | TaskConfig] = (),
+    whole: bool = False,
+    answers: bool = True,
+) -> TaskSet:
     """Tasks of environments, sets (`small`), their members (`small/gcd`), JSONL files and tables with options.
 
-    A source that is named twice counts once, with both weights. `whole`: see `TaskSet`. UserError if one cannot be
-    used.
+    A source that is named twice counts once, with both weights. `asked`: see `TaskSet.beside`; `whole`: see `TaskSet`.
+    Unless `answers`, a file may lack them in any case. UserError if a source cannot be used.
     """
     if not specs:
         raise UserError("no tasks: name at least one, for example `small`")
-    answer_needed = rewards.checker_weight > 0 or not rewards.functions
+    answer_needed = answers and (rewards.checker_weight > 0 or not rewards.functions)
     weights: dict[tuple[str, str], float] = defaultdict(float)
     sources: dict[tuple[str, str], TaskSource] = {}
     for spec in specs:
-        table = _table(spec) if isinstance(spec, str) else spec
+        table = _table(spec)
         for source in _open(table, answer_needed):
             key = source.environment, source.config
             if isinstance(source, OneTurn):
@@ -243,12 +263,15 @@ def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig, whole:
             sources.setdefault(key, source)
             weights[key] += table.weight
     _make_labels_distinct(list(sources.values()))
-    for source in sources.values() if not whole else ():
-        _draw(source, random.Random(0))  # raises now, rather than in the middle of a run
-    return TaskSet({source: weights[key] for key, source in sources.items()}, rewards, whole)
+    found = TaskSet({source: weights[key] for key, source in sources.items()}, rewards, whole).beside(asked)
+    if not whole:
+        found.sample(random.Random(0), len(sources))  # raises now, rather than in the middle of a run
+    return found
 
 
-def _table(spec: str) -> TaskConfig:
+def _table(spec: str | TaskConfig) -> TaskConfig:
+    if isinstance(spec, TaskConfig):
+        return spec
     return TaskConfig(file=spec) if is_question_file(spec) else TaskConfig(env=spec)
 
 
@@ -337,10 +360,11 @@ def slot_place(swarm: str, peer: str, epoch: int, slot: int) -> float:
     return (number("place", swarm, peer, str(epoch)) / 2**64 + slot / GOLDEN) % 1.0
 
 
-def _draw(source: TaskSource, rng: random.Random) -> Task:
+def _draw(source: TaskSource, rng: random.Random, whole: bool = False) -> Task:
+    """A question of the training split; of all questions, if the source is trained on `whole`."""
     for _ in range(DRAWS):
         task = source.task(rng.randrange(source.size))
-        if task is not None and not is_held_out(task.question):
+        if task is not None and (whole or not is_held_out(task.question)):
             return task
     raise UserError(
         f"task {source.label!r} has no training question in {DRAWS} draws: all that its options allow are "

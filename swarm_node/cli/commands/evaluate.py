@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from swarm_node.cli.commands.export import Which, policy_of_run, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RewardsConfig, TaskConfig
 from swarm_node.config.plugins import only_in_a_program
-from swarm_node.config.training import EvalConfig, is_question_file
+from swarm_node.config.training import EvalConfig, RewardFunctionConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import fit_sampling, hardware_of
 from swarm_node.observability.evaluations import Held
@@ -27,11 +28,12 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
+from swarm_node.say import Warned
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.option_limits import check_options
-from swarm_node.types import Group
+from swarm_node.types import Group, Task
 
 
 def main(
@@ -43,22 +45,24 @@ def main(
     which: Which = "newest",
     every: bool = False,
     out: Path | None = None,
+    functions: Sequence[RewardFunctionConfig] | None = None,
 ) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
     an exported model are measured with the tasks and the sampling settings of their training. `every`: ask each
-    question of the tasks once, in their order. `out`: a new file for the answers, a line for each question."""
+    question of the tasks once, in their order. `out`: a new file for the answers, a line for each question.
+    `functions`: reward functions in place of the run's; a question without an answer is then judged by them alone."""
     say = note
     run = RunDir(target)
     if run.exists:
         policy, config = policy_of_run(Path(target), say, which=which)
-        config = _with_functions_at_hand(config, say)
-        task_set = _tasks_of_run(run, config, tasks)
+        config = _with_functions_at_hand(config, say) if functions is None else _with_functions(config, functions)
+        task_set = _tasks_of_run(run, config, tasks, answers=functions is None)
     else:
         if which != "newest":
             raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
-        config = _of_model(target, bool(tasks), say)
+        config = _with_functions(_of_model(target, bool(tasks), say), functions or [])
         policy = load_policy(config.policy, config.rollouts, say)
-        task_set = load_tasks(tasks or config.tasks, config.rewards)
+        task_set = load_tasks(tasks or config.tasks, config.rewards, answers=functions is None)
     samples = samples or config.eval.samples
     most = questions or config.eval.questions or EvalConfig().questions
     asked = task_set.every() if every else task_set.held_out(most)
@@ -70,16 +74,19 @@ def main(
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
     say(f"asking {many} of {', '.join(task_set.labels)}, {samples} answers to each{more}")
+    if run.exists and tasks and config.eval.tasks and not config.swarm:
+        _say_trained(config, asked, say)
     groups = answers_to(asked, policy, task_set, rollouts, samples)
     table = summarise(groups, task_set.labels)
     if not table:
         raise UserError("no question fits rollouts.max_prompt_tokens and the model")
     if left_out := len(asked) - table["all"].questions:
         say(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
-    document = {"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}
+    rewards = _means(groups, task_set.reward_weights)
+    document = {"target": target, "samples": samples, "rewards": rewards, "held_out": msgspec.to_builtins(table)}
     try:
         if not json_output:
-            _show(table, title, samples, config.rewards)
+            _show(table, title, samples, config.rewards, rewards)
     finally:  # a closed pipe loses no answers
         if out is not None:
             _write(out, groups, document)
@@ -97,26 +104,64 @@ def _write(out: Path, groups: Sequence[Group], document: Mapping[str, Any]) -> N
         raise
 
 
-def _show(table: Mapping[str, Held], title: str, samples: int, rewards: RewardsConfig) -> None:
-    names = titles([table], samples, rewards)
+def _means(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    """Reward -> its weight in the sum, and its mean over the answers that it scored; None if it scored none."""
+    answers = [rollout for group in groups for rollout in group.rollouts]
+    scored = {name: [value for each in answers if (value := each.rewards[name]) is not None] for name in weights}
+    return {name: {"weight": weights[name], "mean": fmean(scored[name]) if scored[name] else None} for name in weights}
+
+
+def _show(
+    table: Mapping[str, Held],
+    title: str,
+    samples: int,
+    config: RewardsConfig,
+    rewards: Mapping[str, Mapping[str, float | None]],
+) -> None:
+    names = titles([table], samples, config)
     shown = Table("task", "questions", *names.values(), title=title, box=SIMPLE_HEAD)
     for label, held in told(table).items():
         shown.add_row(label, str(held.questions), *cells(held, names))
     console = Console(highlight=False, markup=False)
     console.print(shown)
     console.print(table_legend([*names.values()], samples))
+    if config.functions:
+        console.print(f"mean of each reward: {', '.join(starmap(_in_words, rewards.items()))}")
+
+
+def _in_words(name: str, reward: Mapping[str, float | None]) -> str:
+    mean = "-" if reward["mean"] is None else f"{reward['mean']:.3f}"
+    return f"{name} {mean} (weight {reward['weight']:g})"
 
 
 def _is_file(task: str | TaskConfig) -> bool:
     return is_question_file(task) if isinstance(task, str) else task.file is not None
 
 
-def _tasks_of_run(run: RunDir, config: NodeConfig, named: Sequence[str | TaskConfig] | None) -> TaskSet:
-    """The tasks `named`, else those that the run is evaluated with."""
+def _tasks_of_run(
+    run: RunDir, config: NodeConfig, named: Sequence[str | TaskConfig] | None, answers: bool = True
+) -> TaskSet:
+    """The tasks `named`, else those that the run is evaluated with. `answers`: as for `load_tasks`."""
     if not named and config.eval.tasks:
-        return load_tasks(config.eval.tasks, config.rewards, whole=True)
-    found = load_tasks(named or tasks_of(run, config), config.rewards)
+        return load_tasks(config.eval.tasks, config.rewards, whole=True, answers=answers)
+    found = load_tasks(named or tasks_of(run, config), config.rewards, answers=answers)
     return found.only(config.tasks) if config.swarm and config.tasks and not named else found
+
+
+def _say_trained(config: NodeConfig, asked: Sequence[Task], say: Callable[[str], None]) -> None:
+    """Say how many of the questions `asked` the run may have trained on, where it trains on files whole."""
+    try:
+        training = load_tasks(config.tasks, RewardsConfig(), config.eval.tasks, answers=False)
+    except UserError as error:  # a file that is no more where it was
+        say(Warned(f"whether the run trained on these questions is not known: {error}"))
+        return
+    if known := training.drawn_of(asked):
+        say(Warned(f"the run could train on {known:,} of these questions, so the figures may show what was remembered"))
+
+
+def _with_functions(config: NodeConfig, functions: Sequence[RewardFunctionConfig]) -> NodeConfig:
+    """`config` with these reward functions."""
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": list(functions)})})
 
 
 def _with_functions_at_hand(config: NodeConfig, say: Callable[[str], None]) -> NodeConfig:
@@ -124,9 +169,9 @@ def _with_functions_at_hand(config: NodeConfig, say: Callable[[str], None]) -> N
     lost = [each for each in config.rewards.functions if only_in_a_program(each.path)]
     if not lost or not config.rewards.checker_weight:
         return config
-    say(f"left out, since only the program that trained has them: {', '.join(each.path for each in lost)}")
-    functions = [each for each in config.rewards.functions if each not in lost]
-    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
+    names = ", ".join(each.path for each in lost)
+    say(f"left out, since only the program that trained has them: {names}; --reward FILE.py:FUNCTION takes their place")
+    return _with_functions(config, [each for each in config.rewards.functions if each not in lost])
 
 
 def _record(group: Group) -> dict[str, Any]:

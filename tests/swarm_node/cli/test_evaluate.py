@@ -45,6 +45,33 @@ def test_one_answer_has_one_figure() -> None:
     assert done.exit_code == 0 and done.stdout.count("pass@1") == 2, "in the table's head and in its legend"
 
 
+def test_own_functions_judge_beside_the_checker() -> None:
+    """As `local --reward` does. A question without an answer is judged by the functions alone."""
+    lines = [QUESTIONS[0], {"prompt": "Say something."}]
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("mine.py").write_text("def half(prompts, completions, **columns):\n    return [0.5] * len(completions)\n")
+    half = ["--reward", '{path="mine.py:half", weight=2}']
+    done = CliRunner().invoke(app, [*WORDS, *half])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    checked = document["held_out"]["all"]["pass_1"]
+    assert document["rewards"] == {"checker": {"weight": 1.0, "mean": checked}, "half": {"weight": 2.0, "mean": 0.5}}
+    first, second = read_jsonl(Path("deep/answers.jsonl"))
+    assert first["reward"] == first["pass_1"] + 1.0 and (second["reward"], second["pass_1"]) == (1.0, None)
+    shown = CliRunner().invoke(app, [*WORDS[:5], "--samples", "1", "--reward", "mine.py:half"])
+    assert "half 0.500 (weight 1)" in " ".join(shown.stdout.split())
+
+
+def test_failing_functions_are_told_as_in_training() -> None:
+    Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    Path("mine.py").write_text("def half(prompts, completions, **columns):\n    return 1 / 0\n")
+    done = CliRunner().invoke(app, [*WORDS, "--reward", "mine.py:half"])
+    assert done.exit_code == 2 and "reward function 'half' failed in mine.py, line 2: ZeroDivisionError" in done.stderr
+    missing = CliRunner().invoke(app, [*WORDS, "--reward", "other.py:half"])
+    assert missing.exit_code == 2 and "'other.py:half': there is no file other.py" in missing.stderr
+    assert "starting" not in missing.stderr, "before torch is loaded"
+
+
 def test_answers_replace_no_file() -> None:
     Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
     Path("deep").mkdir()

@@ -185,6 +185,11 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         load_config(env={"SWARM_NODE_LOSS": "gspo"})
     with pytest.raises(UserError, match="did you mean SWARM_NODE_CONFIG?"):
         load_config(env={"SWARM_NODE_CONFIGS": "x"}, others={"SWARM_NODE_CONFIG"})
+    for name, key in {"NUM_GENERATIONS": "ROLLOUTS__GROUP_SIZE", "GRPO__MAX_STEPS": "ROUNDS"}.items():
+        with pytest.raises(UserError, match=f"; TRL's {name.removeprefix('GRPO__').lower()} is SWARM_NODE_{key} here"):
+            load_config(env={f"SWARM_NODE_{name}": "4"})
+    with pytest.raises(UserError, match="did you mean SWARM_NODE_GRPO__BETA?"):
+        load_config(env={"SWARM_NODE_BETA": "0.1"})
     with pytest.raises(UserError, match="^unknown key grpo.group_size in --set; did you mean rollouts.group_size?"):
         load_config(sets=["grpo.group_size=4"])
 

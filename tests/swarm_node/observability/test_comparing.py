@@ -111,6 +111,25 @@ def test_reward_functions_are_named_with_weights() -> None:
     assert len(set(Comparison(paths[1:]).different_texts["rewards.functions"])) == 2
 
 
+def test_values_that_a_run_chose_are_told(runs: list[Path]) -> None:
+    settings: dict[str, Any] = {"grpo": {"learning_rate": 1e-4, "off_policy_mask": 0.5}, "rollouts": {"groups": 16}}
+    paths = [make_run("automatic", [0.1], (0.1, 0.2)), make_run("chosen", [0.1], (0.1, 0.2), **settings)]
+    keys = ["grpo.learning_rate", "grpo.off_policy_mask", "rollouts.groups"]
+    file = paths[0] / "checkpoints/round-00000002/state.json"
+    state = json.loads(file.read_text())["state"]
+    assert [Comparison(paths).different_texts[key][0] for key in keys] == ["unset", "unset", "0"], (
+        "of an earlier version"
+    )
+    state["in_effect"] = {"grpo.learning_rate": 2e-6, "rollouts.groups": 8}
+    file.write_text(json.dumps({"state": state}))
+    texts = Comparison(paths).different_texts
+    assert [texts[key] for key in keys] == [
+        ["2e-06 (default)", "0.0001"],
+        ["none (default)", "0.5"],
+        ["8 (default)", "16"],
+    ]
+
+
 def test_quantiles_are_those_of_students_t() -> None:
     assert [t_95(n) for n in range(2, 17)] == pytest.approx([stats.t.ppf(0.975, n - 1) for n in range(2, 17)], abs=1e-3)
     assert t_95(1000) == pytest.approx(stats.norm.ppf(0.975), abs=1e-3)

@@ -182,6 +182,37 @@ def test_a_failing_callback_loses_no_round() -> None:
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["round-00000002"]
 
 
+def test_errors_of_the_users_code_come_out_as_they_are() -> None:
+    """Their tracebacks have `train` and the user's frames alone, and a note says what failed."""
+
+    class Broken(swarm_node.Callback):
+        def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+            int("x")
+
+    def fails(prompts: list[str], **columns: Any) -> list[float]:
+        try:
+            return [1 / 0]
+        except ZeroDivisionError as error:
+            raise KeyError("mine") from error
+
+    config = TINY | {"rounds": 1, "eval": {"questions": 0}}
+    for functions, callbacks, kind, name in [
+        ([], [Broken()], ValueError, "on_round"),
+        ([fails], [], KeyError, "fails"),
+    ]:
+        with pytest.raises(kind) as caught:
+            swarm_node.train(config | {"run_dir": name}, callbacks, reward_funcs=functions, quiet=True)
+        assert [frame.name for frame in caught.traceback] == [
+            "test_errors_of_the_users_code_come_out_as_they_are",
+            "train",
+            name,
+        ]
+        (note,) = caught.value.__notes__
+        assert f"{name}" in note and "failed in" in note and "test_api.py, line" in note
+    cause = caught.value.__cause__
+    assert isinstance(cause, ZeroDivisionError) and caught.value.__context__ is cause
+
+
 def test_ctrl_c_saves_and_returns() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     result = swarm_node.train(TINY, [Interrupt(1)], quiet=True)

@@ -112,7 +112,7 @@ def test_a_test_file_is_asked_while_training(capsys: pytest.CaptureFixture[str])
     out, words = capsys.readouterr()
     document = json.loads(out)
     assert document["held_out_before"].keys() == {"test", "all"} and document["held_out"]["questions"] == 13
-    assert "drawn in training too" not in words
+    assert "drawn in training too" not in words and "train: 27 questions trained on\n" in words
     _, state = newest_checkpoint(RunDir(Path("run")))
     assert "tasks" not in state["settings"]["eval"], "a checkpoint names no file of one machine"
     for target, tasks, whole in (
@@ -126,7 +126,14 @@ def test_a_test_file_is_asked_while_training(capsys: pytest.CaptureFixture[str])
         many = "all 13 questions" if whole else "13 held-out questions"
         assert f"asking {many} of test, 1 answers to each\n" in words
     evaluate_main("run", ["train.jsonl"], 1, None, True)
-    assert "; --all asks every question of a file" in " ".join(capsys.readouterr().err.split())
+    out, words = capsys.readouterr()
+    known = json.loads(out)["held_out"]["all"]["questions"]
+    assert "; --all asks every question of a file" in " ".join(words.split())
+    assert f"the run could train on {known} of these questions" in words
+    Path("train.jsonl").rename("moved.jsonl")
+    evaluate_main("run", ["moved.jsonl"], 1, None, True)
+    assert "whether the run trained on these questions is not known: cannot read" in capsys.readouterr().err
+    Path("moved.jsonl").rename("train.jsonl")
     with pytest.raises(UserError, match="gcd never ends"):
         evaluate_main("starter", ["gcd"], 1, None, True, every=True)
     assert train_locally(settings(2, eval=asked | {"tasks": ["train.jsonl"]}, tasks=["train.jsonl"])) == 0

@@ -274,10 +274,28 @@ def test_a_file_says_how_it_is_split(tmp_path: Path) -> None:
     assert 0 < held < 30
     assert tasks.split(tasks) == [f"train: {60 - held} questions trained on, {held} held out"], "gcd never ends"
     others = load_tasks([write_lines(tmp_path / "test.jsonl", rows(80)[60:])], REWARDS, whole=True)
-    unasked = f"{held} neither trained on nor asked; without eval.tasks they are asked"
+    unasked = f"{held} neither trained on nor asked: all members of a swarm hold them out"
     assert tasks.split(others) == [f"train: {60 - held} questions trained on, {unasked}"]
     same = load_tasks([str(tmp_path / "train.jsonl")], REWARDS, whole=True)
     assert tasks.split(same) == tasks.split(tasks)
+
+
+def test_a_file_is_trained_on_whole_beside_another(tmp_path: Path) -> None:
+    train, test = (
+        write_lines(tmp_path / f"{name}.jsonl", rows(60)[a:b]) for name, a, b in [("train", 0, 40), ("test", 40, 60)]
+    )
+    alone = load_tasks([train, "small/gcd"], REWARDS, asked=[test])
+    drawn = alone.sample(random.Random(0), 2000)
+    assert {task.question for task in drawn if task.label == "train"} == {str(row["question"]) for row in rows(40)}
+    assert not any(is_held_out(task.question) for task in drawn if task.label == "gcd"), "it has no end"
+    assert alone.split(load_tasks([test], REWARDS, whole=True)) == ["train: 40 questions trained on"]
+    assert alone.drawn_of(load_tasks([train], REWARDS).every()) == 40
+    assert not any(is_held_out(task.question) for task, _ in seeded(alone, 300)), "as peers expect"
+    asked_too = load_tasks([train], REWARDS, asked=[TaskConfig(file=train), test])
+    assert not any(is_held_out(task.question) for task in asked_too.sample(random.Random(0), 300))
+    only_held = next(row for row in rows(60) if is_held_out(str(row["question"])))
+    one = write_lines(tmp_path / "one.jsonl", [only_held])
+    assert load_tasks([one], REWARDS, asked=[test]).sample(random.Random(0), 1)[0].question == only_held["question"]
 
 
 @pytest.mark.parametrize(
