@@ -38,6 +38,7 @@ import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested, UserError
+from swarm_node.grpo.objective import clip_range
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.schedule import decay
@@ -116,6 +117,23 @@ class Node:
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
+
+    def in_effect(self) -> dict[str, Any]:
+        """Key -> the value that it stands for where it is unset, 0 or `auto`; empty for a policy in stages."""
+        policy, trainer = self.policy, self.trainer
+        if not isinstance(trainer.optimizer, Optimizer):
+            return {}
+        low, high = clip_range(trainer.config, trainer.loss)
+        return {
+            "policy.lora": policy.is_lora,
+            "policy.device": policy.device.type,
+            "policy.dtype": str(policy.dtype).removeprefix("torch."),
+            "rollouts.groups": self.config.rollouts.groups,
+            "grpo.learning_rate": trainer.optimizer.learning_rate,
+            "grpo.epsilon_low": low,
+            "grpo.epsilon_high": high,
+            "grpo.importance_level": trainer.config.importance_level or trainer.loss.level,
+        }
 
     def collect(self) -> Collected:
         """Sample and score the groups of the next round. Raises UserError if no task fits the model."""

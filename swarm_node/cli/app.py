@@ -20,7 +20,7 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
-from swarm_node.cli.options import with_settings, with_verbosity
+from swarm_node.cli.options import SettingsCommand, with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError, UserError
 from swarm_node.runtime.waiting import wait_passively
@@ -150,9 +150,9 @@ def _application() -> typer.Typer:
             first, _, second = words.partition(" ")
             command = _reporting(with_verbosity(with_settings(function, first)))
             if second:
-                groups[first].command(second)(command)
+                groups[first].command(second, cls=SettingsCommand)(command)
             else:
-                whole.command(first, rich_help_panel=panel)(command)
+                whole.command(first, cls=SettingsCommand, rich_help_panel=panel)(command)
     for name, group in groups.items():
         panel = next(panel for panel, commands in COMMANDS.items() if any(w.startswith(f"{name} ") for w in commands))
         whole.add_typer(group, name=name, rich_help_panel=panel)

@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
@@ -28,6 +29,7 @@ from swarm_node.config.loading import Layers, load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.config.training import RewardFunctionConfig
+from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import UserError
 from swarm_node.say import is_shown, level_of
 
@@ -205,6 +207,30 @@ def with_verbosity(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in declared}
     return run
+
+
+class SettingsCommand(TyperCommand):
+    """A command that says what an unknown option may stand for: a key without an option, or one of TRL's arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            has_set = any(parameter.name == "sets" for parameter in self.params)
+            if type(error).__name__ == "NoSuchOption" and has_set:  # no public name in typer
+                wrong: Any = error
+                if hint := _hint(wrong.option_name, self.name or ""):
+                    wrong.message, wrong.possibilities = f"{wrong.message}{hint}", None
+            raise
+
+
+def _hint(option: str, command: str) -> str:
+    """What an unknown option of a command may stand for; empty if that is not known."""
+    name = option.lstrip("-").replace("-", "_")
+    if keys := [key for key in all_keys() if key.endswith(f".{name}") and "[]" not in key]:
+        return f"; did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
+    flags = {row.key: row.flag for row in OPTIONS if command in row.commands.split() and not row.value}
+    return trl_hint(name, lambda key: flags.get(key, f"--set {key}=VALUE"))
 
 
 def _parameter(row: KeyOption, command: str) -> Parameter:

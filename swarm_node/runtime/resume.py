@@ -17,8 +17,6 @@ from torch import Tensor
 from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
-from swarm_node.grpo.objective import clip_range
-from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.replay import ReplayState
 from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
@@ -82,7 +80,7 @@ class RunState:
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
-                "in_effect": self._in_effect(),
+                "in_effect": self.node.in_effect(),
                 "held_out_figures": msgspec.to_builtins(self.held_out.figures),
                 "held_out": self.held_out.conditions,
             },
@@ -203,24 +201,6 @@ class RunState:
         if self.node.replay is None:
             return {}
         return {"right_under": self._right_under(), **msgspec.to_builtins(self.node.replay.state())}
-
-    def _in_effect(self) -> dict[str, Any]:
-        """Key -> the value that it stands for where it is unset, 0 or `auto`, for a comparison of runs."""
-        if self.crew is not None:
-            return {}
-        policy, trainer = self.node.policy, self.node.trainer
-        assert isinstance(trainer.optimizer, Optimizer)  # without a crew all is trained here
-        low, high = clip_range(trainer.config, trainer.loss)
-        return {
-            "policy.lora": policy.is_lora,
-            "policy.device": policy.device.type,
-            "policy.dtype": str(policy.dtype).removeprefix("torch."),
-            "rollouts.groups": self.config.rollouts.groups,
-            "grpo.learning_rate": trainer.optimizer.learning_rate,
-            "grpo.epsilon_low": low,
-            "grpo.epsilon_high": high,
-            "grpo.importance_level": trainer.config.importance_level or trainer.loss.level,
-        }
 
     def _right_under(self) -> dict[str, Any]:
         """Tasks, prompts and rewards, under which an answer that is kept is right."""

@@ -255,7 +255,9 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
         alphas = {config.policy.lora_alpha for config in configs}
         if len(alphas) > 1:
             raise UserError(f"these runs cannot be merged: policy.lora_alpha differs ({sorted(alphas)})")
-    return Cohort(policy, configs[0], tasks, {source.name: source.weights for source in sources}, rounds)
+    asked = next((config.eval for config in configs if config.eval.tasks), configs[0].eval)
+    measured = configs[0].model_copy(update={"eval": asked})  # a run with `eval.tasks` trained on what others hold out
+    return Cohort(policy, measured, tasks, {source.name: source.weights for source in sources}, rounds)
 
 
 def _check_cohort(one: RunWeights, other: RunWeights) -> None:

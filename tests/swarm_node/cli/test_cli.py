@@ -299,6 +299,21 @@ def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        ("local --num-generations 8", "; TRL's num_generations is --set rollouts.group_size=VALUE here"),
+        ("local --max_steps 8", "; TRL's max_steps is --rounds here"),
+        ("local --learning-rate 1e-4", "; did you mean --set grpo.learning_rate=VALUE?"),
+        ("join swarm.toml --nmae alice", "No such option: --nmae (Possible options: --name)"),
+        ("eval starter --learning-rate 1", "No such option: --learning-rate"),
+    ],
+)
+def test_unknown_options_name_what_they_may_stand_for(args: str, hint: str) -> None:
+    result = run(*args.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and hint in result.stderr and ("--set" in result.stderr) == ("--set" in hint)
+
+
 def test_mistakes_in_programs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.cli.train.dump_toml", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):

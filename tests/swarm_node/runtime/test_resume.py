@@ -163,7 +163,7 @@ def state_of_round_3(folder: Path, said: list[str]) -> RunState:
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     tasks = SimpleNamespace(names=[])
-    one = {"averager": None, "replay": None, "member": None}
+    one = {"averager": None, "replay": None, "member": None, "in_effect": dict}
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
     own = RunSettings(RunDir(folder), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
