@@ -45,7 +45,7 @@ def evaluate_model(
         option(
             "--tasks",
             explanation("tasks").replace("train on", "ask")
-            + " By default `eval.tasks` of the run, else those it trains on.",
+            + " By default `eval.tasks` of the run, else those it trains on. Repeatable or comma-separated.",
             metavar="NAME|FILE",
         ),
     ] = None,
@@ -53,7 +53,7 @@ def evaluate_model(
         list[str] | None,
         option(
             "--reward",
-            explanation("rewards.functions") + " By default those of the run; given here, they take their place.",
+            explanation("rewards.functions") + " They take the place of the run's. Repeatable or comma-separated.",
             metavar="FILE.py:FUNCTION",
         ),
     ] = None,
@@ -62,7 +62,7 @@ def evaluate_model(
     ] = None,
     questions: Annotated[int | None, option("--questions", HELD_OUT_HELP, min=1)] = None,
     every: Annotated[
-        bool, option("--all", "Ask every question of the tasks, which are files, once each.", "ALL_QUESTIONS")
+        bool, option("--all", "Ask every question of the tasks once; they must be files.", "ALL_QUESTIONS")
     ] = False,
     checkpoint: WhichCheckpoint = "newest",
     out: Annotated[

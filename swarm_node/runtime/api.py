@@ -57,7 +57,8 @@ def train(
         if result.not_used:
             warnings.warn(f"{result.run_dir}: {not_used(result.not_used)}", stacklevel=2)
         return result
-    raise own  # here, where `error` is not handled any more: its traceback has no frame but this one and the user's
+    # Outside of the handler, so that `error` is not shown as its context.
+    raise own
 
 
 def _train(settings: NodeConfig, manner: Manner) -> TrainResult:

@@ -73,7 +73,7 @@ def main(
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
-    say(f"asking {many} of {', '.join(task_set.labels)}, {samples} answers to each{more}")
+    say(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
     if run.exists and tasks and config.eval.tasks and not config.swarm:
         _say_trained(config, asked, say)
     groups = answers_to(asked, policy, task_set, rollouts, samples)

@@ -124,7 +124,7 @@ def test_a_test_file_is_asked_while_training(capsys: pytest.CaptureFixture[str])
         out, words = capsys.readouterr()
         assert json.loads(out)["held_out"]["all"]["questions"] == 13
         many = "all 13 questions" if whole else "13 held-out questions"
-        assert f"asking {many} of test, 1 answers to each\n" in words
+        assert f"asking {many} of test, 1 answer to each\n" in words
     evaluate_main("run", ["train.jsonl"], 1, None, True)
     out, words = capsys.readouterr()
     known = json.loads(out)["held_out"]["all"]["questions"]
