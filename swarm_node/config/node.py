@@ -38,7 +38,7 @@ class NodeConfig(Section):
     pace_s: float = Field(0.0, ge=0)
     """A round takes at least this many seconds. Between rounds the machine is free for its owner."""
     rounds: PositiveInt | None = None
-    """Rounds in total, resumptions included. Unset = 200, or no limit in a swarm or if `minutes` is given."""
+    """Rounds in total, resumptions included; unset = 200, or no limit in a swarm or if `minutes` is given."""
     minutes: PositiveFloat | None = None
     """Stop after this many minutes of training, whatever `rounds` says. Waiting for a swarm's manifest counts."""
     tasks: list[str | TaskConfig] = ["small"]
