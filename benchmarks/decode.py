@@ -7,14 +7,15 @@ Random weights, prompts of 24 tokens, groups of eight; every completion runs to 
 all do the same work. 0.5B has the shape of Qwen2.5-0.5B in bfloat16. Our engines record log-probabilities as they must
 for training; the others do not. `limit` estimates what this machine could do: the weights are read from memory once a
 step, or multiplied with all rows, whichever takes longer at the rates measured here; small weights stay in caches.
-Seconds are wall time: leave the machine idle. What was measured is kept by size, and replaced.
+Seconds are wall time: leave the machine idle. Each row is kept as soon as it is there, beside those of
+the same day and machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +108,10 @@ def contestants(model: PreTrainedModel, rows: int, new: int) -> dict[str, Callab
     }
 
 
-def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Seconds of each contestant, in turn after a short warm-up, for each number of rows and tokens."""
     model = model_of(size)
-    limit, found = limit_of(model), []
+    limit = limit_of(model)
     for batch in rows:
         for warm in contestants(model, batch, 2).values():
             warm()
@@ -127,8 +128,19 @@ def measure(size: str, rows: Sequence[int], lengths: Sequence[int], repeats: int
                 "seconds": times,
             }
             print(*line_of(row), sep="  ", flush=True)
-            found.append(row)
-    return found
+            yield row
+
+
+def keep(row: dict[str, Any], threads: int) -> list[dict[str, Any]]:
+    """Write a row to the file of its size; all rows that are there."""
+    path = FOLDER / f"{row['size']}.json"
+    older = json.loads(path.read_text()) if path.exists() else {}
+    same = (machine(), threads) == (older.get("machine"), older.get("threads"))
+    rows = [r for r in older.get("rows", []) if same and (r["rows"], r["new"]) != (row["rows"], row["new"])] + [row]
+    rows.sort(key=lambda r: (r["rows"], r["new"]))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "threads": threads, "rows": rows}, indent=1) + "\n")
+    return rows
 
 
 def line_of(row: dict[str, Any]) -> list[str]:
@@ -159,16 +171,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if args.quick:
-        print(report(measure("0.44M", [1, 16], [8], 1)))
+        print(report(list(measure("0.44M", [1, 16], [8], 1))))
         return
-    rows = []
     for size in args.sizes:
-        found = measure(size, args.rows, args.new, args.repeats)
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        told = {"machine": machine(), "threads": args.threads, "rows": found}
-        (FOLDER / f"{size}.json").write_text(json.dumps(told, indent=1) + "\n")
-        rows += found
-    print(report(rows))
+        rows: list[dict[str, Any]] = []
+        for row in measure(size, args.rows, args.new, args.repeats):
+            rows = keep(row, args.threads)
+        print(report(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What a node takes of a machine that is not its own, beside what it was allowed, with and without other work there.
 
-    python -m benchmarks.resources [--parts cpu pause memory traffic] [--seconds 25] [--report]
+    python -m benchmarks.resources [--parts member cpu pause memory traffic] [--seconds 25] [--report]
 
 The real commands: a bootstrap, a member that trains slowly, and the node in question, all on this machine; watched from
 outside, over its process and all below it. Each limit beside the same node without it. The other work is one process
 for each core that counts without end.
 
+member     One of two members as README starts them, with and without averaging: memory and traffic over two minutes.
 cpu        --max-cpu 25 and 50, and --nice 19: a policy of 6 million parameters that wants all cores, over `--seconds`
            and in the worst five of them.
 pause      `swarm-node pause`, and quiet hours that it is started in: CPU meanwhile, whether the bootstrap lists it as a
@@ -15,8 +16,8 @@ memory     --max-memory below the estimate, and with a reward function that keep
 traffic    --max-upload and --max-download 4, all weights to and from another member after each update; as the kernel
            counts TCP.
 
-CPU is in per cent of all cores. `--report` prints the table of the figures that are there. Some eight minutes on two
-cores.
+CPU is in per cent of all cores. Memory is resident, and pages that processes share are counted for each. `--report`
+prints the table of the figures that are there. Some fourteen minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from benchmarks.overhead import LOCAL, commands, metrics, until
 from benchmarks.processes import Meter, end, merged, mind_signals, other_load, tree
 from swarm_node.observability.usage import cores, cpus
 
-WINDOW_S, WORST_S, TRAFFIC_S = 25.0, 5.0, 15.0
+WINDOW_S, WORST_S, TRAFFIC_S, MEMBER_S = 25.0, 5.0, 15.0, 120.0
 SAMPLE_S, FINE_S = 0.25, 0.02
 KIN_S = 1.0
 """Between two looks for new child processes."""
@@ -189,6 +190,25 @@ def make_policy(folder: Path) -> str:
 
 
 # --------------------------------------------------------------------- parts
+
+
+def member_of_two(seconds: float) -> Row:
+    """Of one of two members that train as fast as this machine lets them."""
+    figures: Row = {}
+    for case, options in (("as shipped", ()), ("--no-averaging", ("--no-averaging",))):
+        with swarm() as (folder, run, _):
+            link = _status(folder / "hub")["link"]
+            for name in ("other", "node"):
+                node = run("join", link, "--name", name, *LOCAL, *options, "--run-dir", str(folder / name))
+            until(lambda folder=folder: member(folder, "node") and rounds(folder / "node") >= 100, PATIENCE_S)  # type: ignore[misc]
+            with Watch(node.pid) as watch, Meter({"node": node.pid}) as meter:
+                time.sleep(max(MEMBER_S, seconds))
+            out, in_ = (n / meter.seconds * 3600 / 1e9 for n in meter.bytes["node"])
+            memory = [rss / 2**30 for _, _, rss in watch.samples]
+            row = {"least_gib": min(memory), "most_gib": max(memory), "gb_an_hour_out": out, "gb_an_hour_in": in_}
+            figures[case] = row | {"exchanges": _exchanges(folder / "node")}
+            print(case, figures[case], flush=True)
+    return figures
 
 
 def cpu(seconds: float) -> Row:
@@ -343,6 +363,9 @@ def _exchanges(path: Path) -> float:
 def lines(results: Row) -> list[list[str]]:
     """What, beside what, measured."""
     rows: list[list[str]] = []
+    for case, row in results.get("member", {}).get("figures", {}).items():
+        sent = f"{row['gb_an_hour_out']:.2f} GB an hour out, {row['gb_an_hour_in']:.2f} in"
+        rows.append([f"one of two members, {case}", "the other", f"{row['most_gib']:.2f} GiB at most; {sent}"])
     for case, beside in results.get("cpu", {}).get("figures", {}).items():
         for where, row in beside.items():
             worst = f"at most {row['cpu_percent_worst']:.1f} % in any {WORST_S:g} s"
@@ -375,7 +398,13 @@ def lines(results: Row) -> list[list[str]]:
     return rows
 
 
-PARTS: dict[str, Callable[[float], Row]] = {"cpu": cpu, "pause": pause, "memory": memory, "traffic": traffic}
+PARTS: dict[str, Callable[[float], Row]] = {
+    "member": member_of_two,
+    "cpu": cpu,
+    "pause": pause,
+    "memory": memory,
+    "traffic": traffic,
+}
 
 
 def main() -> None:
