@@ -229,7 +229,7 @@ class Fitting:
         return copy_of(self.policy, self.shape)
 
     def _pack(self) -> None:
-        """Have the native engine sample from packed weights, if they are faster and there is room for the copy."""
+        """Have the native engine sample from a copy of the weights, if that is faster and there is room for it."""
         engine = self.policy.engine
         if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or self.machine.gpu:
             return

@@ -5,7 +5,8 @@
     packed     such a copy in the blocks of oneDNN, on a CPU
 
 Small models are `joined`: at their sizes `packed` gains little. For others `packed` is measured once in a process, and
-taken where rounds leave room for the copy.
+taken where rounds leave room for the copy. A quantised model is copied there in any case, since its `own` layers
+dequantise all weights at each token.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ def layout_of(model: nn.Module) -> Layout:
 def packed_layout(model: nn.Module) -> Layout:
     """The layout for a `model` that is not small, on a machine with room for a copy of it."""
     weights = next(model.parameters())
-    if any(is_packed(p) for p in model.parameters()):
-        return Layout("own", "a copy would take the memory that quantised weights save")
     if weights.device.type != "cpu":
         return Layout("own", f"packed weights are for CPUs, not for {weights.device.type}")
     gain = packing_gain(model.config.get_text_config().hidden_size, weights.dtype)
     measured = f"packed weights measured {gain:.1f} times as fast" if gain else "this processor has no packed weights"
-    return Layout("packed" if gain >= WORTH else "own", measured)
+    if gain >= WORTH:
+        return Layout("packed", measured)
+    if any(is_packed(p) for p in model.parameters()):
+        return Layout("joined", f"{measured}; a copy is dequantised once a round, not at each token")
+    return Layout("own", measured)
 
 
 @lru_cache

@@ -69,6 +69,13 @@ def test_a_large_model_is_packed_where_that_pays(gain, name, why, monkeypatch):
     assert layout.name == name and why in layout.why
 
 
+def test_a_quantised_model_is_copied_without_packing(monkeypatch):
+    monkeypatch.setattr(products, "is_packed", lambda weight: True)
+    monkeypatch.setattr(products, "packing_gain", lambda hidden, dtype: 1.0)
+    layout = packed_layout(make("qwen2"))
+    assert layout.name == "joined" and "dequantised once a round" in layout.why
+
+
 def test_packed_weights_give_way_to_an_update():
     engine = NativeEngine(make("qwen2"), [1], 0)
     engine.layout = Layout("packed", "")
