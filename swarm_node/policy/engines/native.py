@@ -341,17 +341,17 @@ def _mlp(d: Slice, layer: _Layer, x: Tensor) -> Tensor:
 
 
 def _layer(layer: nn.Module, layout: Name) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp, dtype = layer.self_attn, layer.mlp, layer.input_layernorm.weight.dtype
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return _Layer(
         norm1=_rms(layer.input_layernorm),
-        qkv=joined([attention.q_proj, attention.k_proj, attention.v_proj], layout),
+        qkv=joined([attention.q_proj, attention.k_proj, attention.v_proj], layout, dtype),
         q_norm=None if q_norm is None else _rms(q_norm),
         k_norm=None if k_norm is None else _rms(k_norm),
-        out=joined([attention.o_proj], layout),
+        out=joined([attention.o_proj], layout, dtype),
         norm2=_rms(layer.post_attention_layernorm),
-        gate_up=joined([mlp.gate_proj, mlp.up_proj], layout),
-        down=joined([mlp.down_proj], layout),
+        gate_up=joined([mlp.gate_proj, mlp.up_proj], layout, dtype),
+        down=joined([mlp.down_proj], layout, dtype),
     )
 
 

@@ -82,12 +82,13 @@ def packing_gain(hidden: int, dtype: torch.dtype) -> float:
         return best_s(lambda: F.linear(x, weight)) / best_s(lambda: _product(x, blocks, None))
 
 
-def joined(modules: list[nn.Module], layout: Name) -> Linear:
-    """One function for several linear modules with one input, [..., in] to [..., out of all modules]."""
+def joined(modules: list[nn.Module], layout: Name, dtype: torch.dtype | None = None) -> Linear:
+    """One function for several linear modules with one input, [..., in] to [..., out of all modules]. `dtype` of the
+    input; None = that of the weights, which int8 ones do not have."""
     if layout == "own":
         return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
     with torch.no_grad():
-        weights = [_merged(m) for m in modules]
+        weights = [_merged(m).to(dtype) for m in modules]
         bias = None
         biases = [getattr(m, "base_layer", m).bias for m in modules]
         if any(b is not None for b in biases):
