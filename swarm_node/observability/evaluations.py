@@ -1,6 +1,6 @@
 """Held-out figures of a run: what its evaluations found, and what its newest checkpoint has of them.
 
-Loads no torch, and of this package only `storage`, since the dashboard imports it.
+Loads no torch, since the dashboard imports it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from swarm_node.observability.noise import interval, verdict
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.rundir import RunDir
 
@@ -159,6 +160,11 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
         return None
     before, after = record.before.table, record.last.table
     answers, answers_of = before_and_after(record.before, record.last, figure)
+    _, old, new = question_pairs(record.before, record.last, figure)
+    change = None  # the questions before were others, or an earlier version kept no figure of each
+    if new and len(old) == len(new):
+        noise = interval(old, new)
+        change = {"interval": noise and list(noise), "verdict": verdict(noise, len(new))}
     return {
         "figure": figure,
         "samples": samples,
@@ -169,6 +175,7 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
             for label, now in after.items()
             if label != "all" and label in before
         ],
+        "change": change,
         "answers": msgspec.to_builtins(answers),
         "answers_of": answers_of,
     }
@@ -177,5 +184,6 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
 def shown_until(found: dict[str, Any], last: int) -> dict[str, Any]:
     """What `shown_held_out` found, without figures from after the round `last`: those are of an earlier run."""
     points = [point for point in found["points"] if point["round"] <= last]
-    later = {"tasks": [], "answers": [], "answers_of": 0} if len(points) < len(found["points"]) else {}
-    return found | {"points": points} | later
+    if len(points) < len(found["points"]):
+        found = found | {"tasks": [], "change": None, "answers": [], "answers_of": 0}
+    return found | {"points": points}

@@ -3,7 +3,7 @@
     answers become alike    pass@k fell though pass@1 did not: fewer questions have a right answer among several tries
     a task is unlearned     pass@1 of one task fell, or its mean reward in a run that goes by that
 
-Both falls are judged by the paired bootstrap of `summary`. A task has few questions, for which percentile intervals are
+Both falls are judged by the paired bootstrap of `noise`. A task has few questions, for which percentile intervals are
 too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
 questions each for seven tasks, where nothing was learned, 5 % of 400 drawn pairs of evaluations had a task that fell.
 While a run trains, nothing is said where all tasks together have fewer than ENOUGH_QUESTIONS.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from swarm_node.config.figures import WORDS, Figure
-from swarm_node.observability.summary import ENOUGH_QUESTIONS, LEAST_QUESTIONS, interval
+from swarm_node.observability.noise import ENOUGH_QUESTIONS, LEAST_QUESTIONS, interval
 
 LEAST_OF_TASK = LEAST_QUESTIONS  # questions of a task, below which nothing is said of it
 NOTABLE = 0.05  # a figure of a task that is lower by less needs no word in the table at the end

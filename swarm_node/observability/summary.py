@@ -1,12 +1,4 @@
-"""The summary of a run, as numbers and in words; for a resumed run, over all its starts.
-
-Whether the held-out figure (pass@1 or mean reward) changed by more than noise is judged by the 95 % percentile interval
-of a paired bootstrap over questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions
-rather than answers. The same questions are asked before and after, so easy and hard ones cancel. The change is more
-than noise if the interval excludes 0. That is noise of questions and of sampling, not of another seed. Without a
-change, one in twelve intervals of 30 questions excludes 0; of 50 and more about one in twenty, as it should be. So the
-summary says of fewer than 50 that the interval is somewhat too narrow, and of fewer than ten it gives none.
-"""
+"""The summary of a run, as numbers and in words; for a resumed run, over all its starts."""
 
 from __future__ import annotations
 
@@ -17,22 +9,18 @@ from itertools import chain, count
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.install import own_command
 from swarm_node.observability.evaluations import Answered
+from swarm_node.observability.noise import ENOUGH_QUESTIONS, verdict
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.samples import without_middle
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.worth import Worth, worth_lines
 
-LEAST_QUESTIONS = 10  # with fewer there is no interval
-ENOUGH_QUESTIONS = 50  # with fewer, an interval is somewhat too narrow
-RESAMPLES = 4000
-MAX_DRAWN = 10**6  # numbers in memory at once: this is drawn while a node leaves
 INDENT = 10  # columns before the text of a line
 QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary
 MAX_REASONS = 4  # reasons that are listed; the others become one number
@@ -116,23 +104,6 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     """Reason -> groups of others that came too late, twice or in too large numbers: that says nothing against them."""
     refused: dict[str, int] = {}  # reason -> groups, calls and messages that broke a rule
     cost: dict[str, float] = {}
-
-
-def interval(
-    before: Sequence[float], after: Sequence[float], least: int = LEAST_QUESTIONS, level: float = 0.95
-) -> tuple[float, float] | None:
-    """Interval of that level for the mean of `after` - `before`, which hold one number per question in the same order.
-    None if there are fewer than `least` questions, or different ones."""
-    if len(before) != len(after) or len(before) < least:
-        return None
-    changes = np.asarray(after) - np.asarray(before)
-    rng, means = np.random.default_rng(0), np.empty(RESAMPLES)
-    rows = max(1, MAX_DRAWN // len(changes))
-    for start in range(0, RESAMPLES, rows):
-        some = means[start : start + rows]
-        some[:] = changes[rng.integers(0, len(changes), (len(some), len(changes)))].mean(axis=1)
-    low, high = np.quantile(means, ((1 - level) / 2, (1 + level) / 2))
-    return float(low), float(high)
 
 
 def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, worth: Worth | None = None) -> Figures:
@@ -287,30 +258,22 @@ def _held_out(held: HeldOut | None) -> list[str]:
     before, after = held.main
     at = f" after round {held.round:,}, not measured since" if held.round else ""
     change = f"held-out {WORDS[held.figure]} {before:.3f} -> {after:.3f}{at}, {after - before:+.3f}"
-    if held.interval is None:
-        few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
-        lines = [f"{change}: {few} too few to tell it from noise"]
-    else:
+    lines = [f"{change}: {verdict(held.interval, held.questions)}"]
+    if held.interval is not None:
         low, high = held.interval
         narrow = ", which make it somewhat too narrow" if held.questions < ENOUGH_QUESTIONS else ""
-        of = f"95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions{narrow}"
-        lines = [f"{change}: {_noise(held.interval)} ({of})"]
+        lines[0] += f" (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions{narrow})"
     others = {
         "pass@1": (held.pass_1 if held.figure == "reward" else None, None),
         f"pass@{held.samples}": (held.pass_k if held.samples > 1 else None, held.interval_k),
         "mean reward": (held.reward if held.figure == "pass_1" else None, None),
     }
     for name, (pair, range_) in others.items():
-        told = any(remark.startswith(f"held-out {name} fell") for remark in held.remarks)
-        if pair and not told:
-            verdict = f": {_noise(range_)} ({range_[0]:+.3f} to {range_[1]:+.3f})" if range_ else ""
-            lines.append(f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}{verdict}")
+        remarked = any(remark.startswith(f"held-out {name} fell") for remark in held.remarks)
+        if pair and not remarked:
+            told = f": {verdict(range_, held.questions)} ({range_[0]:+.3f} to {range_[1]:+.3f})" if range_ else ""
+            lines.append(f"held-out {name} {pair[0]:.3f} -> {pair[1]:.3f}{told}")
     return lines
-
-
-def _noise(change: tuple[float, float]) -> str:
-    """Whether a change with this interval is more than noise."""
-    return "more than noise" if change[0] > 0 or change[1] < 0 else "no more than noise"
 
 
 def _best(held: HeldOut | None) -> list[str]:

@@ -19,7 +19,8 @@ from swarm_node.config.figures import Figure, figure_of, reports_reward
 from swarm_node.errors import StopRequested
 from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
 from swarm_node.observability.falling import remarks, withdrawn
-from swarm_node.observability.summary import HeldOut, interval
+from swarm_node.observability.noise import interval
+from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
 from swarm_node.runtime.console import say

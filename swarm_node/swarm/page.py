@@ -52,8 +52,11 @@ def page_of(members: Mapping[str, PeerCard], link: str, kinds: Collection[str] |
 
 
 def summary_of(members: Mapping[str, PeerCard], link: str, kinds: Collection[str] | None) -> dict[str, Any]:
-    """The page without its rows, for a member's own swarm.json, which lists the members anyway."""
+    """The page without its rows, for a member's own swarm.json, which lists the members anyway. `as_of` is the Unix
+    time of the oldest card that it has figures from: members renew theirs every few seconds."""
+    now = time.time()
     return {
+        "as_of": min((min(card.created, now) for card in members.values() if "trainer" in card.roles), default=None),
         "link": link,
         "members": len(members),
         "training": sum("trainer" in card.roles for card in members.values()),

@@ -159,7 +159,7 @@ def write_held_out(run: RunDir, before: float, after: float) -> None:
         unjudged = {"questions": 1, "pass_1": None, "pass_k": None}
         shown = {"task": "gcd", "question": HOSTILE, "right": "7", "answer": said, "correct": said == "7"}
         table = {"gcd": held, "lcm": unjudged, "all": held}
-        return {"table": table, "by_question": [pass_1, pass_1], "labels": ["gcd", "gcd"], "shown": [shown]}
+        return {"table": table, "by_question": [pass_1] * 20, "labels": ["gcd"] * 20, "shown": [shown]}
 
     figures = {"before": evaluation(before, "6"), "last": evaluation(after, "7"), "round": ROUNDS}
     folder = run.checkpoints / f"round-{ROUNDS:08}"
@@ -193,15 +193,16 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     first, last = (fmean(rewards(round)["reward"] for round in part) for part in (range(1, 5), range(37, 41)))
-    assert figure(browser, "reward") == f"Reward {first:.3f} → {last:.3f} +{last - first:.3f} first to last tenth"
+    assert figure(browser, "reward") == f"Reward {first:.3f} → {last:.3f} first to last tenth of rounds"
     assert figure(browser, "rounds") == "Rounds 40 of 90 in 40 s"
-    assert figure(browser, "held_out") == "Held-out pass@1 0.250 → 0.750 +0.500 after round 40"
+    gain = "+0.500, more than noise (95 %: +0.500 to +0.500)"
+    assert figure(browser, "held_out") == f"Held-out pass@1 0.250 → 0.750 after round 40 {gain}"
     assert rows(browser, "Held-out questions of alice") == [["gcd", "2", "0.250", "0.750"], ["lcm", "1", "–", "–"]]
     assert "Before training\tAfter round 40" in browser.value(f"document.querySelector({HELD_OUT}).innerText")
     for stale in ("tok_s", "peers", "machine"):
         assert not browser.value(f"!!document.querySelector('[data-figure={stale}]')"), "the run has ended"
     assert f"ended {ENDED}, " in browser.value("document.querySelector('h2.run').textContent")
-    assert figure(browser, "groups") == "Groups trained on 160 + 120 own + foreign 43 %"
+    assert figure(browser, "groups") == "Groups trained on 160 + 120 own + foreign 43 % foreign"
     assert figure(browser, "bytes") == f"Network 4.00 MB in 2.50 MB out {SINCE}"
     assert figure(browser, "exchanges") == "Weights averaged 12 times"
     assert browser.value("document.querySelector('[data-figure=state]').textContent") == "ended"
@@ -239,7 +240,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     )
     assert groups == [
         [f"{HOSTILE} round 30 · own · mean reward 0.50", "What is 30?", "right: 7"]
-        + ["1.00 7 2 times", f"0.00 {HOSTILE} cut off no answer found", "and 1 more answers"],
+        + ["1.00 7 · 2 times", f"0.00 {HOSTILE} · cut off · no answer found", "and 1 more answers"],
         ["gcd round 20 · bob …obbobbob · mean reward 0.50", HOSTILE, "right: 7", "1.00 7"],
     ]
     assert browser.value("document.querySelectorAll('main img').length") == 0
@@ -294,6 +295,8 @@ def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> N
     browser.value("document.getElementById('smoothing').value = '0'")
     browser.value("document.getElementById('smoothing').dispatchEvent(new Event('change'))")
     browser.wait("!!document.querySelector('#first .line') && !document.querySelector('#first .raw')")
+    ticks = browser.value("[...document.querySelectorAll('#first .tick')].map(tick => tick.textContent)")
+    assert {"0", "0.2", "1", "40"} <= set(ticks), "both axes have numbers, the first and the last round among them"
     browser.value("document.querySelector('#first svg').focus()")
     browser.key("Home")
     readout = "document.querySelector('#first .readout').innerText"
@@ -410,7 +413,7 @@ def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> Non
     )
     assert "Own groups" in browser.value(heads) and "Other members" not in browser.value(heads), "both have ended"
     assert not browser.value("!!document.querySelector('#figures p')"), "both have the same questions and rewards"
-    assert table[1][1:7] == ["ended", "30", "0.250", "0.250", "+0.000", "–"]
+    assert table[1][1:6] == ["ended", "30", "0.250", "0.250", "–"]
     assert browser.value("document.querySelectorAll('#first svg .line').length") == 2
     assert browser.value("[...document.querySelectorAll('#first .legend .key')].map(e => e.textContent)") == [
         "alice",
@@ -427,6 +430,23 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Chromium, url: str) -> No
         assert browser.value("document.documentElement.scrollWidth") == 360
         backgrounds.add(browser.value("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
+
+
+def test_a_phone_shows_the_main_facts_unfolded(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice", width=390, height=740)
+    browser.wait(READY)
+    assert browser.value("document.documentElement.scrollHeight") < 5000
+    shown = browser.value("document.getElementById('main').innerText")
+    for fact in ("0.250 → 0.750", "more than noise", "swarm-node resume runs/alice", "What is 30?", "right: 7"):
+        assert fact in shown
+    assert "8 × too old" not in shown, "peers are folded"
+    fold = "document.querySelector('[aria-label=\"Peers of alice\"] details')"
+    browser.value(f"{fold}.querySelector('summary').click()")
+    change_status(RunDir("runs/alice"), traffic={"bytes_in": 9e6, "bytes_out": 1.0})
+    browser.wait("document.querySelector('[data-figure=bytes]').textContent === '9.00 MB in'")
+    assert browser.value(f"{fold}.open"), "news fold nothing"
+    assert "8 × too old" in browser.value("document.getElementById('main').innerText")
+    assert browser.errors == []
 
 
 CONNECTION = "document.getElementById('connection').textContent"

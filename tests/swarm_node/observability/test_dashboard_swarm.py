@@ -218,7 +218,7 @@ def listens(port: int) -> bool:
 
 @pytest.mark.slow
 def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
-    page_run()
+    page_run(page=PAGE | {"as_of": time.time() - 240})
     alice()
     with served([Path("pages"), Path("runs")]) as url:
         browser.open(url + "#sums&alice", width=390)
@@ -226,13 +226,17 @@ def test_the_page_of_a_swarm_in_a_browser(browser: Chromium) -> None:
         text = browser.value("document.getElementById('main').innerText")
         for part in (
             *("Swarm sums", "nobody solves it", "0.50", "75 %", HOSTILE, "yours", "0.1.0"),
-            *("success 0.25 → 0.50", "held-out pass@1 0.13 → 0.38", "in 20 min"),
+            *("success: 0.25 at first, 0.50 now", "held-out pass@1: 0.13 at first, 0.38 now", "as of 4 min ago"),
             *("swarm-node join 'swarm://", "The link with its first address"),
             *("0.10 → 0.60", "Questions only others solved\n124", "31 % of what others used (self-declared)"),
             *("30 of 50 from others 60 %", "at least 1,204 of its groups self-declared"),
+            "Held-out pass@1 of others\n0.38 self-declared by 1",
         ):
             assert part in text, part
         assert browser.value("document.querySelector('[data-figure=own_share]').textContent") == "75 %"
+        assert "0.40" not in text, "its own pass@1 is not what the swarm gave"
+        ticks = "[...document.querySelectorAll('#swarm .tick')].map(tick => tick.textContent)"
+        assert {"0", "0.2", "20 min"} <= set(browser.value(ticks))
         assert browser.value("document.querySelector('.qr img').naturalWidth > 0")
         assert browser.value("document.documentElement.scrollWidth") == 390
         assert browser.value("document.title") == "swarm sums – swarm-node"

@@ -14,6 +14,7 @@ from swarm_node.config.training import RewardsConfig
 from swarm_node.observability.dashboard.gallery import Gallery
 from swarm_node.observability.dashboard.view import View
 from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
+from swarm_node.observability.noise import interval
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import metrics, write
 
@@ -43,6 +44,19 @@ def test_three_questions_are_shown_before_and_after() -> None:
         {"round": 0, "questions": 4, "pass_1": 0.4375, "pass_k": 1.0},
         {"round": 20, "questions": 4, "pass_1": 0.5, "pass_k": 1.0},
     ]
+
+
+def test_a_change_is_judged_as_in_the_summary() -> None:
+    before, after = [0.0, 0.5] * 10, [0.5, 0.5] * 10
+    figures = {"before": evaluation(*before), "last": evaluation(*after), "round": 20}
+    found = shown_held_out({"held_out_figures": figures, "held_out": {"samples": 4}}, with_reward=False)
+    assert found is not None
+    assert found["change"] == {"interval": list(interval(before, after) or ()), "verdict": "more than noise"}
+    few = shown_held_out(state(20, evaluation(0.5, 0.25, 1.0, 0.25)), with_reward=False)
+    assert few is not None
+    assert few["change"] == {"interval": None, "verdict": "4 questions are too few to tell it from noise"}
+    others = shown_held_out(state(20, evaluation(0.5)), with_reward=False)
+    assert others is not None and others["change"] is None
 
 
 def test_rewards_are_told_where_they_count() -> None:

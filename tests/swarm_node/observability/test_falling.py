@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_node.observability import summary
+from swarm_node.observability import noise
 from swarm_node.observability.falling import LEAST_OF_TASK, lower_tasks, remarks, withdrawn
 
 SAMPLES = 8
@@ -51,9 +51,9 @@ def test_few_questions_of_a_task_say_nothing() -> None:
 
 
 def test_too_few_questions_in_all_say_nothing() -> None:
-    of_summary = summary.ENOUGH_QUESTIONS
-    assert remarks(["gcd"] * (of_summary - 1), [0.5] * (of_summary - 1), [0.0] * (of_summary - 1), 1) == {}
-    assert remarks(["gcd"] * of_summary, [0.5] * of_summary, [0.0] * of_summary, 1).keys() == {"task gcd"}
+    enough = noise.ENOUGH_QUESTIONS
+    assert remarks(["gcd"] * (enough - 1), [0.5] * (enough - 1), [0.0] * (enough - 1), 1) == {}
+    assert remarks(["gcd"] * enough, [0.5] * enough, [0.0] * enough, 1).keys() == {"task gcd"}
 
 
 def test_noise_is_no_fall() -> None:

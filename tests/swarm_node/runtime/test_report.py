@@ -14,7 +14,8 @@ from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import extra_command
-from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures, interval
+from swarm_node.observability.noise import interval
+from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,13 @@ def test_a_page_names_members_and_no_address() -> None:
     text = json.dumps(page)
     for hidden in ("203.0.113.7", "/ip4/", CARD.gossip_id, CARD.cohort):
         assert hidden not in text
+
+
+def test_a_page_is_as_old_as_its_oldest_figures() -> None:
+    old, boot = replace(CARD, created=50.0), replace(CARD, created=5.0, roles=["bootstrap"])
+    assert page_of({"a": CARD, "b": old, "c": boot}, "", None)["as_of"] == 50.0
+    assert page_of({"a": CARD}, "", None)["as_of"] <= time.time(), "its clock is ahead"
+    assert page_of({"c": boot}, "", None)["as_of"] is None
 
 
 def test_a_page_lists_a_bounded_number_of_members() -> None:

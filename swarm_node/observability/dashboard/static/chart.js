@@ -26,6 +26,8 @@ export function duration(seconds) {
   return `${+(s / 86400).toFixed(1)} d`;
 }
 
+export const ago = (time) => duration(Math.round((Date.now() / 1000 - time) * 10) / 10) + " ago";
+
 // The mean over `window` values around each; nulls are not counted, and stay where nothing is near.
 export function smooth(values, window) {
   if (window < 2) return values;
@@ -176,9 +178,10 @@ export class Chart {
       }
       const time = this.axis === "time";
       const [ticksX, stepX] = steps(lowX, highX, width / (width > 600 ? 90 : 62), { units: time ? TIMES : null, whole: true });
-      for (const x of ticksX) {
-        const at = Math.min(toX(x), width - right - 8);
-        drawn.push(shape("text", { class: "tick", x: at, y: height - 6, "text-anchor": "middle" }, time ? (x ? duration(x) : "0") : tick(x, stepX)));
+      const apart = (x) => toX(x) - toX(lowX) > 40 && toX(highX) - toX(x) > 50; // from the labels of both ends
+      for (const [x, anchor] of [[lowX, "start"], ...ticksX.filter(apart).map((x) => [x, "middle"]), [highX, "end"]]) {
+        const text = time ? (x ? duration(x) : "0") : tick(x, Number.isInteger(x) ? 1 : stepX);
+        drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, text));
       }
     }
     for (const line of lines) {

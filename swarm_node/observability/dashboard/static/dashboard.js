@@ -1,11 +1,11 @@
 // The page: which runs are shown, what the server says of them, and how that looks.
 // Names and sentences come from strangers: they are only ever set as text.
 
-import { Chart, duration, fixed, number, smooth } from "./chart.js";
+import { ago, Chart, duration, fixed, number, smooth } from "./chart.js";
 import { element, put } from "./nodes.js";
 import { commands, settingsTable, settingsTitle } from "./settings.js";
 import { beforeAndAfter, samples } from "./samples.js";
-import { gave, swarmOf, swarmPage, worth } from "./swarm.js";
+import { asOf, drawMeans, gave, swarmOf, swarmPage, worth } from "./swarm.js";
 
 const MOST = 8;
 const FIRST = 10; // runs and rows that are listed at once
@@ -15,6 +15,7 @@ const AGAIN_MS = [2000, 4000, 8000, 15000];
 const LOST = "connection lost, trying again";
 const find = (id) => document.getElementById(id);
 const COLORS = 8;
+const NARROW = matchMedia("(max-width: 640px)").matches; // where less is shown at first
 
 let listed = [];
 let selected = [];
@@ -215,7 +216,9 @@ function draw() {
   const all = selected.map((id, i) => ({ id, color: `c${i % COLORS}`, ...runs.get(id) }));
   drawNotices(all);
   const shown = all.filter((run) => run.status?.role !== "page"), known = shown.filter((run) => run.summary);
-  put(find("swarm"), ...all.filter((run) => !shown.includes(run)).flatMap((run) => swarmPage(run, known, tools)));
+  const pages = all.filter((run) => !shown.includes(run)), [page] = pages;
+  put(find("swarm"), ...pages.flatMap((run) => swarmPage(run, known, tools)));
+  drawMeans(pages);
   find("main").classList.toggle("several", shown.length > 1);
   find("settings").hidden = all.length > 0 && !shown.length;
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? comparison(known) : []));
@@ -225,7 +228,6 @@ function draw() {
   put(find("details"), ...known.flatMap((run) => [samples(run, known, tools), peers(run, known), refusals(run, known), averaging(run, known), crew(run, known), isBeside(run, all) ? null : swarmOf(run, known, tools)]).filter(Boolean));
   drawSettings(known);
   drawEvents(known);
-  const page = all.find((run) => !shown.includes(run));
   if (page) document.title = `swarm ${page.status.swarm_name || page.id} – swarm-node`;
   else document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
 }
@@ -247,13 +249,7 @@ const bytes = (value) => (value === undefined || value === null ? "–" : value 
 const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
 // How long ago, or of an ended run at what time: the first would go on counting.
 const when = (run, time) => (run.summary.state === "ended" ? `at ${clock(time).slice(0, -3)}` : ago(time));
-const ago = (time) => duration(Math.round((Date.now() / 1000 - time) * 10) / 10) + " ago";
-
-function change(first, last) {
-  if (first === null || last === null) return null;
-  const by = last - first;
-  return element("span", { class: by >= 0 ? "up" : "down" }, `${by >= 0 ? "+" : "−"}${Math.abs(by).toFixed(3)}`);
-}
+const signed = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(3)}`;
 
 function state(run) {
   const { state, paused } = run.summary;
@@ -265,15 +261,21 @@ function figure(name, key, value, ...more) {
   return element("div", {}, element("dt", {}, name), element("dd", { "data-figure": key }, value), ...more.filter(Boolean).map((text) => element("dd", { class: "more" }, text)));
 }
 
-const rewardChange = ({ summary }) => change(summary.reward_first, summary.reward_last);
+// A change of a held-out figure, and whether it is more than noise: a paired bootstrap, as in the summary of the run.
+function change(by, found) {
+  const [low, high] = found?.interval ?? [], sure = low > 0 ? "up" : high < 0 ? "down" : null;
+  const range = found?.interval ? ` (95 %: ${signed(low)} to ${signed(high)})` : "";
+  return element("span", {}, element("span", { class: sure }, signed(by)), found ? `, ${found.verdict}${range}` : "");
+}
 
-// Held-out figures of the newest checkpoint: [name, value, change, when].
+// Held-out figures of the newest checkpoint: [name, value, when, change].
 function heldOut({ heldOut: found }) {
   if (!found?.points.length) return null;
   const value = (point) => point[found.figure] ?? null, first = found.points[0], last = found.points[found.points.length - 1];
   const when = last.round ? `after round ${number(last.round)}` : "before training";
   const values = first === last ? fixed(value(last)) : `${fixed(value(first))} → ${fixed(value(last))}`;
-  return [found.figure === "reward" ? "Held-out reward" : "Held-out pass@1", values, first === last ? null : change(value(first), value(last)), when];
+  const by = first === last || value(first) === null || value(last) === null ? null : change(value(last) - value(first), found.change);
+  return [found.figure === "reward" ? "Held-out reward" : "Held-out pass@1", values, when, by];
 }
 
 function traffic(run) {
@@ -290,7 +292,7 @@ function since(run) {
 }
 
 function share(summary) {
-  return summary.own + summary.foreign ? `${((100 * summary.foreign) / (summary.own + summary.foreign)).toFixed(0)} %` : null;
+  return summary.own + summary.foreign ? `${((100 * summary.foreign) / (summary.own + summary.foreign)).toFixed(0)} % foreign` : null;
 }
 
 function counted(n, one, many = one + "s") {
@@ -307,7 +309,7 @@ function tiles(run) {
   const trains = summary.state === "training", over = summary.state === "ended", held = heldOut(run);
   const list = element("dl", { class: "tiles" });
   if (summary.trains) list.append(
-    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, rewardChange(run), "first to last tenth"),
+    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, "first to last tenth of rounds"),
     ...(held ? [figure(held[0], "held_out", ...held.slice(1))] : []),
     figure(over ? "Rounds" : "Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null,
       over ? summary.seconds && `in ${duration(summary.seconds)}` : summary.step_s && `${duration(summary.step_s)} each`));
@@ -319,7 +321,7 @@ function tiles(run) {
       last["machine/gpu_bytes"] ? `${(last["machine/gpu_bytes"] / 2 ** 30).toFixed(2)} GiB of the GPU` : null));
   if (inSwarm) {
     const others = summary.peers ?? present(run.status);
-    if (!over) list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
+    if (!over) list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`, asOf(run.status?.page)));
     if (summary.foreign !== null) {
       const own = summary.own === null ? "" : `${number(summary.own)} + `;
       list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign", own ? share(summary) : null));
@@ -342,7 +344,6 @@ function comparison(known) {
     ["Round", (run) => number(run.summary.rounds)],
     ["Reward, first tenth", (run) => fixed(run.summary.reward_first)],
     ["last tenth", (run) => fixed(run.summary.reward_last)],
-    ["Change", (run) => rewardChange(run) ?? "–"],
     ["Other members", (run) => number(run.summary.state === "ended" ? null : run.summary.peers)],
     ["Own groups", (run) => number(run.summary.own)],
     ["Foreign groups", (run) => number(run.summary.foreign)],
@@ -350,7 +351,7 @@ function comparison(known) {
     ["Out", (run) => bytes(traffic(run).out)],
     ["Tokens/s", (run) => number(run.summary.state === "training" ? run.summary.tok_s : null)],
   ];
-  if (known.some(heldOut)) columns.splice(6, 0, ["Held-out", (run) => { const [, values, , when] = heldOut(run) ?? []; return values ? element("span", {}, values, " ", element("small", {}, when)) : "–"; }]);
+  if (known.some(heldOut)) columns.splice(5, 0, ["Held-out", (run) => { const [, values, when, by] = heldOut(run) ?? []; return values ? element("span", {}, values, " ", element("small", {}, when, by ? ": " : null, by)) : "–"; }]);
   const spent = (run) => money(run.summary.last["cost/spent"]);
   if (known.some(spent)) columns.push(["Spent", (run) => spent(run) ?? "–"]);
   const rows = known.map((run) => columns.map(([, cell]) => cell(run)));
@@ -371,19 +372,24 @@ function notComparable(known) {
   ].filter(Boolean);
 }
 
+// The first of a list, and a button that shows the others, if there are any.
+function beginning(label, all, most) {
+  const shown = whole.has(label) ? all : all.slice(0, most), rest = all.length - shown.length;
+  return [shown, rest ? element("button", { type: "button", "data-whole": label }, `Show ${number(rest)} more`) : null];
+}
+
 // The first cell of each row is its header; on a narrow screen rows become cards.
 // `keys` say which row is which when their order changes.
 function table(label, titles, all, keys = []) {
-  const rows = whole.has(label) ? all : all.slice(0, FIRST), rest = all.length - rows.length;
+  const [rows, more] = beginning(label, all, FIRST);
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = rows.map((cells, row) => element("tr", { "data-key": keys[row] }, ...cells.map((cell, i) =>
     i ? element("td", { "data-label": titles[i] }, cell) : element("th", { scope: "row" }, cell))));
   return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0", "data-key": label },
-    element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)),
-    rest ? element("button", { type: "button", "data-whole": label }, `Show ${number(rest)} more`) : null);
+    element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)), more);
 }
 
-const whole = new Set(); // labels of the tables that are shown whole
+const whole = new Set(); // labels of the lists that are shown whole
 addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-whole]");
   if (!button) return;
@@ -407,7 +413,7 @@ const CHARTS = [
   { title: "Stages lost and built", note: "running total", total: true, whole: true, prefix: "stages/recovered/", series: [["stages/lost", "lost"]] },
   { title: "Pipeline: share of time spent waiting", series: [["stages/bubble"]] },
   { title: "Tokens a second", series: [["perf/generated_tok_s", "sampled"], ["perf/trained_tok_s", "trained"]] },
-  { title: "Cores in use", series: [["machine/cpu_cores", "in use"], ["machine/cores", "there"]] },
+  { title: "Cores in use", series: [["machine/cpu_cores", "in use"], ["machine/cores", "in all"]] },
   { title: "Entropy", note: "how varied answers are, in nats a token", series: [["entropy"]] },
 ];
 
@@ -561,9 +567,21 @@ function drawTasks(shown) {
 
 // ------------------------------------------------------------------ peers, averaging, stages, events
 
+function heading(run, known, title) {
+  return element("h2", {}, title, known.length > 1 ? element("span", { class: `key ${run.color}` }, run.id) : null);
+}
+
+function about(run, title, ...children) {
+  return element("section", { "aria-label": `${title} of ${run.id}`, "data-key": `${title} of ${run.id}` }, ...children);
+}
+
 function section(run, known, title, ...children) {
-  return element("section", { "aria-label": `${title} of ${run.id}`, "data-key": `${title} of ${run.id}` },
-    element("h2", {}, title, known.length > 1 ? element("span", { class: `key ${run.color}` }, run.id) : null), ...children);
+  return about(run, title, heading(run, known, title), ...children);
+}
+
+// A section that on a narrow screen is closed at first.
+function foldable(run, known, title, ...children) {
+  return about(run, title, element("details", { open: !NARROW }, element("summary", {}, heading(run, known, title)), ...children));
 }
 
 function reasons(table, prefix = "") {
@@ -611,8 +629,10 @@ function peers(run, known) {
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent} (this node used them all the same)` : ""}.`);
   }
   if (sums.length && since(run)) sums.push(`Counted ${since(run)}.`);
+  const told = run.summary.state === "ended" ? "" : asOf(status.page);
+  if (all.length && told) sums.push(`Presence and updates ${told}.`);
   if (!all.length && !sums.length) return null; // the tile says that nobody is here
-  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
+  if (!all.length) return foldable(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
   const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
   const figures = ["Received", "Admitted", "Used", "Not used or refused"];
@@ -624,7 +644,7 @@ function peers(run, known) {
       element("span", { class: "barred" }, number(peer.used ?? 0), bar(peer.used ?? 0, most)),
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
-  return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
+  return foldable(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
     table(`Peers of ${run.id}`, ["Peer", nowOrThen(run), "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
 }
 
@@ -638,7 +658,7 @@ function refusals(run, known) {
     String(row.says),
     when(run, row.last),
   ]);
-  return section(run, known, "Refused, by source",
+  return foldable(run, known, "Refused, by source",
     table(`Refused by ${run.id}`, ["From", "At", "What", "Last"], rows, refused.map((row) => row.source)));
 }
 
@@ -651,7 +671,7 @@ function averaging(run, known) {
   const figures = run.status?.averaging;
   if (!figures) return null;
   const partners = Object.values(figures.partners ?? {}).map(String).sort();
-  return section(run, known, "Averaging of weights", terms([
+  return foldable(run, known, "Averaging of weights", terms([
     ["Method", [figures.when, figures.method, figures.codec].filter(Boolean).join(", ")],
     [run.summary.state === "ended" ? "Partners at the end" : "Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
     ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${when(run, figures.last.time)}` : ""}`],
@@ -677,7 +697,7 @@ function crew(run, known) {
     seat.missing ? missingStage(seat.missing) : held.has(stage) ? element("span", {}, "this node") : named(seat.name, seat.peer),
     number(figures.replicas?.[stage]),
   ]);
-  return section(run, known, "Stages",
+  return foldable(run, known, "Stages",
     terms([
       ["Crew", `${number(figures.count)} stages, ${figures.whole ? "whole" : "not whole"}`],
       ["Led by", figures.lead ? (figures.lead.peer === run.status.peer ? "this node" : named(figures.lead.name, figures.lead.peer)) : "nobody yet"],
@@ -690,7 +710,7 @@ function crew(run, known) {
     rows.length ? table(`Stages of ${run.id}`, ["Stage", "Layers", "Held by", "Copy here after update"], rows) : null);
 }
 
-const tools = { figure, named, section, table, terms };
+const tools = { beginning, figure, foldable, named, narrow: NARROW, section, table, terms };
 
 function drawSettings(known) {
   const tables = settingsTable(known, tools);
@@ -712,7 +732,7 @@ function folded(events) {
 
 function drawEvents(known) {
   const all = known.flatMap((run) => folded(run.events).map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
-  const shown = allEvents ? all : all.slice(0, FIRST);
+  const shown = allEvents ? all : all.slice(0, NARROW ? 3 : FIRST);
   find("events").hidden = !all.length;
   const key = ({ run, time, text }) => JSON.stringify([run.id, time, text]);
   put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind, "data-key": key(event) },
@@ -737,6 +757,7 @@ for (const [plan, chart] of drawn) {
   find(plan.wide ? "first" : "charts").append(chart.node);
 }
 find("charts").append(...chosen.map(({ chart }) => chart.node));
+for (const fold of document.querySelectorAll("details.fold")) fold.open = !NARROW;
 for (const id of ["axis", "smoothing", "raw"]) find(id).addEventListener("change", redraw);
 find("more-runs").addEventListener("click", () => {
   allRuns = true;

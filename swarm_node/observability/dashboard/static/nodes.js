@@ -22,7 +22,8 @@ function filled(node, attributes, children) {
 
 // Have `parent` look as if it had these children, but keep every node that can stay, or what is focused, selected or
 // scrolled in it would be lost. Which child is which: by data-key among those that have one, else by place.
-// Listeners of `nodes` are not carried over.
+// Listeners of `nodes` are not carried over. A fold stays as its reader has it; what is in a node with data-kept is
+// left alone.
 export function put(parent, ...nodes) {
   const keyed = new Map([...parent.childNodes].filter(keyOf).map((child) => [keyOf(child), child]));
   const keys = new Set(nodes.map(keyOf));
@@ -49,11 +50,12 @@ function become(old, node) {
     old.data = node.data;
     return;
   }
-  for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
+  const folds = (name) => name === "open" && old.nodeName === "DETAILS";
+  for (const { name } of [...old.attributes]) if (!node.hasAttribute(name) && !folds(name)) old.removeAttribute(name);
   for (const { name, value } of node.attributes) {
-    if (old.getAttribute(name) === value) continue;
+    if (old.getAttribute(name) === value || folds(name)) continue;
     if (name === "style") old.style.cssText = value; // the attribute itself is what the page's policy forbids
     else old.setAttribute(name, value);
   }
-  put(old, ...node.childNodes);
+  if (!("kept" in old.dataset)) put(old, ...node.childNodes);
 }

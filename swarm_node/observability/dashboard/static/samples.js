@@ -9,7 +9,7 @@ function answer({ text, judged, reward, times, correct, cut }) {
   return element("li", {},
     element("span", { class: correct === null ? null : correct ? "up" : "down" }, reward.toFixed(2)), " ",
     element("span", { class: "text" }, text || "(empty)"),
-    ...notes.filter(Boolean).map((note) => element("small", {}, ` ${note}`)));
+    ...notes.filter(Boolean).map((note) => element("small", {}, ` · ${note}`)));
 }
 
 function group(run, sample, named) {
@@ -23,10 +23,11 @@ function group(run, sample, named) {
     sample.of > shown ? element("p", { class: "right" }, `and ${number(sample.of - shown)} more answers`) : null);
 }
 
-export function samples(run, known, { section, named }) {
+export function samples(run, known, { beginning, narrow, section, named }) {
   if (!run.samples?.length) return null;
-  const region = { class: "samples", role: "region", "aria-label": `Answers of ${run.id}`, tabindex: "0" };
-  return section(run, known, "Questions and answers", element("div", region, ...run.samples.map((sample) => group(run, sample, named))));
+  const label = `Answers of ${run.id}`, [shown, more] = beginning(label, run.samples, narrow ? 2 : run.samples.length);
+  const region = { class: "samples", role: "region", "aria-label": label, tabindex: "0" };
+  return section(run, known, "Questions and answers", element("div", region, ...shown.map((sample) => group(run, sample, named))), more);
 }
 
 // One answer to a held-out question, and how many of all answers were right.

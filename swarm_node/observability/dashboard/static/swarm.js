@@ -1,10 +1,9 @@
 // A swarm as a whole: its members and what they say of themselves, and how to join it; what it gave one of its members.
 
-import { duration, number } from "./chart.js";
-import { element, shape } from "./nodes.js";
+import { ago, Chart, duration, number } from "./chart.js";
+import { element } from "./nodes.js";
 
 const CLAIMED = "self-declared";
-const NOTE = "What members say of themselves; nobody checks it.";
 
 const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)} %`;
 const share = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
@@ -13,6 +12,11 @@ const mean = (values) => (values.length ? values.reduce((sum, value) => sum + va
 const speed = (value) => number(Math.round(value) || null);
 const updates = (row) => number(row.updates || (row.tokens_per_s ? 0 : null));
 const short = (peer) => `…${String(peer).slice(-8)}`;
+
+// How old the oldest word of a member is; empty if unknown, as in files of earlier versions.
+export const asOf = (page) => (page?.as_of ? `as of ${ago(page.as_of)}` : "");
+
+const note = (page) => `What members say of themselves${page.as_of ? `, ${asOf(page)}` : ""}; nobody checks it.`;
 
 // Success of one member over its kinds of task, each weighing the same.
 function success(declared) {
@@ -54,7 +58,7 @@ function members(run, page, own, { table }) {
     share(success(row.declared)),
     share(row.declared?.pass_1),
   ]);
-  return table(`Members of ${run.id}`, ["Member", "Role", "Updates", "Tokens/s", "Here since", "Version", "Success", "Held-out pass@1"], rows, page.rows.map((row) => row.peer));
+  return table(`Members of ${run.id}`, ["Member", "Role", "Updates", "Tokens/s", "Here for", "Version", "Success", "Held-out pass@1"], rows, page.rows.map((row) => row.peer));
 }
 
 export function copyable(text) {
@@ -81,28 +85,32 @@ function mine(page, own, known, { figure }) {
 }
 
 // Means over members, each of which says them of itself, since this page is written: [time, success, held-out pass@1].
-function history(page) {
-  const points = page.history ?? [];
-  if (points.length < 2) return null;
-  const width = 640, height = 120, first = points[0][0], span = Math.max(1, points.at(-1)[0] - first);
-  const top = Math.max(0.01, ...points.flatMap(([, ...values]) => values.filter((value) => value !== null)));
-  const at = (time, value) => `${((width * (time - first)) / span).toFixed(1)},${(height * (1 - value / top)).toFixed(1)}`;
-  const series = [["success", "c0"], ["held-out pass@1", "c1"]].map(([name, color], i) => {
+function historyOf(page) {
+  const points = page?.history ?? [];
+  return [["success", "c0"], ["held-out pass@1", "c1"]].map(([label, color], i) => {
     const known = points.filter((point) => (point[i + 1] ?? null) !== null);
-    return { name, color, known, from: known[0]?.[i + 1], to: known.at(-1)?.[i + 1], line: known.map((point) => at(point[0], point[i + 1])).join(" ") };
-  }).filter((each) => each.known.length > 1);
-  if (!series.length) return null;
-  const words = series.map((each) => `${each.name} ${share(each.from)} → ${share(each.to)}`).join("; ");
-  const lines = series.map((each) => shape("polyline", { class: `line ${each.color}`, points: each.line, fill: "none", stroke: "var(--c)", "stroke-width": 2 }));
-  const legend = series.map((each) => element("span", { class: `key ${each.color}` }, `${each.name} ${share(each.from)} → ${share(each.to)} `));
-  return element("figure", { class: "chart history" },
-    element("figcaption", {}, element("span", { class: "legend" }, ...legend), element("small", {}, `in ${duration(span)}; from 0 to ${share(top)}`)),
-    shape("svg", { role: "img", "aria-label": words, viewBox: `0 -4 ${width} ${height + 8}`, width: "100%", height, preserveAspectRatio: "none" }, ...lines));
+    return { label, color, x: known.map((point) => point[0] - points[0][0]), y: known.map((point) => point[i + 1]), raw: null };
+  }).filter((line) => line.x.length > 1);
+}
+
+const placeOf = (run) => `means of ${run.id}`;
+const charts = new Map(); // id of a run -> its chart, which stays while the sections around it are made anew
+
+// Draw the means over time in the places that `swarmPage` leaves for them.
+export function drawMeans(runs) {
+  for (const run of runs) {
+    const place = document.querySelector(`[data-key="${CSS.escape(placeOf(run))}"]`);
+    if (!place) continue;
+    if (!charts.has(run.id)) charts.set(run.id, new Chart("Means over members", { height: 170 }));
+    const chart = charts.get(run.id);
+    if (chart.node.parentNode !== place) place.replaceChildren(chart.node);
+    chart.show(historyOf(run.status.page), { axis: "time", format: share });
+  }
 }
 
 function listing(page) {
   const left = page.members - (page.rows ?? []).length;
-  return `Names, speeds and what stands from “Here since” on are ${CLAIMED}; held-out figures are from after training began.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
+  return `Names, speeds and what stands from “Here for” on are ${CLAIMED}${page.as_of ? `, ${asOf(page)}` : ""}; held-out figures are from after training began.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
 }
 
 // The page of a swarm, for a directory that has nothing else.
@@ -115,14 +123,14 @@ export function swarmPage(run, known, tools) {
   const all = mean((page.kinds ?? []).map((row) => row.success)), unsolved = (page.kinds ?? []).filter((row) => !row.success).length;
   const { figure, section } = tools;
   const tiles = element("dl", { class: "tiles" },
-    figure("Members", "members", number(page.members), `${number(page.training)} of them training`),
+    figure("Members", "members", number(page.members), `${number(page.training)} of them training`, asOf(page)),
     figure("Tokens a second", "tokens_per_s", speed(page.tokens_per_s), "sampled by all"),
     figure("Success", "success", share(all), page.declaring ? `over kinds of task, ${CLAIMED} by ${number(page.declaring)}` : "no member tells yet"),
     figure("Solved by nobody", "unsolved", page.kinds?.length ? number(unsolved) : "–", page.kinds?.length ? `of ${number(page.kinds.length)} kinds` : "no member tells yet"),
     ...mine(page, own, same, tools));
   const parts = [
-    ["Over time", history(page), "Means over members of what they say of themselves, first seen here → now."],
-    ["Kinds of task", kinds(run, page, tools), NOTE],
+    ["Over time", historyOf(page).length ? element("div", { "data-key": placeOf(run), "data-kept": true }) : null, "What members say of themselves, since this page began."],
+    ["Kinds of task", kinds(run, page, tools), note(page)],
     ["Members", members(run, page, own, tools), listing(page)],
     ["Join", joining(run, page), null],
   ];
@@ -130,9 +138,13 @@ export function swarmPage(run, known, tools) {
     section(run, [run], heading, note ? element("p", {}, element("small", {}, note)) : null, part))];
 }
 
-function changed(change, how) {
-  if (!change) return null;
-  return [`Success on kinds taught mostly by ${how}`, `${share(change.first)} → ${share(change.now)}`, change.kinds.slice(0, 6).join(", ") + (change.kinds.length > 6 ? ", …" : "")];
+const course = ({ first, now }) => `${share(first)} → ${share(now)}`;
+
+// Own success on kinds of task that others taught, with that on the other kinds to compare.
+function taught(byOthers, byItself) {
+  if (!byOthers) return null;
+  const kinds = byOthers.kinds.slice(0, 6).join(", ") + (byOthers.kinds.length > 6 ? ", …" : "");
+  return ["Success on kinds taught mostly by others", course(byOthers), kinds + (byItself ? `; on all other kinds ${course(byItself)}` : "")];
 }
 
 function rowsOf(rows) {
@@ -143,16 +155,14 @@ function rowsOf(rows) {
 export function worth(run, known, { section, terms }) {
   const found = run.status?.worth, { own, foreign } = run.summary;
   if (!found) return null;
-  const mine = found.own_groups ?? 0, others = found.others_groups ?? 0, theirs = found.theirs ?? [], first = found.pass_1_before;
-  const held = (first === undefined ? "" : `${share(first)} → `) + share(found.pass_1);
-  const said = theirs.length ? `members ${share(theirs[0])}${theirs.length > 1 ? ` to ${share(theirs[theirs.length - 1])}` : ""}, ${CLAIMED} by ${number(theirs.length)}` : "";
+  const mine = found.own_groups ?? 0, others = found.others_groups ?? 0, theirs = found.theirs ?? [];
+  const [low, high] = [theirs[0], theirs.at(-1)].map(share), age = run.summary.state === "ended" ? "" : asOf(run.status.page);
   const pairs = rowsOf([
     foreign && !others ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
     others ? ["Groups with something to learn", `${number(others)} of ${number(mine + others)} from others`, percent(others / (mine + others))] : null,
     foreign || found.unsolved ? ["Questions only others solved", number(found.unsolved ?? 0), found.unsolved ? "its own latest answers to their kind were all wrong" : ""] : null,
-    changed(found.by_others, "others"),
-    found.by_others ? changed(found.by_itself, "its own answers") : null,
-    said || first !== undefined ? ["Held-out pass@1", held, said] : null,
+    taught(found.by_others, found.by_itself),
+    theirs.length ? ["Held-out pass@1 of others", low === high ? low : `${low} to ${high}`, [`${CLAIMED} by ${number(theirs.length)}`, age].filter(Boolean).join(", ")] : null,
   ]);
   return section(run, known, "What the swarm gave", pairs.length ? terms(pairs) : element("p", {}, "Nothing so far: this node has trained on no group of another member."));
 }
@@ -175,8 +185,8 @@ export function swarmOf(run, known, tools) {
   const { page, link } = run.status ?? {}, over = run.summary.state === "ended";
   const table = page && kinds(run, page, tools), code = over ? null : joining(run, { link: page?.link ?? link });
   if (!table && !code) return null;
-  const note = table ? element("p", {}, element("small", {}, over ? `As it was when the run ended. ${NOTE}` : NOTE)) : null;
-  return tools.section(run, known, "The swarm", note, table, code);
+  const said = table ? element("p", {}, element("small", {}, over ? `As it was when the run ended. ${note({})}` : note(page))) : null;
+  return tools.foldable(run, known, "The swarm", said, table, code);
 }
 
 // Copy what a button names; a page that came unencrypted from another machine may not, so its text is selected.
