@@ -283,7 +283,7 @@ def _when(found: Mapping[str, Any], now: float) -> str:
         heard = max((known["time"] for known in (status, found["metrics"]) if known and "time" in known), default=None)
         ago = "" if heard is None else f" {_ago(now - heard)}"
         if found["killed"]:
-            return f", cut off{ago} (killed, crashed, or the machine went down)"
+            return f", killed or crashed{ago}, or the machine went down"
         return f", ended{ago}"
     if found["starting"]:
         seen = "of before" if age is None else f"as of {_ago(age)}"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from protocol.messages import TaskName
-from swarm_node.observability.worth import WINDOW, Worth, worth_lines, worth_metrics
+from swarm_node.observability.worth import WINDOW, Change, Worth, worth_in_brief, worth_lines, worth_metrics
 from swarm_node.sharing.teaching import LATEST, Teaching
 from swarm_node.types import Group, Rollout, Task
 
@@ -68,6 +68,16 @@ def test_own_held_out_stands_beside_that_of_members() -> None:
     beside = msgspec.structs.replace(alone, theirs=[0.3])
     assert list(worth_lines(beside, summary=True)) == [
         "held-out pass@1 0.200 -> 0.400; 1 member says 0.300 (self-declared)"
+    ]
+
+
+def test_what_the_swarm_gave_is_said_in_brief() -> None:
+    others, itself = Change(["gcd"], 0.1, 0.6), Change(["lcm"], 0.2, 0.3)
+    worth = Worth(own_groups=10, others_groups=30, by_others=others, by_itself=itself, unsolved=1, used_by_others=5)
+    assert list(worth_in_brief(worth)) == [
+        "others gave 30 of the 40 groups it learned from (75%); 1 question only others solved",
+        "success where others taught it 0.100 -> 0.600, where it taught itself 0.200 -> 0.300",
+        "others trained on at least 5 of its groups (self-declared)",
     ]
 
 
