@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from protocol.manifest import Manifest
 from protocol.transports.memory import LinkModel
+from swarm_node.node import Node
 from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.types import Group
 from tests.support.simulated_peers import MakePeer, used
 
 
@@ -180,6 +184,36 @@ def test_a_latecomer_begins_where_its_cohort_is(peer: MakePeer, manifest: Manife
     assert not any("going on with" in sentence for member in peers[:2] for sentence in member.said)
     trained = flat(peers[0]) - start
     assert float(torch.dot(flat(late) - start, trained) / trained.norm() ** 2) > 0.5, "as far in the same direction"
+
+
+class Idle(Node):
+    """Makes no update, as in rounds whose groups are all rewarded alike, and keeps what a checkpoint of each would."""
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self.states: list[tuple[int, int, float, Tensor]] = []
+
+    def learn(self, groups: Sequence[Group], *hooks: Any) -> dict[str, float]:
+        return super().learn([], *hooks)
+
+    def average(self) -> bool:
+        again = super().average()
+        assert self.averager is not None
+        weights = torch.cat([tensor.flatten() for tensor in self.policy.trainable_state().values()])
+        counts = self.trainer.optimizer.updates, self.averager.counts["exchanges"]
+        self.states.append((self.policy.version, *counts, weights.clone()))
+        return again
+
+
+def test_weights_of_another_make_a_version_without_an_update(peer: MakePeer, manifest: Manifest) -> None:
+    options = averaging(late_join=True, every=8)
+    peers = [peer(options=options), peer(options=options), peer(options=options, starts_at=20.0, node_type=Idle)]
+    Simulation(short(manifest), peers, seed=1).run(seconds=28.0)
+    late = peers[2].node
+    assert isinstance(late, Idle) and any("going on with the weights of" in sentence for sentence in peers[2].said)
+    assert {(updates, exchanges) for _, updates, exchanges, _ in late.states} == {(0, 0)}
+    changes = [(b > a, not torch.equal(before, after)) for (a, *_, before), (b, *_, after) in pairwise(late.states)]
+    assert sorted(set(changes)) == [(False, False), (True, True)] and changes.count((True, True)) == 1
 
 
 @pytest.mark.long
