@@ -15,6 +15,7 @@ class SwarmNodeError(Exception):
     """Base of these errors."""
 
     document: Mapping[str, Any] | None = None  # what was found before the error, for --json to show beside it
+    logged = False  # whether the log of a run has it
 
 
 class UserError(SwarmNodeError):

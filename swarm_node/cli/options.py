@@ -14,6 +14,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from protocol.errors import printable
 from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
@@ -30,7 +32,8 @@ from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.config.trl_names import trl_hint
-from swarm_node.errors import UserError
+from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.observability.lines import LEVELS, Show, shown_as_lines
 from swarm_node.say import is_shown, level_of
 
 CONFIGURATION = "Configuration"
@@ -82,25 +85,39 @@ def note(sentence: str, err: bool = True) -> None:
         typer.echo(sentence, err=err)
 
 
-def note_for(config: NodeConfig, kind: str, err: bool = True) -> Callable[[str], None]:
-    """A `note` on standard error. With `--log-format json` it is a JSON line of that `kind` in the stream that has the
-    log: standard error, or standard output unless `err`."""
-    if config.log_format != "json":
-        return note
-    from swarm_node.runtime.console import LEVELS, shown_as_lines
+def log_of(config: NodeConfig, err: bool) -> Show | None:
+    """The log of a command before there is a run, on standard error or else on standard output. None on a terminal."""
+    return shown_as_lines(config.log_format, config.name or config.directory.name, sys.stderr if err else sys.stdout)
 
-    show = shown_as_lines("json", config.name or config.directory.name, sys.stderr if err else sys.stdout)
+
+def note_for(config: NodeConfig, kind: str, err: bool = True) -> Callable[[str], None]:
+    """A `note` in the log: a sentence of that `kind`, with its time and level or as a JSON line. On a terminal it is
+    a plain one on standard error. `err` as for `log_of`."""
+    show = log_of(config, err)
+    if show is None:
+        return note
 
     def as_line(sentence: str) -> None:
-        if show is not None and is_shown(level_of(sentence)):
+        if is_shown(level_of(sentence)):
             show(sentence, kind, LEVELS[level_of(sentence)])
 
     return as_line
 
 
-def starting(what: str = "loading torch") -> None:
-    """Show at once that a command has begun, before it imports what takes seconds."""
-    note(f"starting ({what}) …")
+@contextmanager
+def refusals_in(config: NodeConfig, err: bool) -> Iterator[None]:
+    """Write an error that comes before the log of the run is open into a log of JSON lines; `err` as for `log_of`."""
+    try:
+        yield
+    except SwarmNodeError as error:
+        if not error.logged and config.log_format == "json" and (show := log_of(config, err)) is not None:
+            show(printable(str(error)), "error", "error")
+        raise
+
+
+def starting(say: Callable[[str], None] = note) -> None:
+    """Say at once that a command has begun, before it imports what takes seconds."""
+    say("starting (loading torch) …")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, option
+from swarm_node.cli.options import CommandSettings, Json, option, refusals_in
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 
@@ -104,12 +104,13 @@ def bootstrap(
     be_nice(config.resources)
     from swarm_node.runtime.bootstrap import run_bootstrap
 
-    if dashboard is None:
-        raise typer.Exit(run_bootstrap(config))
-    from swarm_node.cli.commands.page import listens_at, page_process
+    with refusals_in(config, err=True):
+        if dashboard is None:
+            raise typer.Exit(run_bootstrap(config))
+        from swarm_node.cli.commands.page import listens_at, page_process
 
-    listens_at(dashboard)
-    raise typer.Exit(run_bootstrap(config, lambda folder: page_process(folder, dashboard, config)))
+        listens_at(dashboard)
+        raise typer.Exit(run_bootstrap(config, lambda folder: page_process(folder, dashboard, config)))
 
 
 def status(

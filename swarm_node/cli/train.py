@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, starting
+from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, refusals_in, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.storage.nearby import names_near
@@ -59,7 +59,8 @@ def _bootstrap_again(config: NodeConfig, json_output: bool) -> NoReturn:
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)
-    raise typer.Exit(run_bootstrap(config))
+    with refusals_in(config, err=True):
+        raise typer.Exit(run_bootstrap(config))
 
 
 def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -> None:
@@ -75,7 +76,7 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
         run.abandon()
         tell(NOT_BEGUN)
 
-    with leaving_at_once(leave):
+    with leaving_at_once(leave), refusals_in(config, json_output):
         _start(config, run, member, json_output)
 
 
@@ -88,8 +89,7 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
     own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
-    if config.log_format == "text":
-        starting()
+    starting(note_for(config, "start", json_output))
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
     told = note_for(config, "settings", json_output)

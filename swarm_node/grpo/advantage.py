@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import comb, sqrt
+from math import comb, isnan, nan, sqrt
 
 import numpy as np
 import torch
@@ -67,6 +67,9 @@ def advantages(
     """Advantages [B] of all rollouts, group after group. `weights` are those of rewards by name, 1 if missing; GDPO
     uses them. `baseline` is that of `config.advantage`, if the caller has looked it up before."""
     computed = [group for group in groups if group.advantages is None]
+    if not computed:
+        assert all(len(group.advantages or ()) == len(group.rollouts) for group in groups)
+        return torch.tensor([a for g in groups for a in g.advantages or ()], dtype=torch.float64).float()
     rows = iter(_computed(computed, config, weights, baseline or find_baseline(config)))
     given = [next(rows) if g.advantages is None else torch.tensor(g.advantages, dtype=torch.float64) for g in groups]
     assert all(len(row) == len(group.rollouts) for row, group in zip(given, groups, strict=True))
@@ -235,18 +238,19 @@ def foreign_advantages(
     With `k` > 1, the share in pass@k of an own group with success p = b, for rewards between 0 and 1:
     right: (1 - p)^k / s, wrong: -p (1 - p)^(k-1) / s, s = sqrt((1 - p)^k (1 - (1 - p)^k)). With other rewards k is 1.
     """
-    rewards = torch.tensor([[r.reward if is_judged(r) else torch.nan for r in rollouts]], dtype=torch.float64)
+    rewards = [r.reward if is_judged(r) else nan for r in rollouts]
     if own is None:
-        raw = group_std(rewards)
-    elif k == 1 or not 0 <= own.reward <= 1:
-        raw = (rewards - own.reward) / max(own.spread, SPREAD_FLOOR)
+        raw = group_std(torch.tensor([rewards], dtype=torch.float64))
+        return raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
+    p = own.reward
+    if k == 1 or not 0 <= p <= 1:
+        scale = max(own.spread, SPREAD_FLOOR)
+        compared = [(reward - p) / scale for reward in rewards]
     else:
-        p = own.reward
         miss, wrong = (1 - p) ** k, -p * (1 - p) ** (k - 1)
-        raw = (wrong + rewards * (miss - wrong)) / max(sqrt(miss * (1 - miss)), SPREAD_FLOOR)
-    clipped = raw.nan_to_num(0.0)[0].clamp(-bound, bound).tolist()
-    if own is None:
-        return clipped
+        scale = max(sqrt(miss * (1 - miss)), SPREAD_FLOOR)
+        compared = [(wrong + reward * (miss - wrong)) / scale for reward in rewards]
+    clipped = [0.0 if isnan(a) else max(-bound, min(bound, a)) for a in compared]
     up, down = sum(max(0.0, a) for a in clipped), sum(max(0.0, -a) for a in clipped)
     share = min(1.0, up / down) if down else 1.0
     return [a if a > 0 else a * share for a in clipped]
@@ -254,7 +258,8 @@ def foreign_advantages(
 
 def is_judged(rollout: Rollout) -> bool:
     """Whether any reward scored it: None from all of them is no reward."""
-    return not rollout.rewards or any(reward is not None for reward in rollout.rewards.values())
+    rewards = rollout.rewards.values()
+    return None not in rewards or any(reward is not None for reward in rewards)
 
 
 def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float | None]]) -> Tensor:

@@ -19,18 +19,15 @@ Plain, at each tenth of the run, but at least five seconds apart, and at most a 
 
 from __future__ import annotations
 
-import errno
 import io
 import math
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -40,6 +37,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from swarm_node.observability.lines import Lasting
 from swarm_node.observability.tally import Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
@@ -57,38 +55,6 @@ LINE_LEAST_S, LINE_MOST_S, LINE_LATER_S = 5.0, 60.0, 600.0
 """Time between plain lines: at least, at most in the first `EARLY_S` of a start, and at most later."""
 EARLY_S = 600.0
 LONG_S = 4 * 86400.0  # from so long on, a time is given in days
-
-
-class Lasting:
-    """A stream that may end before the run: a terminal that is closed, a full disk, a pipe that nobody reads any more.
-
-    Text that cannot be written is lost, since the run matters more. From any thread, Rich's own included. What a closed
-    pipe or terminal did not take would be written again when the process ends, and fail it: it goes nowhere instead.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._going_on():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._going_on():
-            self._stream.flush()
-
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO):
-                with suppress(io.UnsupportedOperation), open(os.devnull, "w") as nowhere:
-                    os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 class ProgressDisplay:

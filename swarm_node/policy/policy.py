@@ -72,6 +72,7 @@ class Policy:
         self.start_digest = model_digest({**original, **lines(adapters, adapters=True)})
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
+        self._framed: tuple[object, Frame] | None = None  # the chat template and its frame
         self.microbatches = 1
         """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
         self.checkpointing: Checkpointing | None = None  # how updates compute layers again; None = they do not
@@ -159,11 +160,18 @@ class Policy:
     @property
     def frame(self) -> Frame:
         """The chat template's frame around questions. UserError if the template is refused."""
-        return tokenizer_frame(self.tokenizer, self.config.system_prompt, self.config.model)
+        template = self.tokenizer.chat_template
+        if self._framed is None or self._framed[0] is not template:
+            self._framed = template, tokenizer_frame(self.tokenizer, self.config.system_prompt, self.config.model)
+        return self._framed[1]
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def text_of_prompt(self, token_ids: list[int]) -> str:
+        """A prompt's text, special tokens included."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def encode_completion(self, text: str, finished: bool) -> list[int] | None:
         """`encode_completions` of one text."""

@@ -7,7 +7,6 @@ Everything else goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` p
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -30,9 +29,10 @@ from swarm_node.config.own import dump_own
 from swarm_node.errors import StopRequested, TemporaryError, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
+from swarm_node.observability.lines import LEVELS, shown_as_lines
 from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.observability.wrapping import for_stream
-from swarm_node.runtime.console import LEVELS, open_health, open_log, say, shown_as_lines
+from swarm_node.runtime.console import open_health, open_log, say
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
@@ -66,13 +66,16 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
     name = config.name or "bootstrap"
     config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
     lines = shown_as_lines(config.log_format, name, sys.stderr)
-    early = _tell if lines is None else lambda text: lines(text, "note", LEVELS[level_of(text)])
+
+    def early(text: str) -> None:
+        if is_shown(level_of(text)):
+            _tell(text) if lines is None else lines(text, "start", LEVELS[level_of(text)])
+
     swarm = find_swarm(config.swarm, RunDir(config.directory), early)  # first: a mistake in it leaves nothing behind
     if RunDir(config.directory).has_trained:
         raise UserError(f"{config.directory} is a run that trains, whose settings are kept: choose another --run-dir")
     check_run_place(config, network=True)
-    if config.log_format == "text" and is_shown(logging.INFO):
-        _print("starting (loading the network) …")
+    early("starting (loading the network) …")
     with ExitStack() as stack:
         run = RunDir(config.directory)
         stack.enter_context(leaving_at_once(run.abandon))

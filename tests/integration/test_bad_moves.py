@@ -6,6 +6,7 @@ Most are answered in this process, which loads no torch for them. `swarm-node` a
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -151,7 +152,8 @@ def test_a_dead_link_obeys_minutes() -> None:
     done = process("join", DEAD, "--minutes", "0.03", "--run-dir", "r", "--listen", "127.0.0.1")
     assert done.returncode == 1, done.stderr
     assert "0.03 minutes are over before training began: nobody answers at" in done.stderr
-    assert done.stderr.startswith("starting (loading torch) …\n")
+    first = done.stdout.splitlines()[0]
+    assert re.fullmatch(r"\S+Z INFO    starting \(loading torch\) …", first)
 
 
 REWARDS = """

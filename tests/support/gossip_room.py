@@ -55,7 +55,8 @@ class World:
     def receiver(self, score: Any = None, **changes: Any) -> Receiver:
         """`score` replaces that of the tasks."""
         tasks = copy.copy(self.tasks)
-        tasks.score = score or tasks.score  # type: ignore[method-assign]
+        if score is not None:
+            tasks.score, tasks.reads_prompts = score, True
         options = dict(
             me=ME.peer_id,
             manifest=self.manifest,

@@ -28,6 +28,7 @@ ELSEWHERE = {
     *("cat", "cd", "command", "echo", "export", "git", "grep", "gzip", "head", "journalctl", "mkdir", "rm", "rsync"),
     *(
         "jq",
+        "printf",
         "prometheus",
         "promtool",
         "sh",

@@ -120,8 +120,9 @@ def test_json_lines_are_all_in_one_stream(tmp_path: Path) -> None:
     (tmp_path / "r/config.toml").write_text("[grpo]\nloss = 'gspo'\n")
     words = "local", "--run-dir", str(tmp_path / "r"), "--log-format", "json", "--tasks", "no.jsonl"
     refused, as_document = run(*words), run(*words, "--json")
-    assert [json.loads(line)["kind"] for line in refused.stdout.splitlines()] == ["settings"]
-    assert refused.stderr.startswith("swarm-node: ") and refused.stderr.count("\n") == 1
+    settings, error = map(json.loads, refused.stdout.splitlines())
+    assert (settings["kind"], error["kind"], error["level"]) == ("settings", "error", "error")
+    assert refused.stderr == f"swarm-node: {error['message']}\n"
     assert json.loads(as_document.stdout).keys() == {"error"} and '"settings"' in as_document.stderr
 
 

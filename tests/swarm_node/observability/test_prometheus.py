@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +78,9 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 def test_bootstraps_are_told_by_a_label_that_stays() -> None:
     down = {rule["alert"]: rule["expr"] for rule in alerts() if rule["alert"].endswith("Down")}
-    assert down.pop("SwarmBootstrapDown") == 'up{role="bootstrap"} == 0', "no history, which ends after a day"
+    target, _, gone = down.pop("SwarmBootstrapDown").partition(" or ")
+    assert target == 'up{role="bootstrap"} == 0', "no history, which ends after a day"
+    assert gone.count('up{role="bootstrap"}') == 2
     for name, expr in down.items():
         ups = re.findall(r"\bup\b(\{[^}]*\})?", expr)
         assert len(ups) == 2 and all('role!="bootstrap"' in each for each in ups), name
@@ -137,6 +140,34 @@ def test_alerts_name_what_a_node_can_say() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 def test_prometheus_takes_the_alerts() -> None:
     subprocess.run(["promtool", "check", "config", DASHBOARD.parent / "prometheus.yml"], check=True)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_a_bootstrap_is_missed_when_its_pod_is_gone(tmp_path: Path) -> None:
+    up = 'up{{job="{}", role="bootstrap", instance="{}"}}'
+    series = {
+        up.format("gone", "10.0.0.1:31390"): "1x10 _x40",
+        up.format("down", "a:31390"): "1x10 0x40",
+        up.format("moved", "10.0.0.1:31390"): "1x10 _x40",
+        up.format("moved", "10.0.0.2:31390"): "_x10 1x40",
+    }
+    [action] = [rule["annotations"]["action"] for rule in alerts() if rule["alert"] == "SwarmBootstrapDown"]
+    expected = [
+        {"exp_labels": labels | {"severity": "critical"}}
+        | {"exp_annotations": {"summary": f"{called}: a bootstrap does not answer", "action": action}}
+        for called, labels in (
+            ("gone", {"job": "gone"}),
+            ("a:31390", {"job": "down", "role": "bootstrap", "instance": "a:31390"}),
+        )
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [{"eval_time": "25m", "alertname": "SwarmBootstrapDown", "exp_alerts": expected}],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DASHBOARD.parent / "alerts.yml")], "tests": [test]}))
+    subprocess.run(["promtool", "test", "rules", file], check=True)
 
 
 def expressions() -> Iterator[str]:

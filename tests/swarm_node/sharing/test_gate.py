@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import count
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -31,10 +30,11 @@ class Letters:
     def __init__(self, expects: str, odd: float = -9.0) -> None:
         self.expects = expects
         self.odd = odd
-        self.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: self.decode(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i != EOS)
+
+    text_of_prompt = decode
 
     def encode_completion(self, text: str, finished: bool) -> list[int]:
         return [*map(ord, text), *([EOS] if finished else [])]
