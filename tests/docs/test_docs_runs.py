@@ -261,11 +261,11 @@ def ask(*words: str) -> str:
 
 @pytest.mark.long
 def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypatch: pytest.MonkeyPatch) -> None:
-    (meeting, *trainers), told = blocks("link.txt"), terminals.folder / "link.txt"
+    (meeting, joining), told = blocks("link.txt"), terminals.folder / "link.txt"
     terminals.type(meeting)
     link = terminals.until(lambda: told.exists() and (m := LINK.search(told.read_text())) and m.group())
-    shells = [terminals.type(block) for block in trainers]
-    names = [name for block in trainers for name in re.findall(r"--name (\w+)", block)]
+    shells = [terminals.type(line) for line in lines(joining)]
+    names = re.findall(r"--name (\w+)", joining)
     assert len(names) == len(shells) == 2
     for name in names:
         terminals.until(lambda name=name: terminals.last(name, "swarm/groups_used") > 0)  # type: ignore[misc]
