@@ -93,7 +93,7 @@ def swarm(folder: Path) -> dict[str, bytes]:
         found["dashboard.png"] = photograph(browser, member, "document.querySelector('.commands') !== null", False)
         page = opened('swarm-node dashboard "$(tail -1 link.txt)" --port 0')
         rows = "document.querySelectorAll('tr[data-key*=KooW]').length === 3"
-        code = "document.querySelector('.qr img')?.complete"
+        code = "document.querySelector('.qr img')?.complete && document.querySelector('#swarm .line') !== null"
         return found | {"swarm-page.png": photograph(browser, page, f"{rows} && {code}", True)}
 
 

@@ -68,6 +68,9 @@ def make_swarm_run() -> RunDir:
     write(
         run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "note", "text": HOSTILE}
     )
+    write(
+        run.events, *({"time": 1.5, "kind": "link", "text": text} for text in ("others join with:", "swarm://it?peer="))
+    )
     seven = {"text": "7", "extracted": "7", "reward": 1.0, "correct": True, "finished": True}
     evil = {"text": HOSTILE, "extracted": None, "reward": 0.0, "correct": False, "finished": False}
     write(run.samples, answered(20, seven, question=HOSTILE, peer="12D3KooWbobbobbob"))

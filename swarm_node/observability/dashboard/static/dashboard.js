@@ -719,10 +719,12 @@ function drawSettings(known) {
   put(find("config-table"), ...tables);
 }
 
-// Events, the newest first. What a run says again, as at each start, is said once, with how often.
+// Events, the newest first. What a run says again, as at each start, is said once, with how often. The link to join is
+// left out: it stands with the swarm, to copy.
 function folded(events) {
   const found = new Map();
   for (const event of events) {
+    if (event.kind === "link" && /^(swarm:|others join with:)/.test(event.text)) continue;
     const same = found.get(event.text);
     if (same) Object.assign(same, { time: event.time, times: same.times + 1 });
     else found.set(event.text, { ...event, times: 1 });
