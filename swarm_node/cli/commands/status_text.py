@@ -20,6 +20,8 @@ from swarm_node.observability.worth import Worth, theirs_words, worth_in_brief, 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 KINDS_LISTED = 8  # most kinds of task that a line names
 REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out
+UNSENT = "swarm/unsent/"  # start of the names of counts of own groups that were not sent
+USUAL = {"zero", "rate", "slot", "queue"}  # reasons for that which need no remedy
 WORST = 5  # most sources of refusals that are named
 NAMED = 4  # most members that are named on one line
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
@@ -132,8 +134,10 @@ def _groups(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
 
 def _left_out(status: Mapping[str, Any], verbose: bool) -> Iterator[str]:
     """What was refused; if `verbose`, also by whom it came, and groups that were not sent or not used."""
-    if verbose and (unsent := _reasons(status.get("sent", {}), "swarm/unsent/")):
-        yield f"not sent   {unsent}: nothing to do, this node used them all the same"
+    sent = status.get("sent", {})
+    if verbose and (unsent := _reasons(sent, UNSENT)):
+        usual = all(name.removeprefix(UNSENT) in USUAL for name, n in sent.items() if name.startswith(UNSENT) and n)
+        yield f"not sent   {unsent}: {'nothing to do, ' if usual else ''}this node used them all the same"
     left_out = {name: n for name, n in status.get("received", {}).items() if name.startswith(REJECTED)}
     unused = {name: n for name, n in left_out.items() if name.removeprefix(REJECTED) in UNUSED}
     if verbose and (reasons := _reasons(unused, REJECTED)):

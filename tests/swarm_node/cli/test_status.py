@@ -154,6 +154,9 @@ def test_all_counts_of_a_run_are_shown_on_request(capsys: pytest.CaptureFixture[
     assert table[1].split()[1:] == ["bob", "yes", "9", "2", "2", "1"]
     assert text.count("seal") == 1, "what the transport refused is among what was refused"
     assert "averaging" not in text
+    make_run("runs/bob", sent={"swarm/unsent/zero": 5, "swarm/unsent/cap": 1})
+    (unsent,) = [line for line in detailed(capsys, "runs/bob") if line.startswith("not sent")]
+    assert unsent.endswith("1 × over the swarm's limits: this node used them all the same")
 
 
 @pytest.mark.parametrize("end", ["summary", "stop", "error", ""])
