@@ -23,6 +23,7 @@ from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.names import in_metrics
 from swarm_node.tasks.one_turn import normalise
 from swarm_node.tasks.option_limits import check_options
+from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.taskset import ENVIRONMENTS, stratify
 from swarm_node.types import Task
 
@@ -586,3 +587,19 @@ def test_an_environment_of_ones_own_is_found_by_name(monkeypatch: pytest.MonkeyP
         endless.score([task], [""], [str(task.name.index - 1)])
     with pytest.raises(UserError, match="must name a subclass"):
         load_tasks(["builtins:slice"], REWARDS)
+
+
+def test_a_library_judges_equal_answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = load_tasks(["small/gcd"], REWARDS)
+    one, other = tasks.sample(random.Random(0), 2)
+    judged = []
+
+    def check(self: ReasoningGym, task: Task, answer: str) -> float:
+        judged.append((task.name.index, answer))
+        return float(answer == "2") if answer != "?" else 1 / 0
+
+    monkeypatch.setattr(ReasoningGym, "check", check)
+    scores = tasks.score([one, one, one, other, one, one], [""] * 6, ["1", "2", "2", "2", "?", "?"])
+    assert [score.reward for score in scores] == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    a, b = one.name.index, other.name.index
+    assert judged == [(a, "1"), (a, "2"), (b, "2"), (a, "?"), (a, "?")] and tasks.scorer_errors.total() == 2
