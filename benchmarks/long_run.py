@@ -7,8 +7,8 @@ checkpoints, from synthetic numbers under the names that a member of a swarm rec
 they would have been. With `--folder`, runs that are there already are measured again.
 
 start       seconds from the start of `swarm-node local` to its first new round
-stop        seconds from Ctrl-C (SIGINT) to the end of that process, which asks the held-out questions once more; its
-            summary must be on the screen
+stop        seconds from Ctrl-C (SIGINT) to the end of that process, without held-out questions; its summary must be on
+            the screen
 status      seconds of `swarm-node status RUN`
 dashboard   seconds from the request to the whole answer of /api/runs/RUN, the first one that a dashboard gets
 
@@ -44,7 +44,7 @@ from swarm_node.runtime.cost import CostMeter
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 
-QUICK = ("--price-per-hour", "0.9", "--set", "rollouts.group_size=4")
+QUICK = ("--price-per-hour", "0.9", "--set", "eval.questions=0", "--set", "rollouts.group_size=4")
 REASONS = ("age", "cap", "duplicate", "length", "quota", "schema", "task", "zero")
 EVENT_EACH = 100
 """Rounds between two events, so that a run of 3,000,000 has 30,000 of them."""
