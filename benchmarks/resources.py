@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,11 @@ def member(folder: Path, name: str) -> bool:
     return any(peer["name"] == name and peer["present"] for peer in peers)
 
 
+def _has_made(count: int, folder: Path) -> bool:
+    """Whether the node is a member, and has made that many rounds."""
+    return member(folder, "node") and rounds(folder / "node") >= count
+
+
 def _status(path: Path) -> Row:
     with suppress(FileNotFoundError):
         return dict(json.loads((path / "swarm.json").read_text()))
@@ -200,7 +206,7 @@ def member_of_two(seconds: float) -> Row:
             link = _status(folder / "hub")["link"]
             for name in ("other", "node"):
                 node = run("join", link, "--name", name, *LOCAL, *options, "--run-dir", str(folder / name))
-            until(lambda folder=folder: member(folder, "node") and rounds(folder / "node") >= 100, PATIENCE_S)  # type: ignore[misc]
+            until(partial(_has_made, 100, folder), PATIENCE_S)
             with Watch(node.pid) as watch, Meter({"node": node.pid}) as meter:
                 time.sleep(max(MEMBER_S, seconds))
             out, in_ = (n / meter.seconds * 3600 / 1e9 for n in meter.bytes["node"])

@@ -11,14 +11,14 @@ same numbers as without any of this. A run of which not even one answer fits is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
 import torch
 
-from swarm_node.config import NodeConfig
+from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo import batch
 from swarm_node.grpo.trainer import Trainer
@@ -39,6 +39,7 @@ from swarm_node.policy.sizes import (
     Shape,
     Work,
     copied_bytes,
+    copying_bytes,
     lasting_bytes,
     round_bytes,
     sampling_bytes,
@@ -129,13 +130,32 @@ def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n:
     return max(1, int(room // sampling_bytes(shape, n, sampled_tokens(policy, prompt, n, new))))
 
 
-def fit_sampling(policy: Policy, machine: Hardware) -> None:
-    """Make a policy that is only sampled from take as many questions at a time as fit into memory."""
-    if machine.room == math.inf:
+def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report: Callable[[str], None]) -> None:
+    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it. `fits` is
+    asked when the engine has the layout of the copy; `beside` says what else takes memory."""
+    engine = policy.engine
+    if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or policy.device.type == "cuda":
         return
-    shape = shape_of(policy)
-    lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
-    policy.prompts_at_once = partial(questions_at_once, policy, shape, machine.room - lasting)
+    own, engine.layout = engine.layout, packed_layout(policy.base)
+    if engine.layout.name != "own" and not fits():
+        engine.layout = Layout(own.name, f"{own.why}, for which there is no room beside {beside}")
+    report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
+
+
+def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> None:
+    """Make a policy that is only sampled from, `n` answers to a question, fit into memory: choose the layout of its
+    weights, and how many questions are sampled at a time."""
+    shape, new = shape_of(policy), rollouts.max_new_tokens
+    longest = min(rollouts.max_prompt_tokens, policy.max_positions - new)
+
+    def room() -> float:
+        lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
+        return machine.room - lasting
+
+    one = max(sampling_bytes(shape, n, sampled_tokens(policy, longest, n, new)), copying_bytes(shape))
+    choose_layout(policy, lambda: one <= room(), "the answers to a question", policy.report)
+    if machine.room < math.inf:
+        policy.prompts_at_once = partial(questions_at_once, policy, shape, room())
 
 
 class Fitting:
@@ -169,7 +189,7 @@ class Fitting:
             limits = f"at most {tokens:,} tokens in a microbatch: more do not fit into {self.machine.in_words}"
             trainer.report(limits if tokens < wanted else Detail(limits))
         trainer.limit = min(trainer.limit, tokens)
-        self._pack()
+        choose_layout(self.policy, lambda: self.bytes(self.work()) <= self.machine.room, "a round", trainer.report)
         if self.machine.room < math.inf:
             self.policy.prompts_at_once = self._prompts_at_once
         if self.mapped and not self.machine.gpu:
@@ -227,17 +247,6 @@ class Fitting:
     @property
     def _copied(self) -> int:
         return copy_of(self.policy, self.shape)
-
-    def _pack(self) -> None:
-        """Have the native engine sample from a copy of the weights, if that is faster and there is room for it."""
-        engine = self.policy.engine
-        if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or self.machine.gpu:
-            return
-        own, packed = engine.layout, packed_layout(self.policy.base)
-        engine.layout = packed
-        if self.bytes(self.work()) > self.machine.room:
-            engine.layout = packed = Layout(own.name, f"{own.why}, for which there is no room beside a round")
-        self.trainer.report(Detail(f"sampling multiplies with {packed.name} weights: {packed.why}"))
 
     def _tokens(self) -> int:
         """Tokens of the largest microbatch that fits, at most the trainer's limit."""

@@ -170,7 +170,9 @@ def round_bytes(
     shape: Shape, kept: Activations, work: Work, gpu: bool = False, reference: bool = False, copies: int = 0
 ) -> int:
     """Bytes of a round; see `lasting_bytes`."""
-    sampling = sampling_bytes(shape, work.answers, work.sampled) + (work.copied or copied_bytes(shape, gpu))
+    copied, sampling = work.copied or copied_bytes(shape, gpu), sampling_bytes(shape, work.answers, work.sampled)
+    if copied:
+        sampling = copied + max(sampling, copying_bytes(shape))
     return lasting_bytes(shape, gpu, reference, copies) + max(sampling, update_bytes(shape, kept, work, gpu))
 
 
@@ -186,6 +188,12 @@ def copied_bytes(shape: Shape, gpu: bool) -> int:
     there is ample memory."""
     whole = shape.weights + shape.saved
     return 0 if gpu or whole > COPIED_BYTES else whole
+
+
+def copying_bytes(shape: Shape) -> int:
+    """Bytes, at most, that making such a copy takes beside it, before anything is sampled: of a feed-forward layer's
+    matrix, the dequantised values, the adapter's and their sum, in float32."""
+    return 3 * 4 * shape.hidden * shape.inner
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def main(
     if not asked:
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, say)
-    fit_sampling(policy, hardware_of(policy.device))
+    fit_sampling(policy, hardware_of(policy.device), rollouts, samples)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"

@@ -132,13 +132,29 @@ def test_questions_are_sampled_in_turn_if_memory_asks_for_it(policy: Policy, mon
 
 
 def test_a_policy_that_is_not_trained_samples_within_memory(policy: Policy) -> None:
-    fit_sampling(policy, Hardware("cpu", 0))
+    rollouts = settings().rollouts
+    fit_sampling(policy, Hardware("cpu", 0), rollouts, 8)
     assert policy.prompts_at_once(20, 8, 100) == 2**16
     questions = []
     for mib in (560, 700, 1400):
-        fit_sampling(policy, Hardware("cpu", mib * 2**20))
+        fit_sampling(policy, Hardware("cpu", mib * 2**20), rollouts, 8)
         questions.append(policy.prompts_at_once(20, 8, 100))
     assert 1 == questions[0] < questions[1] < questions[2] < policy.prompts_at_once(20, 8, 10)
+
+
+@pytest.mark.parametrize(("available", "name"), [(0, "packed"), (2 * GIB, "packed"), (3 * GIB // 2, "own")])
+def test_one_question_decides_whether_weights_are_packed(
+    available: int, name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lines = policy.engine, list[str]()
+    assert isinstance(engine, NativeEngine)
+    monkeypatch.setattr(policy, "report", lines.append)
+    monkeypatch.setattr(engine, "layout", Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.packed_layout", lambda model: Layout("packed", "faster"))
+    monkeypatch.setattr("swarm_node.grpo.memory.copy_of", lambda *given: GIB * (engine.layout.name == "packed"))
+    fit_sampling(policy, Hardware("cpu", available), settings().rollouts, 8)
+    assert engine.layout.name == name and f"sampling multiplies with {name} weights" in lines[-1]
+    assert policy.prompts_at_once(20, 8, 100) >= 8
 
 
 def test_the_plan_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -29,13 +31,15 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.memory import shape_of
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.engines.native import NativeEngine
-from swarm_node.policy.engines.products import Layout, Name
+from swarm_node.policy.engines.products import Layout, Name, joined
 from swarm_node.policy.loading import load_policy, prepare
 from swarm_node.policy.model_path import starter_path
 from swarm_node.policy.packed import held_bytes, is_packed, plain_weight, values_of
 from swarm_node.policy.policy import Policy, model_digest
 from swarm_node.policy.quantised import KIND, check_quantisable, original_lines
+from swarm_node.policy.sizes import copying_bytes
 from swarm_node.types import Group, Sampling, Task
+from tests.support.layouts import skip_if_missing
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
 
@@ -91,17 +95,43 @@ def test_logits_are_those_of_dequantised_weights(kind: str, dtype: str, tmp_path
 @pytest.mark.parametrize("layout", get_args(Name))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampling_has_the_models_own_numbers(kind: str, layout: Name, dtype: str, tmp_path: Path) -> None:
+    """In bfloat16, rounding makes 0.02 to 0.03 nats a token, and one layer's missing adapter 0.09 or more."""
     policy = load(save("qwen3", tmp_path), quantize=kind, dtype=dtype)
+    skip_if_missing(layout, policy.dtype)
     assert isinstance(policy.engine, NativeEngine) and policy.packing and policy.split_head
     policy.engine.layout = Layout(layout, "")
     stir(policy)
-    for rollout in policy.generate([[5, 6, 7]], 4, Sampling(8), [1])[0]:
-        ids = torch.tensor([[5, 6, 7, *rollout.token_ids]])
+    plain, off = by_hand(policy, tmp_path, policy.dtype), []
+    for rollout in policy.generate([[5, 6, 7]], 8, Sampling(16), [1])[0]:
         with torch.no_grad():
-            logits = policy.model(input_ids=ids).logits[0, 2:-1].float()
+            logits = plain(input_ids=torch.tensor([[5, 6, 7, *rollout.token_ids]])).logits[0, 2:-1].float()
         expected = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        tolerance = 1e-3 if dtype == "float32" else 0.3  # of rounding
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=tolerance, rtol=0)
+        off += (torch.tensor(rollout.logprobs) - expected).abs().tolist()
+    assert len(off) > 64 and fmean(off) <= (1e-4 if dtype == "float32" else 0.06)
+
+
+def most_bytes(make: Callable[[], object]) -> int:
+    """The most bytes of tensors that there are at a time while `make` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        _ = make()
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["joined", "packed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_making_a_copy_takes_what_is_estimated(kind: str, layout: Name, dtype: str, tmp_path: Path) -> None:
+    policy = load(save("qwen3", tmp_path), quantize=kind, dtype=dtype)
+    skip_if_missing(layout, policy.dtype)
+    mlp = policy.base.model.layers[0].mlp
+    beside = []
+    for modules in ([mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
+        copied = sum(values_of(module.base_layer.weight) for module in modules) * policy.dtype.itemsize
+        beside.append(most_bytes(lambda modules=modules: joined(modules, layout, policy.dtype)) - copied)
+    estimate = copying_bytes(shape_of(policy))
+    least = 0.3 if (kind, dtype) == ("nf4", "bfloat16") else 0.9  # no float32 there
+    assert least * estimate <= max(beside) <= 1.01 * estimate
 
 
 @pytest.mark.parametrize("kind", KINDS)

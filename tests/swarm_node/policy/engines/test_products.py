@@ -15,6 +15,7 @@ from swarm_node.policy.engines.base import Request
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import Layout, Name, joined, layout_of, packed_layout, packing_gain
 from swarm_node.types import Sampling
+from tests.support.layouts import skip_if_missing
 from tests.support.tiny_models import make
 
 
@@ -22,6 +23,7 @@ from tests.support.tiny_models import make
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 48), (8, 48), (2, 9, 48)])
 def test_every_layout_has_the_modules_products(layout, dtype, shape):
+    skip_if_missing(layout, dtype)
     torch.manual_seed(0)
     modules = [nn.Linear(48, 32, bias=True), nn.Linear(48, 16, bias=False), nn.Linear(48, 24, bias=True)]
     modules, x = [m.to(dtype) for m in modules], torch.randn(shape, dtype=dtype)
@@ -34,6 +36,7 @@ def test_every_layout_has_the_modules_products(layout, dtype, shape):
 @pytest.mark.parametrize("layout", ["joined", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_are_merged(layout, dtype):
+    skip_if_missing(layout, dtype)
     torch.manual_seed(0)
     model = get_peft_model(
         make("qwen2").to(dtype), LoraConfig(r=4, target_modules=["up_proj"]), autocast_adapter_dtype=True
@@ -76,9 +79,11 @@ def test_a_quantised_model_is_copied_without_packing(monkeypatch):
     assert layout.name == "joined" and "dequantised once a round" in layout.why
 
 
-def test_packed_weights_give_way_to_an_update():
+@pytest.mark.parametrize("layout", ["joined", "packed"])
+def test_copied_weights_give_way_to_an_update(layout):
+    skip_if_missing(layout)
     engine = NativeEngine(make("qwen2"), [1], 0)
-    engine.layout = Layout("packed", "")
+    engine.layout = Layout(layout, "")
     decoder = weakref.ref(engine.decoder)
     assert decoder() is engine.decoder
     engine.submit([Request(0, [3, 4], Sampling(4), n=2)])
