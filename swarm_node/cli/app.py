@@ -20,7 +20,7 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
-from swarm_node.cli.options import SettingsCommand, with_settings, with_verbosity
+from swarm_node.cli.options import SettingsCommand, early_log, with_settings, with_verbosity
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError, UserError
 from swarm_node.runtime.waiting import wait_passively
@@ -81,18 +81,18 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except SwarmNodeError as error:
-            _tell(error, values)
+            _tell(error, command.__name__, values)
             raise typer.Exit(_exit_code(error)) from None
         except PermissionError as error:  # of a file that another user owns, wherever a command came upon it
             if error.filename is None:
                 raise
             named = f"no permission for {error.filename}: change its owner or mode, or choose another directory"
-            _tell(UserError(named), values)
+            _tell(UserError(named), command.__name__, values)
             raise typer.Exit(USER_ERROR) from None
         except Exception as error:
             if (own := _disk_full(error) or blamed(error)) is None:
                 raise
-            _tell(own, values)
+            _tell(own, command.__name__, values)
             raise typer.Exit(_exit_code(own)) from None
 
     return run
@@ -109,12 +109,17 @@ def _exit_code(error: SwarmNodeError) -> int:
     return NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR
 
 
-def _tell(error: SwarmNodeError, values: Mapping[str, Any]) -> None:
-    """Show an error: one line, and the traceback of the user's own code if that failed."""
+def _tell(error: SwarmNodeError, command: str, values: Mapping[str, Any]) -> None:
+    """Show an error: one line, and the traceback of the user's own code if that failed. In a log of JSON lines, that is
+    one of them."""
     message = printable(str(error))
     for line in error.trace if isinstance(error, PluginError) else []:
         typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
-    typer.echo(f"swarm-node: {message}", err=True)
+    show = early_log(command, values)
+    if show is None:
+        typer.echo(f"swarm-node: {message}", err=True)
+    elif not error.logged:
+        show(message, "error", "error")
     if values.get("json_output"):
         typer.echo(json.dumps({**(error.document or {}), "error": message}))
 

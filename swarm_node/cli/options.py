@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -87,7 +88,9 @@ def note(sentence: str, err: bool = True) -> None:
 
 def log_of(config: NodeConfig, err: bool) -> Show | None:
     """The log of a command before there is a run, on standard error or else on standard output. None on a terminal."""
-    return shown_as_lines(config.log_format, config.name or config.directory.name, sys.stderr if err else sys.stdout)
+    return shown_as_lines(
+        config.log_format, config.name or config.directory.resolve().name, sys.stderr if err else sys.stdout
+    )
 
 
 def note_for(config: NodeConfig, kind: str, err: bool = True) -> Callable[[str], None]:
@@ -112,7 +115,23 @@ def refusals_in(config: NodeConfig, err: bool) -> Iterator[None]:
     except SwarmNodeError as error:
         if not error.logged and config.log_format == "json" and (show := log_of(config, err)) is not None:
             show(printable(str(error)), "error", "error")
+            error.logged = True
         raise
+
+
+def early_log(command: str, values: Mapping[str, Any]) -> Show | None:
+    """The log of JSON lines of a command that may have no settings yet, only the `values` of its options. None if it
+    has no such log, or if people read standard error."""
+    asked = values.get("log_format") or os.environ.get("SWARM_NODE_LOG_FORMAT")
+    if asked != "json" or "log_format" not in values or sys.stderr.isatty():
+        return None
+    usual = {"join": "node"}.get(command, command)
+    place = values.get("run") or values.get("run_dir") or os.environ.get("SWARM_NODE_RUN_DIR")
+    if place and command != "bootstrap":
+        usual = Path(place).resolve().name
+    name = values.get("name") or os.environ.get("SWARM_NODE_NAME") or usual
+    err = command == "bootstrap" or values.get("json_output") or values.get("dry_run")
+    return shown_as_lines("json", printable(str(name)), sys.stderr if err else sys.stdout)
 
 
 def starting(say: Callable[[str], None] = note) -> None:
@@ -144,7 +163,7 @@ class CommandSettings:
         layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
         if usual_name and not any({"name", "run_dir"} & table.keys() for _, table in layers):
             layers = [("the usual name", {"name": usual_name}), *layers]
-        return _with_notes(layers, member, err)
+        return _with_notes(layers, member, err, usual_name)
 
     def load_again(self, run: Path, err: bool = True) -> NodeConfig:
         """The configuration to go on with the run in the directory `run`: its own settings, and those given here. Its
@@ -154,12 +173,15 @@ class CommandSettings:
         return _with_notes(layers, own.swarm is not None, err)
 
 
-def _with_notes(layers: Layers, member: bool, err: bool) -> NodeConfig:
-    """`load_run_config`, whose notes are shown in the format of the log that it gives, in plain text if it fails."""
+def _with_notes(layers: Layers, member: bool, err: bool, usual_name: str = "") -> NodeConfig:
+    """`load_run_config`, whose notes are shown in the format of the log that it gives, in plain text if it fails. The
+    node has the `usual_name` unless another was chosen."""
     notes: list[str] = []
     show: Callable[[str], None] = note
     try:
         config = load_run_config(layers, member, notes.append)
+        if usual_name and config.name is None:
+            config = config.model_copy(update={"name": usual_name})
         show = note_for(config, "settings", err)
         return config
     finally:
@@ -230,6 +252,7 @@ class SettingsCommand(TyperCommand):
     """A command that says what an unknown option may stand for: a key without an option, or one of TRL's arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # the parser empties the other list
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -238,12 +261,30 @@ class SettingsCommand(TyperCommand):
                 wrong: Any = error
                 if hint := _hint(wrong.option_name, self.name or ""):
                     wrong.message, wrong.possibilities = f"{wrong.message}{hint}", None
+            self._log(error, given)
             raise
+
+    def _log(self, error: Any, args: list[str]) -> None:
+        """Let a wrong option end the command with a JSON line, if its log is to be JSON."""
+        values: dict[str, Any] = {"json_output": "--json" in args, "dry_run": "--dry-run" in args}
+        for name in {"log_format", "name", "run_dir"} & {parameter.name for parameter in self.params}:
+            flag = f"--{name.replace('_', '-')}"
+            after = [value for word, value in pairwise(args) if word == flag]
+            joined = [word.removeprefix(f"{flag}=") for word in args if word.startswith(f"{flag}=")]
+            values[name] = next(iter(after + joined), None)
+        if hasattr(error, "format_message") and (show := early_log(self.name or "", values)) is not None:
+            show(printable(error.format_message()), "error", "error")
+            raise typer.Exit(error.exit_code) from None
 
 
 def _hint(option: str, command: str) -> str:
     """What an unknown option of a command may stand for; empty if that is not known."""
     name = option.lstrip("-").replace("-", "_")
+    if command == "bootstrap":
+        from swarm_node.runtime.pause import HOLDING_UP, NOT_ON_A_BOOTSTRAP
+
+        if name in HOLDING_UP:
+            return f": it is not for {NOT_ON_A_BOOTSTRAP}"
     if keys := [key for key in all_keys() if key.endswith(f".{name}") and "[]" not in key]:
         return f"; did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
     flags = {row.key: row.flag for row in OPTIONS if command in row.commands.split() and not row.value}

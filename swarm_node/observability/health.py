@@ -24,7 +24,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import socket
 import sys
 import threading
@@ -44,7 +43,7 @@ from prometheus_client.metrics_core import Metric
 from swarm_node import __version__
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.observability.hosts import is_expected
-from swarm_node.observability.metrics_reference import describe_metric, labelled
+from swarm_node.observability.metrics_reference import PREFIX, describe_metric, labelled, metric_name
 from swarm_node.storage.rundir import RunDir
 
 LEAST_SILENCE_S = 120.0
@@ -59,7 +58,6 @@ MAX_REQUESTS = 16  # most connections, and so threads, at a time
 DEFAULT_PORT = "31390"  # the port of the container image
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of a server that listens on all addresses -> the address to ask it at."""
-PREFIX = "swarm_node_"
 OWN = {
     "info": "Who this is; always 1.",
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
@@ -92,6 +90,7 @@ class Health:
         """`what` names the work that repeats. `done` makes the status text of its last time from the numbers of that,
         up to `12 s ago`."""
         self.waiting: Callable[[], str] = str  # returns what the node waits for with good reason; empty = nothing
+        self.trouble: Callable[[], str] = str  # returns what fails while the node goes on; empty = nothing
         self.leaving = False
         self.measures: Measures = {}
         self._what = what
@@ -148,7 +147,9 @@ class Health:
         if silent > max(self._least_s, TIMES * longest):
             before = f"before that, one took {longest:.1f} s at most"
             return False, f"no {self._what} has ended for {silent:.0f} s; {before}"
-        return True, f"{self._done(self._numbers)} {self._clock() - self._last:.0f} s ago"
+        trouble = self.trouble()
+        text = f"{self._done(self._numbers)} {self._clock() - self._last:.0f} s ago"
+        return True, f"{text}; {trouble}" if trouble else text
 
     def alive(self) -> tuple[bool, str]:
         """(whether the node may still do its work without a new start, a status text or the reason why not)"""
@@ -188,11 +189,6 @@ class Health:
             if all(sample.labels != labels for sample in family.samples):  # else two names differ in signs only
                 family.add_sample(f"{name}_total" if is_counter else name, labels, value)
         yield from (families[name] for name in sorted(families))
-
-
-def metric_name(name: str) -> str:
-    """The name at /metrics, without the `_total` of counters: `swarm/groups_sent` -> `swarm_node_swarm_groups_sent`."""
-    return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
 
 
 @contextmanager

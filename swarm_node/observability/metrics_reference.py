@@ -214,6 +214,7 @@ EXPORTED = {
 """Names at /metrics where that of metrics.jsonl does not follow the conventions of Prometheus: base units, written out,
 at the end of the name. https://prometheus.io/docs/practices/naming"""
 
+PREFIX = "swarm_node_"  # of every name at /metrics
 _MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
 
 
@@ -225,13 +226,25 @@ def find_metric(key: str, names: Iterable[str] = _MEANINGS) -> str | None:
     return None
 
 
+def metric_name(name: str) -> str:
+    """The name at /metrics, without the `_total` of counters: `swarm/groups_sent` -> `swarm_node_swarm_groups_sent`."""
+    return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
+
+
 def describe_metric(key: str) -> tuple[str, bool] | None:
-    """(meaning without Markdown, whether it is a counter) of `key` at /metrics; None if it is unknown."""
+    """(meaning without Markdown, whether it is a counter) of `key` at /metrics; None if it is unknown. Other numbers
+    have their names there in it."""
     every = _MEANINGS | OF_BOOTSTRAPS
     name = find_metric(key, every)
     if name is None:
         return None
-    return re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|`", "", every[name]), name in COUNTERS
+    text = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)", "", every[name])
+    return re.sub("`([^`]*)`", lambda quoted: _at_metrics(quoted[1]), text), name in COUNTERS
+
+
+def _at_metrics(name: str) -> str:
+    """The name at /metrics of a number of a round; any other word as it is."""
+    return metric_name(labelled(name)[0]) + "_total" * (name in COUNTERS) if name in _MEANINGS else name
 
 
 @lru_cache(4096)

@@ -200,6 +200,8 @@ def _watch(
         if addresses and (newest := join_link(manifest.swarm_id, addresses, others)) != link:
             link = newest
             _print(link, sys.stdout)
+            if config.log_format == "json":
+                say(link, "link")
             if reach := reach_of(link):
                 of_links("reach", reach)
         with suppress(OSError):  # too many open files: it is looked at again

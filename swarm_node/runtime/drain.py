@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarm_node.config import NodeConfig
-from swarm_node.observability.health import Measures
+from swarm_node.observability.health import Health
 from swarm_node.runtime.console import say
 from swarm_node.runtime.preemption import cloud_of, reach
 from swarm_node.runtime.shutdown import Stopper
@@ -80,10 +80,12 @@ def open_mirror(
     return mirror
 
 
-def saved_ages(checkpoints: CheckpointStore, mirror: Mirror | None) -> Measures:
-    """The ages of the last checkpoint and of its last copy elsewhere, for /metrics."""
-    ages: Measures = {"since_checkpoint_seconds": lambda: checkpoints.age_s}
-    return ages if mirror is None else ages | {"since_copy_seconds": lambda: mirror.age_s}
+def show_saving(health: Health, checkpoints: CheckpointStore, mirror: Mirror | None) -> None:
+    """Show the ages of the last checkpoint and of its last copy elsewhere at /metrics, and a failure at /healthz."""
+    health.trouble = lambda: checkpoints.failure or ""
+    health.measures["since_checkpoint_seconds"] = lambda: checkpoints.age_s
+    if mirror is not None:
+        health.measures["since_copy_seconds"] = lambda: mirror.age_s
 
 
 def finish_mirror(mirror: Mirror | None, stop: Stopper) -> None:

@@ -221,7 +221,7 @@ class HeldOutFigures:
             say(withdrawn(key, self.samples, self.figure), "held_out")
         for key in found.keys() & self._noticed - self._said:
             self._said.add(key)
-            say(Warned(found[key]), "held_out")
+            say(found[key], "held_out")
         self._noticed = set(found)
 
 

@@ -28,7 +28,7 @@ from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, saved_ages, say_reach
+from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, say_reach, show_saving
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -126,7 +126,7 @@ class Run:
         self._without_reward = 0  # rounds in a row
         self._saved_at = 0.0  # when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
-        self.console.health.measures |= saved_ages(self.checkpoints, self._mirror)
+        show_saving(self.console.health, self.checkpoints, self._mirror)
         self.console.usage.saved_s = lambda: self.checkpoints.age_s
         resumed = self.state.resume()
         self._declare()

@@ -27,6 +27,12 @@ COOLER_C = 5.0  # a node that paused for heat goes on so many degrees below `hot
 _PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
 
 
+HOLDING_UP = ["max_cpu", "quiet_hours", "pause_on"]
+NOT_ON_A_BOOTSTRAP = (
+    "a bootstrap, which others join by at any time; --nice, --max-memory, --max-upload and --max-download work"
+)
+
+
 def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
     """Raise UserError for settings that would make a crew wait for this machine."""
     why = (
@@ -42,8 +48,7 @@ def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
 
 def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
     """Raise UserError for settings that would keep newcomers from reaching this bootstrap."""
-    why = "a bootstrap, which others join by at any time; --nice, --max-memory, --max-upload and --max-download work"
-    _refuse(config, ["max_cpu", "quiet_hours", "pause_on"], why)
+    _refuse(config, HOLDING_UP, NOT_ON_A_BOOTSTRAP)
     if run.paused.exists():
         raise UserError(
             f"{run.path} is paused, which a bootstrap cannot be: `swarm-node unpause {run.quoted}` first, or stop it "

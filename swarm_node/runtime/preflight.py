@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from protocol.errors import LocalProtocolError
+from protocol.identity import Identity
 from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.config.plugins import not_here, only_in_a_program
@@ -21,7 +22,7 @@ from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
 from swarm_node.policy.sizes import MOMENT_BYTES
 from swarm_node.storage.room import check_room
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file
 from swarm_node.tasks.checking import check_specs
 
@@ -31,7 +32,7 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
     node listens for others."""
     RunDir(config.directory).check_usable()
     if network:
-        identity_file(config.network, RunDir(config.directory))
+        _check_key(identity_file(config.network, RunDir(config.directory)))
     if config.health.port:
         _check_port(config.health.listen, config.health.port, "--health-port")
     chosen = {"port", "gossip_port"} & config.network.model_fields_set
@@ -63,6 +64,16 @@ def check_functions(functions: Sequence[RewardFunctionConfig]) -> None:
         file = Path(function.path.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():
             raise UserError(f"reward function {function.path!r}: there is no file {file}")
+
+
+def _check_key(file: Path) -> None:
+    """Raise UserError if the file is there and holds no key."""
+    try:
+        if file.exists():
+            with os_errors_explained(file):
+                Identity.load(file)
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
 
 
 def _check_port(listen: str, port: int, option: str) -> None:

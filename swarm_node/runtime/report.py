@@ -47,7 +47,7 @@ class RunReport:
         words = [*summary(self.figures), *whereabouts(path, files)] if self.figures.rounds_recorded else []
         if words:
             console.events.write("summary", "\n".join(words))
-        if console.tell_as_json("\n".join(words), self.document):
+        if console.tell_as_json("\n".join(words) or "no round was made", self.document):
             return
         held = self.figures.held_out
         if self._now.table:

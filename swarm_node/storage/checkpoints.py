@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -45,6 +46,7 @@ from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 
 FORMAT = 1
+WARN_AGAIN_S = 600.0  # least time between two warnings while writes fail
 MAX_WRITTEN = 64  # complete checkpoints that wait for somebody to hear of them
 # errors of the system that mean for good that a file of a checkpoint is missing
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -77,7 +79,8 @@ class CheckpointStore:
         self._report = report
         self._refused: set[str] = set()
         self._last_good: int | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None  # of the last write, in words
+        self._warned_at = -math.inf
         self._best_failed = False
         self._writing: Future[None] | None = None
         self._good_at = time.monotonic()  # when the last checkpoint was complete; at first, when this start began
@@ -86,8 +89,9 @@ class CheckpointStore:
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any], best: Best | None = None) -> None:
         """Copy all tensors now and write them in the background, once an older write is over. A write that fails is
-        reported, leaves the older checkpoints alone and does not stop training; `close` raises if the last one failed.
-        `state` must be JSON-able (TypeError otherwise). `best`: this is the best checkpoint so far, with its figures.
+        reported, though not each time, leaves the older checkpoints alone and does not stop training; `close` raises if
+        the last one failed. `state` must be JSON-able (TypeError otherwise). `best`: this is the best checkpoint so
+        far, with its figures.
         """
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
@@ -120,7 +124,7 @@ class CheckpointStore:
     @property
     def failed(self) -> bool:
         """Whether the last write is over and has failed."""
-        return not self.busy and self._failure is not None
+        return not self.busy and self.failure is not None
 
     @property
     def best_failed(self) -> bool:
@@ -135,8 +139,8 @@ class CheckpointStore:
     def close(self) -> None:
         """Finish writing. Raises UserError if the newest state could not be saved."""
         self.wait()
-        if self._failure is not None:
-            raise TemporaryError(self._failure)
+        if self.failure is not None:
+            raise TemporaryError(self.failure)
 
     def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint | None:
         """The newest usable checkpoint, or None if there is none; changes nothing on disk.
@@ -176,13 +180,16 @@ class CheckpointStore:
         except OSError as error:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
             problem = os_error_text(error, self._directory)
-            self._failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
-            self._report(Warned(self._failure))
+            is_new = self.failure is None
+            self.failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
+            if is_new or time.monotonic() - self._warned_at > WARN_AGAIN_S:
+                self._warned_at = time.monotonic()
+                self._report(Warned(self.failure))
         else:
             self._good_at = time.monotonic()
-            if self._failure is not None:
+            if self.failure is not None:
                 self._report(f"checkpoints are written again: round {round} is saved")
-            self._failure = None
+            self.failure = None
 
     def _name_best(self, best: Best, name: str) -> bool:
         """Let best.json name this checkpoint; whether it does. A failure is reported: the checkpoint is good all the

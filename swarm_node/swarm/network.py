@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
 from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
@@ -34,13 +35,25 @@ def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
 
 
 def identity_file(config: NetworkConfig, run: RunDir) -> Path:
-    """The key file of this node. Raises UserError if the user named one that is not there."""
+    """The key file of this node. Raises UserError if the user named one that is not there, or is no key."""
     if config.identity is None:
         return run.identity
     file = Path(config.identity).expanduser()
     if not file.is_file():
         raise UserError(f"no key file at {file} (network.identity); `swarm-node identity export {file}` writes one")
+    load_key(file, "network.identity")
     return file
+
+
+def load_key(file: Path, named_by: str) -> Identity:
+    """The identity in a file that the user named, by `named_by`. Raises UserError."""
+    try:
+        return Identity.load(file)
+    except LocalProtocolError as error:
+        wrong = f"{file} ({named_by}) holds no key of a peer, or a damaged one"
+        raise UserError(f"{wrong}: name a file that `swarm-node identity export` wrote") from error
+    except OSError as error:
+        raise UserError(f"cannot read {file} ({named_by}): {error.strerror}") from error
 
 
 def open_transport(

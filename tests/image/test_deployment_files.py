@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from protocol.identity import Identity
+from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import TEMPORARY
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
@@ -349,6 +351,30 @@ def test_a_public_bootstrap_keeps_port_and_key() -> None:
     assert service["read_only"] and service["cap_drop"] == ["ALL"]
     assert service["restart"] == "unless-stopped", "on-failure would not start it at boot"
     assert int(service["stop_grace_period"].removesuffix("s")) > LONGEST_EXIT_S
+
+
+def test_a_public_swarm_is_made_at_a_second_try(tmp_path: Path) -> None:
+    command = tmp_path / "swarm-node"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m swarm_node "$@"\n')
+    command.chmod(0o700)
+    made, env = tmp_path / "made", os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def make(*options: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", str(PUBLIC / "make-swarm"), str(made), "a.example.org", "192.0.2.1:4000", *options]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    assert make("--tasks", "nonsense").returncode == 2
+    keys = {file: file.read_bytes() for file in made.rglob("*") if file.is_file()}
+    assert {str(file.relative_to(made)) for file in keys} == {"a/identity.key", "b/identity.key"}
+    second = make("--tasks", "small")
+    assert second.returncode == 0, second.stderr
+    peers = {place: Identity.load(made / place / "identity.key").peer_id for place in "ab"}
+    addresses = [f"/dns4/a.example.org/tcp/31330/p2p/{peers['a']}", f"/ip4/192.0.2.1/tcp/4000/p2p/{peers['b']}"]
+    assert parse_manifest((made / "swarm.toml").read_bytes()).bootstrap == addresses
+    assert {file: file.read_bytes() for file in keys} == keys
+    (made / "a/identity.key").write_bytes(b"no key")
+    broken = make()
+    assert broken.returncode == 2 and broken.stderr.count("swarm-node: ") == 1 and "identity" in broken.stderr
 
 
 def test_bootstraps_leave_before_the_machine_is_full() -> None:

@@ -15,7 +15,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
-from swarm_node.swarm.network import identity_file
+from swarm_node.swarm.network import identity_file, load_key
 
 HOW_TO_GET_ONE = "joining a swarm creates one, and so does `swarm-node identity new`"
 
@@ -49,7 +49,9 @@ def export_key(config: NodeConfig, file: Path) -> str:
 def import_key(config: NodeConfig, file: Path) -> str:
     """Copy the key in `file` to a run directory that has none."""
     run = _own_place(config)
-    identity = _load(file, f"no key file at {file}; `swarm-node identity export {file}` writes one")
+    if not file.exists():
+        raise UserError(f"no key file at {file}; `swarm-node identity export {file}` writes one")
+    identity = load_key(file, "the file to import")
     with _saved(run.identity):
         run.path.mkdir(parents=True, exist_ok=True)
         identity.save(run.identity)

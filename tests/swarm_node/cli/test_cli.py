@@ -122,8 +122,41 @@ def test_json_lines_are_all_in_one_stream(tmp_path: Path) -> None:
     refused, as_document = run(*words), run(*words, "--json")
     settings, error = map(json.loads, refused.stdout.splitlines())
     assert (settings["kind"], error["kind"], error["level"]) == ("settings", "error", "error")
-    assert refused.stderr == f"swarm-node: {error['message']}\n"
+    assert not refused.stderr
     assert json.loads(as_document.stdout).keys() == {"error"} and '"settings"' in as_document.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "found"),
+    [
+        ("join x --port x", {}, "Invalid value for '--port'"),
+        ("join x --nmae a", {}, "No such option: --nmae"),
+        ("local --config none.toml", {}, "none.toml"),
+        ("local --quiet-hours 25", {}, "resources.quiet_hours"),
+        ("local --set grpo.los=x", {}, "grpo.los"),
+        ("local", {"SWARM_NODE_ROUNDSS": "1"}, "unknown environment variable SWARM_NODE_ROUNDSS"),
+        ("local", {"SWARM_NODE_SEED": "1", "SWARM_NODE_SEED_FILE": "seed"}, "both SWARM_NODE_SEED and"),
+        ("local", {"SWARM_NODE_SEED_FILE": "none"}, "cannot read 'none'"),
+        ("resume none", {}, "no run in none"),
+    ],
+)
+def test_refused_settings_are_json_lines_too(words: str, env: dict[str, str], found: str) -> None:
+    env = env | {"SWARM_NODE_NAME": "bob"}
+    by_variable = run(*words.split(), env=env | {"SWARM_NODE_LOG_FORMAT": "json"})
+    by_option = run(*words.split(), "--log-format=json", env=env)
+    for refused in (by_variable, by_option):
+        assert refused.exit_code == 2 and not refused.stderr
+        record = json.loads(refused.stdout)
+        assert found in record["message"] and record["level"] == record["kind"] == "error" and record["node"] == "bob"
+    assert found in run(*words.split(), env=env | {"COLUMNS": "200"}).stderr, "people get a sentence"
+
+
+def test_a_bootstrap_has_one_name_in_its_log() -> None:
+    words = "bootstrap", "none.toml", "--run-dir", "bz", "--log-format", "json"
+    for more in ([], ["--health-port", "x"], ["--max-cpu", "5"]):
+        refused = run(*words, *more)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert json.loads(refused.stderr)["node"] == "bootstrap"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, TEMPORARY), (errno.EDQUOT, TEMPORARY)])
@@ -308,6 +341,7 @@ def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
         ("local --learning-rate 1e-4", "; did you mean --set grpo.learning_rate=VALUE?"),
         ("join swarm.toml --nmae alice", "No such option: --nmae"),
         ("eval starter --learning-rate 1", "No such option: --learning-rate"),
+        ("bootstrap swarm.toml --max-cpu 50", "No such option: --max-cpu: it is not for a bootstrap, which others"),
     ],
 )
 def test_unknown_options_name_what_they_may_stand_for(args: str, hint: str) -> None:
@@ -531,7 +565,7 @@ def test_a_key_that_no_node_would_use_is_refused() -> None:
 
 def test_what_is_no_key_is_not_imported() -> None:
     Path("notes.txt").write_text("x" * 68)
-    for file, message in (("notes.txt", "is not an Ed25519 identity file"), ("none.key", "no key file at none.key")):
+    for file, message in (("notes.txt", "(the file to import) holds no key"), ("none.key", "no key file at none.key")):
         refused = run("identity", "import", "--run-dir", "runs/a", file)
         assert refused.exit_code == 2 and message in refused.stderr
     assert not Path("runs").exists()

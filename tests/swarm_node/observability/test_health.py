@@ -49,7 +49,8 @@ def test_only_a_node_that_trains_is_healthy() -> None:
     clock.now += 1
     assert health.verdict() == (False, "no round has ended for 121 s; before that, one took 2.0 s at most")
     health.write(4, {})
-    assert health.verdict()[0]
+    health.trouble = lambda: "checkpoint of round 4: disk full"
+    assert health.verdict() == (True, "round 4 ended 0 s ago; checkpoint of round 4: disk full")
 
 
 def test_slow_rounds_have_more_time() -> None:

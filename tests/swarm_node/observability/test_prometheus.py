@@ -15,8 +15,15 @@ import yaml
 from prometheus_client import parser
 
 import swarm_node
-from swarm_node.observability.health import Health, metric_name
-from swarm_node.observability.metrics_reference import COUNTERS, METRICS, OF_BOOTSTRAPS, describe_metric, labelled
+from swarm_node.observability.health import Health
+from swarm_node.observability.metrics_reference import (
+    COUNTERS,
+    METRICS,
+    OF_BOOTSTRAPS,
+    describe_metric,
+    labelled,
+    metric_name,
+)
 from swarm_node.observability.reasons import HOSTILE
 from tests.support.repository import ROOT
 
@@ -58,6 +65,7 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
         family = found.pop(metric_name(name))
         assert family.type == ("counter" if each in COUNTERS else "gauge"), each
         assert family.documentation and "`" not in family.documentation and "](" not in family.documentation, each
+        assert not re.search(r"\b(swarm|cost|eval)/", family.documentation), f"{each}: no name of /metrics"
         assert [(sample.name, sample.labels) for sample in family.samples] == [
             (metric_name(name) + "_total" * (each in COUNTERS), labels)
         ]
@@ -77,13 +85,13 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_bootstraps_are_told_by_a_label_that_stays() -> None:
-    down = {rule["alert"]: rule["expr"] for rule in alerts() if rule["alert"].endswith("Down")}
+    down = {rule["alert"]: rule["expr"] for rule in alerts() if rule["alert"].endswith("Down")} | counts()
     target, _, gone = down.pop("SwarmBootstrapDown").partition(" or ")
     assert target == 'up{role="bootstrap"} == 0', "no history, which ends after a day"
     assert gone.count('up{role="bootstrap"}') == 2
     for name, expr in down.items():
         ups = re.findall(r"\bup\b(\{[^}]*\})?", expr)
-        assert len(ups) == 2 and all('role!="bootstrap"' in each for each in ups), name
+        assert ups and all('role!="bootstrap"' in each for each in ups), name
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
@@ -119,8 +127,36 @@ def names_of_samples() -> set[str]:
 
 def alerts() -> list[dict[str, Any]]:
     [group] = yaml.safe_load((DASHBOARD.parent / "alerts.yml").read_text())["groups"]
-    rules: list[dict[str, Any]] = group["rules"]
-    return rules
+    return [rule for rule in group["rules"] if "alert" in rule]
+
+
+def counts() -> dict[str, str]:
+    """What alerts look up, by its name."""
+    [group] = yaml.safe_load((DASHBOARD.parent / "alerts.yml").read_text())["groups"]
+    return {rule["record"]: rule["expr"] for rule in group["rules"] if "record" in rule}
+
+
+def check_alerts(folder: Path, series: dict[str, str], at: str, expected: dict[str, list[dict[str, str]]]) -> None:
+    """Let promtool compare alerts that fire: `expected` has for each alert labels, with `summary` among them."""
+    actions = {rule["alert"]: rule["annotations"]["action"] for rule in alerts()}
+    tests = []
+    for name, fired in expected.items():
+        exp_alerts = [
+            {
+                "exp_labels": {key: value for key, value in labels.items() if key != "summary"},
+                "exp_annotations": {"summary": labels["summary"], "action": actions[name]},
+            }
+            for labels in fired
+        ]
+        tests.append({"eval_time": at, "alertname": name, "exp_alerts": exp_alerts})
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": tests,
+    }
+    file = folder / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DASHBOARD.parent / "alerts.yml")], "tests": [test]}))
+    subprocess.run(["promtool", "test", "rules", file], check=True)
 
 
 def test_alerts_name_what_a_node_can_say() -> None:
@@ -151,23 +187,43 @@ def test_a_bootstrap_is_missed_when_its_pod_is_gone(tmp_path: Path) -> None:
         up.format("moved", "10.0.0.1:31390"): "1x10 _x40",
         up.format("moved", "10.0.0.2:31390"): "_x10 1x40",
     }
-    [action] = [rule["annotations"]["action"] for rule in alerts() if rule["alert"] == "SwarmBootstrapDown"]
+    called = {"gone": {"job": "gone"}, "a:31390": {"job": "down", "role": "bootstrap", "instance": "a:31390"}}
     expected = [
-        {"exp_labels": labels | {"severity": "critical"}}
-        | {"exp_annotations": {"summary": f"{called}: a bootstrap does not answer", "action": action}}
-        for called, labels in (
-            ("gone", {"job": "gone"}),
-            ("a:31390", {"job": "down", "role": "bootstrap", "instance": "a:31390"}),
-        )
+        labels | {"severity": "critical", "summary": f"{name}: a bootstrap does not answer"}
+        for name, labels in called.items()
     ]
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "alert_rule_test": [{"eval_time": "25m", "alertname": "SwarmBootstrapDown", "exp_alerts": expected}],
+    check_alerts(tmp_path, series, "25m", {"SwarmBootstrapDown": expected})
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_nodes_are_missed_when_their_pods_are_gone(tmp_path: Path) -> None:
+    there, gone, down, new = "1x50", "1x10 stale", "1x10 0x40", "_x11 1x40"
+    jobs = {
+        "all": [there, there, there],
+        "moved": [there, gone, new],
+        "one": [there, there, there, gone],
+        "half": [there, gone, there, gone],
+        "none": [gone, gone],
+        "silent": [there, down, down],
     }
-    file = tmp_path / "test.yml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(DASHBOARD.parent / "alerts.yml")], "tests": [test]}))
-    subprocess.run(["promtool", "test", "rules", file], check=True)
+    series = {
+        f'{name}{{job="{job}", instance="{job}{i}"}}': values
+        for job, nodes in jobs.items()
+        for i, values in enumerate(nodes)
+        for name in ("up", "swarm_node_training")
+    }
+    lone = [{"job": job, "summary": f"{job}: a node does not answer"} for job in ("one", "half")]
+    for instance in ("silent1", "silent2"):
+        lone.append({"job": "silent", "instance": instance, "summary": f"{instance}: a node does not answer"})
+    many = [
+        {"job": job, "summary": f"{share} of the nodes of {job} do not answer"}
+        for job, share in (("half", "50%"), ("none", "100%"), ("silent", "66.67%"))
+    ]
+    expected = {
+        "SwarmNodeDown": [labels | {"severity": "warning"} for labels in lone],
+        "SwarmNodesDown": [labels | {"severity": "critical"} for labels in many],
+    }
+    check_alerts(tmp_path, series, "40m", expected)
 
 
 def expressions() -> Iterator[str]:

@@ -49,6 +49,18 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     check_run_place(config(tmp_path), network=False)
 
 
+def test_a_key_is_read_before_torch(tmp_path: Path) -> None:
+    named = config(tmp_path, network={"identity": str(tmp_path / "other.key")})
+    (tmp_path / "other.key").write_text("no key")
+    with pytest.raises(UserError, match="holds no key of a peer"):
+        check_run_place(named, network=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("")
+    (tmp_path / "run/identity.key").write_text("no key")
+    with pytest.raises(UserError, match="restore it, or delete it for a new peer"):
+        check_run_place(config(tmp_path, network={"listen": LOOPBACK}), network=True)
+
+
 def test_a_file_and_other_things_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="run is not a directory"):

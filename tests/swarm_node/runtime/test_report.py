@@ -12,14 +12,16 @@ import pytest
 
 from swarm_node.cli.commands.evaluate import main as evaluation
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import extra_command
 from swarm_node.observability.noise import interval
 from swarm_node.observability.summary import Averaging, Figures, HeldOut, Stages, SwarmFigures
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held, Shown
 from swarm_node.runtime.held_out import HeldOutFigures, compared
+from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.report import RunReport
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from tests.support.starting import train_locally
 
@@ -62,6 +64,16 @@ def test_a_log_of_json_ends_with_one_object(capsys: pytest.CaptureFixture[str]) 
     [told] = [record for record in records if record["kind"] == "summary"]
     assert told["summary"] == document and told["message"].startswith("outcome   reward ")
     assert records[-1] == told, "and no table, nor what to type next"
+
+
+def test_a_run_without_a_round_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(limits: ResourceLimits, stop: Stopper) -> None:
+        raise StopRequested
+
+    monkeypatch.setattr(ResourceLimits, "wait", stopped)
+    document, log = start(1, capsys, log_format="json")
+    record = json.loads(log.splitlines()[-1])
+    assert (record["kind"], record["message"], document["rounds"]) == ("summary", "no round was made", 0)
 
 
 def test_the_keys_of_the_document_are_explained(root: Path) -> None:

@@ -328,12 +328,23 @@ def test_a_full_disk_costs_no_good_checkpoint(tmp_path):
         store.save(20, big, STATE)
         store.save(30, big, STATE)
         store.wait()
-    assert len(said) == 2
+    assert len(said) == 1 and store.failure.startswith("checkpoint of round 30: disk full")
     assert "checkpoint of round 20: disk full" in said[0] and "last good checkpoint: round 10" in said[0]
     assert names(tmp_path) == ["round-00000010"]
     with pytest.raises(UserError, match=r"round 30: disk full.*last good checkpoint: round 10"):
         store.close()
     assert load(tmp_path)[0].round == 10
+
+
+def test_writes_that_go_on_failing_are_said_again(tmp_path, monkeypatch):
+    said = []
+    store = CheckpointStore(tmp_path, 2, said.append)
+    monkeypatch.setattr("swarm_node.storage.checkpoints.WARN_AGAIN_S", 0.0)
+    with file_size_limit(100):
+        store.save(1, {}, STATE)
+        store.save(2, {}, STATE)
+        store.wait()
+    assert [text.partition(":")[0] for text in said] == ["checkpoint of round 1", "checkpoint of round 2"]
 
 
 def test_a_disk_that_has_room_again_heals(tmp_path):

@@ -53,6 +53,10 @@ def test_a_mounted_key_is_used_in_place_of_the_runs(run: RunDir) -> None:
     assert identity_file(NetworkConfig(), run) == run.identity
     with pytest.raises(UserError, match="no key file at secret.key"):
         identity_file(NetworkConfig(identity="secret.key"), run)
+    Path("secret.key").write_text("no key")
+    with pytest.raises(UserError, match=r"secret.key \(network.identity\) holds no key of a peer"):
+        identity_file(NetworkConfig(identity="secret.key"), run)
+    Path("secret.key").unlink()
     Identity.generate(bytes(32)).save(Path("secret.key"))
     Path("secret.key").chmod(0o400)
     assert identity_file(NetworkConfig(identity="secret.key"), run) == Path("secret.key")
