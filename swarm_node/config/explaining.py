@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, all_keys, subsections
 from swarm_node.config.section import IN_WORDS, TOGETHER, Section
-from swarm_node.config.trl_names import trl_hint
+from swarm_node.config.trl_names import loss_hint, trl_hint
 
 EXAMPLES = {
     "tasks[]": '{ env = "gcd", weight = 2 }',
@@ -40,8 +40,9 @@ def explain(error: ValidationError, source: str) -> str:
     if problem["type"] == "literal_error" and _is_alternative(problem["loc"][-1]):
         names = re.findall(r"'[^']*'", problem["ctx"]["expected"])
         message = f"must be {', '.join(names)} or package.module:function"
-        for match in difflib.get_close_matches(repr(problem["input"]), names, n=1):
-            message += f"; did you mean {match}?"
+        hint = loss_hint(key, problem["input"])
+        matches = [] if hint else difflib.get_close_matches(repr(problem["input"]), names, n=1)
+        message += hint or "".join(f"; did you mean {match}?" for match in matches)
     value, field = problem["input"], all_keys().get(key)
     if isinstance(value, dict) and len(value) == 1 and field is not None and dict(subsections(field)):
         ((name, value),) = value.items()  # all that was given of the section

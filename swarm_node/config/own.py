@@ -112,7 +112,9 @@ def say_kept(own: Table, above: Table, directory: Path, say: Callable[[str], Non
     """Report the settings that a start takes from the run: those that no source `above` sets."""
     named = flat(above)
     words = [
-        f"{key} = {shown(key, value)}" for key, value in flat(own).items() if key not in named and key not in UNREPORTED
+        f"{key} = {in_brief(key, value)}"
+        for key, value in flat(own).items()
+        if key not in named and key not in UNREPORTED
     ]
     if words:
         say(f"{directory} goes on with its own settings: {listed(words)}")
@@ -130,3 +132,14 @@ def shown(key: str, value: object) -> str:
         return "(hidden)"
     text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
     return shorten(text, MAX_VALUE_CHARS, placeholder=" …")
+
+
+def in_brief(key: str, value: object) -> str:
+    """`shown`, but tables in a list have their names and weights alone, as `brevity×0.2`."""
+    if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
+        return shown(key, value)
+    tables = [each if isinstance(each, dict) else {"env": each} for each in value]
+    names = [str(each.get("path") or each.get("file") or each.get("env")).rpartition(":")[2] for each in tables]
+    weights = [each.get("weight", 1) for each in tables]
+    words = (name if weight == 1 else f"{name}×{weight:g}" for name, weight in zip(names, weights, strict=True))
+    return shorten(", ".join(words), MAX_VALUE_CHARS, placeholder=" …")

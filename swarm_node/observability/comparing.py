@@ -14,17 +14,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from swarm_node.config.figures import WORDS, reports_reward
 from swarm_node.config.keys import flat
-from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, SECRET, read_own, shown
+from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, SECRET, in_brief, read_own, shown
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
 from swarm_node.observability.evaluations import NOT_MEASURED, newest_checkpoint, record_of
@@ -44,6 +44,11 @@ SMOOTHED_SHARE = 20  # a point of a run's reward is the mean over a twentieth of
 ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
 """Top-level keys that neither separate groups nor count as differences."""
 AUTOMATIC = {"null", "0", '"auto"'}  # JSON of values in whose place a run chooses one
+SAMPLED = (
+    *("rollouts.max_new_tokens", "rollouts.temperature", "rollouts.top_p"),
+    *("rewards.answer", "policy.system_prompt", "policy.prompt_template", "eval.samples"),
+)
+"""Settings with which held-out questions are asked."""
 REWARDS = ("rewards.functions", "rewards.checker_weight", "rewards.partial")  # settings of a mean reward
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Quantiles of Student's t at 0.975 for 1, 2, … degrees of freedom; beyond them, the normal one."""
@@ -88,6 +93,7 @@ class Band:
     low: np.ndarray
     high: np.ndarray
     runs: int
+    measured: bool = True  # whether all runs were measured at each point, so that none is interpolated
 
 
 class Comparison:
@@ -160,15 +166,21 @@ class Comparison:
         runs = [run for group in self.groups for run in group.runs]
         asked = {run.asked for run in runs if run.asked is not None}
         rewards = {json.dumps([run.settings.get(key) for key in REWARDS]) for run in runs}
-        found = ["held-out questions differ: held-out figures are not comparable"] if len(asked) > 1 else []
+        measured = [run for run in runs if any(name.startswith("held-out") for name in run.final)]
+        differs = [key.rpartition(".")[2] for key in SAMPLED if len({run.settings.get(key) for run in measured}) > 1]
+        differs = [*(["questions"] if len(asked) > 1 else []), *differs]
+        found = [f"held-out figures are not comparable: different {', '.join(differs)}"] if differs else []
         return found + (["rewards differ: mean rewards are not comparable"] if len(rewards) > 1 else [])
 
     def bands(self, axis: str, measure: str) -> list[tuple[RunGroup, Band]]:
         """The curve of each group in which the measure was taken."""
         found = []
         for group in self.groups:
-            curves = [run.curves[axis, measure] for run in group.runs if (axis, measure) in run.curves]
-            if curves:
+            having = [run.curves for run in group.runs if (axis, measure) in run.curves]
+            curves = [each[axis, measure] for each in having]
+            if curves and measure in MEASURED:
+                found.append((group, measured_band([each["round", measure][0] for each in having], curves)))
+            elif curves:
                 found.append((group, band(curves)))
         return found
 
@@ -176,13 +188,13 @@ class Comparison:
         """Write all curves as one tidy table. Raises UserError."""
         with os_errors_explained(path), open(path, "w", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")
-            table.writerow(["group", "measure", "axis", "x", "mean", "low", "high", "runs"])
+            table.writerow(["group", "measure", "axis", "x", "mean", "low", "high", "runs", "measured"])
             for measure in MEASURES:
                 for axis in AXES:
                     for group, curve in self.bands(axis, measure):
                         for row in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
                             cells = ["" if math.isnan(value) else f"{value:.6g}" for value in row]
-                            table.writerow([group.name, measure, axis, *cells, curve.runs])
+                            table.writerow([group.name, measure, axis, *cells, curve.runs, int(curve.measured)])
 
     def document(self) -> dict[str, Any]:
         """All but the curves, for JSON."""
@@ -212,8 +224,8 @@ def _from_here(path: Path) -> str:
 def _in_words(key: str, values: Sequence[Any], in_effect: Sequence[Mapping[str, Any]]) -> list[str]:
     """Values of one setting as texts, different ones as different texts. Tables in a list have their names and weights,
     as `brevity×0.2`, where that tells them apart. An automatic value is told as the one `in_effect` in that run."""
-    raw, short = [shown(key, value) for value in values], [_short(key, value) for value in values]
-    texts = short if len(set(short)) >= len(set(raw)) else raw
+    raw, names = [shown(key, value) for value in values], [in_brief(key, value) for value in values]
+    texts = names if len(set(names)) >= len(set(raw)) else raw
     return [_chosen(key, *each) for each in zip(values, texts, in_effect, strict=True)]
 
 
@@ -223,16 +235,6 @@ def _chosen(key: str, value: Any, text: str, in_effect: Mapping[str, Any]) -> st
     if key in in_effect:
         return f"{shown(key, in_effect[key])} (default)"
     return "none (default)" if value is None else text
-
-
-def _short(key: str, value: Any) -> str:
-    if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
-        return shown(key, value)
-    tables = [each if isinstance(each, dict) else {"env": each} for each in value]
-    names = [str(each.get("path") or each.get("file") or each.get("env")).rpartition(":")[2] for each in tables]
-    weights = [each.get("weight", 1) for each in tables]
-    words = (name if weight == 1 else f"{name}×{weight:g}" for name, weight in zip(names, weights, strict=True))
-    return shorten(", ".join(words), MAX_VALUE_CHARS, placeholder=" …")
 
 
 def read_run(path: Path) -> RunFigures:
@@ -353,18 +355,33 @@ def _column(points: Mapping[str, Mapping[str, list[float | None]]], name: str) -
 
 
 def band(curves: Sequence[Curve]) -> Band:
-    """The mean of several curves with its 95 % interval, from where all have begun to where the first one ends."""
+    """The mean of several curves with its 95 % interval, from where all have begun to where the first one ends. Between
+    its points, each curve is interpolated."""
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     own = curves[0][0] if len(curves) == 1 else np.unique(np.concatenate([x for x, _ in curves]))
     grid = own[(own >= start) & (own <= end)]
     if not len(grid) or len(grid) > GRID:
         grid = np.linspace(start, max(start, end), GRID if end > start else 1)
-    values = np.stack([np.interp(grid, x, y) for x, y in curves])
-    mean = values.mean(0)
-    half = np.full_like(mean, math.nan)
-    if len(curves) > 1:
-        half = t_95(len(curves)) * values.std(0, ddof=1) / math.sqrt(len(curves))
-    return Band(grid, mean, mean - half, mean + half, len(curves))
+    measured = all(bool(np.isin(grid, x).all()) for x, _ in curves)
+    return _band(grid, np.stack([np.interp(grid, x, y) for x, y in curves]), measured)
+
+
+def measured_band(rounds: Sequence[np.ndarray], curves: Sequence[Curve]) -> Band:
+    """The mean of curves at the rounds that all of them have, and of their ends where these differ, with its 95 %
+    interval. `rounds` has the rounds of each curve's points; x is the mean over the curves. Nothing is interpolated."""
+    common = reduce(np.intersect1d, rounds)
+    at = [np.searchsorted(each, common) for each in rounds]
+    if not len(common) or any(each[-1] > common[-1] for each in rounds):
+        at = [np.append(each, -1) for each in at]
+    x = np.stack([curve[0][points] for curve, points in zip(curves, at, strict=True)]).mean(0)
+    return _band(x, np.stack([curve[1][points] for curve, points in zip(curves, at, strict=True)]))
+
+
+def _band(x: np.ndarray, values: np.ndarray, measured: bool = True) -> Band:
+    """The band of the values [curve, point] at x [point]."""
+    n, mean = len(values), values.mean(0)
+    half = t_95(n) * values.std(0, ddof=1) / math.sqrt(n) if n > 1 else np.full_like(mean, math.nan)
+    return Band(x, mean, mean - half, mean + half, n, measured)
 
 
 def t_95(n: int) -> float:

@@ -13,6 +13,7 @@ from swarm_node.observability.comparing import AXES, MEASURES, Comparison
 from swarm_node.storage.rundir import os_errors_explained
 
 ENDINGS = (".png", ".svg", ".pdf")
+MARKED = 40  # points of a curve from which on they have no dots
 
 
 def check_ending(out: Path) -> None:
@@ -37,7 +38,7 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
             curves = comparison.bands(axis, measure)
             for group, curve in curves:
                 color = f"C{comparison.groups.index(group) % 10}"
-                marker = "o" if len(curve.x) < 12 else None
+                marker = "o" if curve.measured and len(curve.x) < MARKED else None
                 (lines[group.name],) = axes.plot(curve.x, curve.mean, color=color, lw=2, marker=marker, ms=4)
                 axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
             axes.set_ylim(*_limits([curve.mean for _, curve in curves]))

@@ -25,11 +25,13 @@ ALIKE = (
 )
 FOR_ONE_RIGHT = "`--set grpo.advantage=pass_k` trains for one right answer in several"
 SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
-FELL = (
-    "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {weigh}lower "
-    "grpo.learning_rate"
-)
+FELL = "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {remedy}"
+LOWER = "lower grpo.learning_rate"
 WEIGH = "give it more weight among the tasks (docs/tasks.md), or "
+PAID = (
+    "the mean reward rose meanwhile, so the reward functions pay for something else; look at `swarm-node samples`, or "
+    "lower their weight"
+)
 
 
 def remarks(
@@ -39,13 +41,15 @@ def remarks(
     samples: int,
     for_one_right: bool = False,
     figure: Figure = "pass_1",
+    paid: bool = False,
 ) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
     or of fewer than ENOUGH_QUESTIONS.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right, or
     their mean reward if that is the `figure`.
-    `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy.
+    `for_one_right`: the run trains with grpo.advantage=pass_k, so that is no remedy. `paid`: there are
+    reward functions of the user's, and the mean reward rose.
     """
     if not ENOUGH_QUESTIONS <= len(labels) == len(before) == len(now):
         return {}
@@ -63,8 +67,8 @@ def remarks(
         change = interval(old, new, LEAST_OF_TASK, 1 - 0.05 / len(tasks))
         if change is not None and change[1] < 0:
             means = {"before": fmean(old), "now": fmean(new)}
-            weigh = WEIGH if len(tasks) > 1 else ""
-            found[f"task {task}"] = FELL.format(figure=WORDS[figure], task=task, weigh=weigh, **means)
+            remedy = PAID if paid else f"{WEIGH if len(tasks) > 1 else ''}{LOWER}"
+            found[f"task {task}"] = FELL.format(figure=WORDS[figure], task=task, remedy=remedy, **means)
     return found
 
 

@@ -89,7 +89,8 @@ class TensorBoard:
     def write_samples(self, round: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for number, sample in enumerate(samples, 1):
             whose = "own" if sample["peer"] is None else f"peer {sample['peer']}"
-            said = [f"{answer['reward']:.2f}: {answer['text']}" for answer in sample["answers"]]
+            texts = [answer["text"] if answer["text"].strip() else "(empty)" for answer in sample["answers"]]
+            said = [f"{answer['reward']:.2f}: {text}" for answer, text in zip(sample["answers"], texts, strict=True)]
             text = "\n\n".join([f"{sample['task']}, {whose}", sample["question"], f"right: {sample['right']}", *said])
             shown = "\n".join(f"    {line}" for line in text.splitlines())  # code in Markdown: nothing in it is markup
             self._writer.add_text(f"samples/{number}", shown, round)

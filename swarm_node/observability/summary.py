@@ -42,6 +42,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     pass_k: tuple[float, float] | None
     interval: tuple[float, float] | None = None  # 95 % interval of the change of `main`; None = too few questions
     interval_k: tuple[float, float] | None = None  # that of the change of `pass_k`
+    interval_reward: tuple[float, float] | None = None  # that of the change of `reward`
     round: int = 0  # the round after which the second figures were measured; 0 = the last one
     remarks: list[str] = []  # sentences about what got worse
     best: tuple[int, float] | None = None  # the round of the best checkpoint, and the figure that chose it
@@ -266,7 +267,7 @@ def _held_out(held: HeldOut | None) -> list[str]:
     others = {
         "pass@1": (held.pass_1 if held.figure == "reward" else None, None),
         f"pass@{held.samples}": (held.pass_k if held.samples > 1 else None, held.interval_k),
-        "mean reward": (held.reward if held.figure == "pass_1" else None, None),
+        "mean reward": (held.reward if held.figure == "pass_1" else None, held.interval_reward),
     }
     for name, (pair, range_) in others.items():
         remarked = any(remark.startswith(f"held-out {name} fell") for remark in held.remarks)

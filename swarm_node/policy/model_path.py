@@ -24,8 +24,7 @@ def checked(path: str) -> str:
     """`path` as transformers wants it. UserError if it must be a directory and holds no model; names with a slash may
     be hub ids, and so are names of models in the hub's cache."""
     folder = Path(path).expanduser()
-    is_place = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
-    if is_place or (folder.parent.is_dir() and folder.parent != Path(".")):
+    if is_place(path):
         path = str(folder)
         if not folder.is_dir():
             raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
@@ -35,6 +34,14 @@ def checked(path: str) -> str:
     elif "/" not in path and not _is_cached(path):
         raise UserError(f"there is no directory {path}, and a model of the hub is named OWNER/NAME, as on its page")
     return path
+
+
+def is_place(path: str) -> bool:
+    """Whether `path` is one on this machine, whatever is there, and no hub id."""
+    folder = Path(path).expanduser()
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
+        return True
+    return folder.parent.is_dir() and folder.parent != Path(".")
 
 
 def _is_cached(name: str) -> bool:

@@ -24,7 +24,7 @@ RewardFunction = Callable[..., Sequence[float | None]] | str
 
 def train(
     config: Config,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     *,
     reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
     reward_weights: Sequence[float] | None = None,
@@ -48,8 +48,9 @@ def train(
     """
     wait_passively()
     settings = resolve(config, quiet, _several(reward_funcs), reward_weights)
+    called = (callbacks,) if isinstance(callbacks, Callback) else tuple(callbacks)
     try:
-        result = _train(settings, Manner(embedded=True, quiet=quiet, callbacks=tuple(callbacks)))
+        result = _train(settings, Manner(embedded=True, quiet=quiet, callbacks=called))
     except Exception as error:
         if (own := users_own(error)) is None:
             raise

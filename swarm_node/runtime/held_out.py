@@ -62,6 +62,7 @@ class HeldOutFigures:
         self._broken_off = False  # whether a stop ended an evaluation
         self.doing = ""  # what is being measured now; empty = nothing
         self._since = time.monotonic()  # when training began, or went on after an evaluation
+        self._told_of_share = False  # whether it was said that evaluations are left out
         self._noticed: set[str] = set()  # keys of the remarks that the latest evaluation gave reason for
         self._said: set[str] = set()  # keys of the remarks that were made and hold
 
@@ -126,7 +127,12 @@ class HeldOutFigures:
         if not settings.questions or not settings.every or round % settings.every:
             return False
         trained_s = time.monotonic() - self._since
-        return self.figures.seconds * (1 - settings.share) <= settings.share * trained_s
+        allowed = self.figures.seconds * (1 - settings.share) <= settings.share * trained_s
+        if not allowed and "every" in settings.model_fields_set and not self._told_of_share:
+            self._told_of_share = True
+            share = f"{100 * settings.share:g} % of the time (eval.share)"
+            say(f"evaluations are left out that would take more than {share}", "held_out")
+        return allowed
 
     def measure_during(self, round: int) -> dict[str, float]:
         """Measure after a round; the metrics, which are empty if no question is held out. Says if something fell."""
@@ -170,7 +176,8 @@ class HeldOutFigures:
         """The figures before and now, for the summary of a run that ended after `round`."""
         figures = self.figures
         both, with_reward = (figures.before, figures.last), reports_reward(self._config.rewards)
-        compared_now = compared(*both, self.samples, self._trains_for_one_right, self.figure, with_reward)
+        own, for_one = bool(self.rewards.functions), self._trains_for_one_right
+        compared_now = compared(*both, self.samples, for_one, self.figure, with_reward, own)
         if compared_now is None:
             return None
         at = 0 if figures.round == round else figures.round
@@ -215,7 +222,8 @@ class HeldOutFigures:
     def _remark(self, now: Evaluation) -> None:
         """Say what has got worse, once for each matter, when two evaluations in a row give reason for it; take it back
         when that is over."""
-        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right, self.figure)
+        own = bool(self.rewards.functions)
+        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right, self.figure, own)
         for key in sorted(self._said - found.keys()):
             self._said.remove(key)
             say(withdrawn(key, self.samples, self.figure), "held_out")
@@ -244,9 +252,10 @@ def compared(
     for_one_right: bool = False,
     figure: Figure = "pass_1",
     with_reward: bool = False,
+    functions: bool = False,
 ) -> HeldOut | None:
     """Held-out figures over all tasks, if `figure` exists for before and after training. `for_one_right`: see
-    `remarks`; `with_reward`: the mean reward is told as well."""
+    `remarks`; `with_reward`: the mean reward is told as well; `functions`: see `worse`."""
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]
@@ -261,7 +270,8 @@ def compared(
         pass_k=_pair(old.pass_k, new.pass_k),
         interval=interval(each_old, each_new),
         interval_k=None if None in (old.pass_k, new.pass_k) else _interval_k(before, after),
-        remarks=list(worse(before, after, samples, for_one_right, figure).values()),
+        interval_reward=interval(before.rewards, after.rewards) if with_reward else None,
+        remarks=list(worse(before, after, samples, for_one_right, figure, functions).values()),
         answers=answers,
         answers_of=answers_of,
         reward=_pair(old.reward, new.reward) if with_reward else None,
@@ -280,9 +290,16 @@ def _interval_k(before: Evaluation, after: Evaluation) -> tuple[float, float] | 
 
 
 def worse(
-    before: Evaluation, now: Evaluation, samples: int, for_one_right: bool = False, figure: Figure = "pass_1"
+    before: Evaluation,
+    now: Evaluation,
+    samples: int,
+    for_one_right: bool = False,
+    figure: Figure = "pass_1",
+    functions: bool = False,
 ) -> dict[str, str]:
-    """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version."""
+    """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version.
+    `functions`: the user has reward functions."""
     if before.labels != now.labels:
         return {}
-    return remarks(*question_pairs(before, now, figure), samples, for_one_right, figure)
+    rose = figure == "pass_1" and 0 < len(before.rewards) == len(now.rewards) and sum(now.rewards) > sum(before.rewards)
+    return remarks(*question_pairs(before, now, figure), samples, for_one_right, figure, paid=functions and rose)

@@ -6,6 +6,7 @@ unknown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def check_functions(functions: Sequence[RewardFunctionConfig]) -> None:
         file = Path(function.path.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():
             raise UserError(f"reward function {function.path!r}: there is no file {file}")
+        if file.suffix == ".py" and not _may_define(file, function.name):
+            raise UserError(f"reward function {function.path!r}: {file} has no function {function.name!r}")
+
+
+def _may_define(file: Path, name: str) -> bool:
+    """Whether a Python file may define `name`: it has the word, or takes all names of another module."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):  # told when it is loaded
+        return True
+    return re.search(rf"\b{re.escape(name)}\b|import \*|globals|setattr|__getattr__", text) is not None
 
 
 def _check_key(file: Path) -> None:

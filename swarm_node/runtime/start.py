@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import StopRequested
+from swarm_node.errors import PluginError, StopRequested
 from swarm_node.observability.summary import Figures
 from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
@@ -82,7 +82,13 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
                 stop.safe()
                 return TrainResult(run.path, 0, False, Figures(), None)
             run.keep()
-            whole.train()
+            try:
+                whole.train()
+            except PluginError as error:
+                if whole.node.round and not whole.weights.unfinished:
+                    saved = "round 1 is saved" if whole.node.round == 1 else f"rounds 1-{whole.node.round} are saved"
+                    error.args = (f"{error}; {saved}: mend it, then `swarm-node resume {run.quoted}`",)
+                raise
         report = whole.report()  # the swarm has been left
         report.draw()
         return callbacks.end(whole.result(report))

@@ -117,6 +117,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     from swarm_node.policy.extras import PackageMissing, check_optimizer, check_quantiser, quantiser_command
     from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
+    from swarm_node.policy.model_path import is_place
     from swarm_node.policy.sizes import RUNTIME_BYTES
 
     model = config.policy.model
@@ -132,7 +133,8 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     try:
         plan = prepare(config.policy)
     except UserError as error:
-        yield Check("memory", "fail", f"not known: {error}", f"hf download {shlex.quote(model)}")
+        remedy = "" if is_place(model) else f"hf download {shlex.quote(model)}"
+        yield Check("memory", "fail", f"not known: {error}", remedy)
         return
     itemsize = plan.dtype.itemsize
     try:

@@ -140,6 +140,8 @@ def _start_command(
     target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None, seen: StatusFile
 ) -> StartCommand:
     """The command that starts this node. `config` is that of the run, if `target` is one."""
+    if run is None and swarm is None and "model" in config.policy.model_fields_set:  # asked about a model alone
+        return StartCommand("local", run_dir=config.run_dir or "")
     if run is None:
         return StartCommand(swarm=target or config.swarm or "", run_dir=config.run_dir or "")
     alone = config.swarm is None and (swarm is None or config.pipeline.stages > 0)  # a crew of its own is a swarm, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,12 @@ from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.config.figures import WORDS
 from swarm_node.config.own import read_own
 from swarm_node.errors import CheckpointError, UserError
+from swarm_node.observability.evaluations import NOT_MEASURED, record_of
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import write_prompt_format
-from swarm_node.storage.best import read_best
+from swarm_node.say import Warned, is_shown, level_of
+from swarm_node.storage.best import Best, read_best
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
@@ -68,7 +71,9 @@ def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tupl
         except CheckpointError as error:
             tried, problem = best, f"{best.checkpoint} is not usable: {error}"
             continue
-        say(f"best held-out {WORDS[best.figure]} {best.value:.3f}, after round {best.round}")
+        told = f"best held-out {WORDS[best.figure]} {best.value:.3f}, after round {best.round}"
+        start = _at_start(checkpoint, best)
+        say(told if start is None or best.value >= start else Warned(f"{told}: below the start's {start:.3f}"))
         return checkpoint, as_trained(config, checkpoint.state.get("settings"))
     if tried is not None:
         raise UserError(f"the best checkpoint of {run.path}, {problem}; leave out --checkpoint to take the newest")
@@ -76,6 +81,15 @@ def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tupl
         f"{run.path} has no best checkpoint: it has measured no held-out questions while it trained (eval.every); "
         "leave out --checkpoint to take the newest"
     )
+
+
+def _at_start(checkpoint: Checkpoint, best: Best) -> float | None:
+    """The figure that chose the best checkpoint, from before training; None if it was not measured."""
+    try:
+        every = record_of(checkpoint.state).before.table.get("all")
+    except NOT_MEASURED:
+        return None
+    return None if every is None else every.by(best.figure)
 
 
 def _foreign(state: dict[str, Any]) -> str | None:
@@ -100,11 +114,14 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
 def export_run(
     path: str | Path | Sequence[str | Path],
     out: str | Path,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] | None = None,
     which: Which = "newest",
+    quiet: bool = False,
 ) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained. Several paths
-    are run directories of one crew. Raises UserError."""
+    are run directories of one crew. `report` takes sentences, which are printed by default; `quiet`: only warnings are.
+    Raises UserError."""
+    report = report or partial(_print, quiet=quiet)
     out = Path(out)
     runs = [RunDir(each) for each in ([path] if isinstance(path, str | Path) else path)]
     for run in runs:
@@ -131,6 +148,12 @@ def export_run(
         write_prompt_format(out, tokenizer, config, tasks, is_lora)
     report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
     return out
+
+
+def _print(sentence: str, quiet: bool) -> None:
+    level = level_of(sentence)
+    if level >= logging.WARNING if quiet else is_shown(level):
+        print(sentence)
 
 
 def loaded_with(path: Path, is_lora: bool) -> str:

@@ -338,6 +338,8 @@ def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
     [
         ("local --num-generations 8", "; TRL's num_generations is --set rollouts.group_size=VALUE here"),
         ("local --max_steps 8", "; TRL's max_steps is --rounds here"),
+        ("local --report-to wandb", "; TRL's report_to is --log here"),
+        ("local --use-vllm", "; TRL's use_vllm is not here: the node samples by itself"),
         ("local --learning-rate 1e-4", "; did you mean --set grpo.learning_rate=VALUE?"),
         ("join swarm.toml --nmae alice", "No such option: --nmae"),
         ("eval starter --learning-rate 1", "No such option: --learning-rate"),

@@ -160,6 +160,8 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
     (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
+    (check,) = room(NodeConfig(policy=PolicyConfig(model="/no/such/model")), Path("runs/new"), False)
+    assert (check.verdict, check.remedy) == ("fail", "") and "no model at /no/such/model" in check.detail
 
 
 def test_an_optimizer_that_a_start_refuses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,6 +602,11 @@ def test_a_links_members_tell_the_form(
     assert transport.asked[peer_id(1), MANIFEST_METHOD] == 1
     assert checks.keys() >= {"reachable", "members", "clock"} and ("answers" in checks) == (form != "any")
     assert form == "any" or "<answer>…</answer>" in checks["answers"].detail
+
+
+def test_a_model_alone_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    examine(None, NodeConfig.model_validate({"policy": {"model": "starter"}}), json_output=True)
+    assert not names(capsys).keys() & {"ports", "reachable"}
 
 
 def test_alone_the_settings_tell_the_form(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from swarm_node.config import NodeConfig, TaskConfig, dump_toml, load_config
 from swarm_node.config.keys import all_keys
 from swarm_node.config.own import read_own
-from swarm_node.config.trl_names import TRL_NAMES
+from swarm_node.config.trl_names import NOT_HERE, NOTHING_HERE, TRL_NAMES
 from swarm_node.config.writing import config_reference
 from swarm_node.errors import UserError
 
@@ -108,6 +108,9 @@ def test_environment_values(variable: str, text: str, key: str, value: object) -
         ),
         ("[grpo]\nscale_rewards = 'batch'", "; TRL's scale_rewards is grpo.advantage here (docs/grpo.md)"),
         ("[grpo]\nbeta1 = 0.9", "; did you mean grpo.beta?"),
+        ("[eval]\neval_steps = 5", "; TRL's eval_steps is eval.every here (docs/grpo.md)"),
+        ("use_vllm = true", "; TRL's use_vllm is not here: the node samples by itself (rollouts.engine)"),
+        ("min_p = 0.1", "; TRL's min_p has nothing like it here"),
     ],
 )
 def test_unknown_keys_name_the_nearest_one(text: str, message: str) -> None:
@@ -125,6 +128,9 @@ def test_names_of_trl_are_those_of_the_page() -> None:
     renamed = {(name, key) for name, key in told if name != key.rpartition(".")[2]}
     assert renamed - {("num_generations", "rollouts.groups")} <= TRL_NAMES.items() and len(renamed) > 15
     assert all(f"`{name}`" in page for name in TRL_NAMES) and set(TRL_NAMES.values()) <= all_keys().keys()
+    mentioned = re.findall(r"(?:eval|rewards|rollouts|checkpoints|grpo)\.\w+", " ".join(NOT_HERE.values()))
+    assert set(mentioned) <= all_keys().keys() and not (NOT_HERE.keys() | NOTHING_HERE) & TRL_NAMES.keys()
+    assert not {key.rpartition(".")[2] for key in all_keys()} & (TRL_NAMES.keys() | NOT_HERE.keys() | NOTHING_HERE)
 
 
 def test_any_key_may_be_in_a_file() -> None:
@@ -207,6 +213,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
             "grpo.loss = 'ppo' in --set: must be 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo' or package.module",
         ),
         ("grpo.loss=dappo", "or package.module:function; did you mean 'dapo'?"),
+        ("grpo.loss=sapo", "or package.module:function; TRL's sapo is not here: write it as a plugin"),
         ("sharing.sampler=uniforn", "must be 'uniform' or package.module:function; did you mean 'uniform'?"),
         ("grpo.learning_rate=inf", "grpo.learning_rate = inf in --set: must be a finite number"),
         ("grpo=3", "grpo = 3 in --set: must be a table"),

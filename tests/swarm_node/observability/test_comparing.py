@@ -93,7 +93,7 @@ def test_figures_of_different_questions_are_named(runs: list[Path]) -> None:
         document["state"]["held_out"] = {"tasks": [task], "samples": 8}
         file.write_text(json.dumps(document))
     assert Comparison(runs[:2]).not_comparable == []
-    remark = "held-out questions differ: held-out figures are not comparable"
+    remark = "held-out figures are not comparable: different questions"
     assert Comparison(runs).not_comparable == [remark]
     assert remark in CliRunner().invoke(app, ["compare", *map(str, runs)]).stdout
 
@@ -146,6 +146,29 @@ def test_curves_go_over_rounds_and_time(runs: list[Path]) -> None:
     assert np.isnan(alone.low).all() and held.low[1] == pytest.approx(0.6 - 12.706 * 0.1, abs=1e-3)
 
 
+def test_held_out_figures_of_several_runs_are_not_interpolated(runs: list[Path]) -> None:
+    for path, times in zip(runs[:2], [(2.0, 2.0, 2.0), (3.0, 5.0, 7.0)], strict=True):
+        records = [{"round": n, "reward": 0.5, "step_time": s, "eval/pass_1": n / 10} for n, s in enumerate(times, 1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
+    with open(runs[1] / "metrics.jsonl", "a") as file:
+        file.write('{"round": 3, "reward": 0.5, "step_time": 7.0, "eval/pass_1": 0.4}\n')
+    for path in runs[:2]:
+        (path / "checkpoints/round-00000002/state.json").unlink()
+    [(_, held)] = Comparison(runs[:2]).bands("seconds", "pass_1")
+    assert held.measured and held.x.tolist() == [2.5, 6.0, 9.5], "rounds 1 and 2 of both, and their ends"
+    assert held.mean == pytest.approx([0.1, 0.2, 0.3])
+    [(_, reward)] = Comparison(runs[:2]).bands("seconds", "reward")
+    assert not reward.measured
+
+
+def test_figures_sampled_otherwise_are_named() -> None:
+    shorter: dict[str, Any] = {"rollouts": {"max_new_tokens": 16}, "eval": {"samples": 4}}
+    paths = [make_run("long", [0.1], (0.1, 0.2)), make_run("short", [0.1], (0.1, 0.2), **shorter)]
+    assert Comparison(paths).not_comparable == [
+        "held-out figures are not comparable: different max_new_tokens, samples"
+    ]
+
+
 def test_a_band_spans_what_all_runs_have() -> None:
     long = np.arange(0.0, 1000.0)
     found = band([(long, long), (np.asarray([10.0, 20.0]), np.asarray([12.0, 22.0]))])
@@ -182,6 +205,7 @@ def test_the_table_has_every_curve(runs: list[Path]) -> None:
         "low": "-1.1706",
         "high": "1.3706",
         "runs": "2",
+        "measured": "1",
     }
 
 

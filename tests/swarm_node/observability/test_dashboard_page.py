@@ -299,7 +299,7 @@ def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> N
     browser.value("document.getElementById('smoothing').dispatchEvent(new Event('change'))")
     browser.wait("!!document.querySelector('#first .line') && !document.querySelector('#first .raw')")
     ticks = browser.value("[...document.querySelectorAll('#first .tick')].map(tick => tick.textContent)")
-    assert {"0", "0.2", "1", "40"} <= set(ticks), "both axes have numbers, the first and the last round among them"
+    assert {"0", "0.2", "round", "1", "40"} <= set(ticks), "both axes have numbers, the first and last round among them"
     browser.value("document.querySelector('#first svg').focus()")
     browser.key("Home")
     readout = "document.querySelector('#first .readout').innerText"
@@ -392,12 +392,15 @@ def test_short_rounds_have_two_digits(browser: Chromium, url: str) -> None:
 
 
 def test_figures_that_are_not_comparable_are_named(browser: Chromium, url: str) -> None:
-    RunDir("runs/silo").config.write_text('rounds = 30\n[eval]\ntasks = ["test.jsonl"]\n[rewards]\npartial = true\n')
+    RunDir("runs/silo").config.write_text(
+        'rounds = 30\n[eval]\ntasks = ["test.jsonl"]\n[rewards]\npartial = true\n[rollouts]\nmax_new_tokens = 16\n'
+    )
     write_held_out(RunDir("runs/silo"), before=0.25, after=0.75)
     browser.open(f"{url}#alice&silo")
-    browser.wait("document.querySelectorAll('#figures p').length === 2")
+    browser.wait("document.querySelectorAll('#figures p').length === 3")
     assert browser.value("[...document.querySelectorAll('#figures p')].map(text => text.textContent)") == [
         "Held-out questions differ: held-out figures are not comparable.",
+        "Held-out answers are sampled differently: held-out figures are not comparable.",
         "Rewards differ: mean rewards are not comparable.",
     ]
     assert browser.errors == []

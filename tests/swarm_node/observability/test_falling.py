@@ -46,6 +46,12 @@ def test_a_task_that_fell_is_named() -> None:
     assert "of count_bits fell by more than noise, from 0.375 to 0.125: give it more weight" in found["task count_bits"]
 
 
+def test_a_fall_under_rising_rewards_blames_the_functions() -> None:
+    found = remarks(["gcd"] * 128, [0.5] * 128, [0.0] * 128, SAMPLES, paid=True)["task gcd"]
+    assert "the reward functions pay for something else; look at `swarm-node samples`" in found
+    assert "learning_rate" not in found
+
+
 def test_few_questions_of_a_task_say_nothing() -> None:
     assert remarks(*evaluations(("gcd", LEAST_OF_TASK - 1, 0.5, 0.0), ("lcm", 50, 0.5, 0.5)), 1) == {}
 

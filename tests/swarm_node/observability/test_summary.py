@@ -187,6 +187,12 @@ def test_several_tries_have_a_verdict_too(interval: tuple[float, float] | None, 
     assert line not in summary(Figures(held_out=fell)), "it is said once, with a remedy"
 
 
+def test_a_mean_reward_has_a_verdict_too() -> None:
+    held = msgspec.structs.replace(HELD, reward=(0.479, 1.0), interval_reward=(0.4, 0.6))
+    line = "          held-out mean reward 0.479 -> 1.000: more than noise (+0.400 to +0.600)"
+    assert line in summary(Figures(held_out=held))
+
+
 def test_a_large_gain_is_told_from_few_questions() -> None:
     before, after = [0.0] * 45, [0.0, 0.0, 1.0] * 15
     low, high = interval(before, after) or (0.0, 0.0)

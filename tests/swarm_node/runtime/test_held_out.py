@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from swarm_node.cli.commands.evaluate import main as evaluate_main
-from swarm_node.cli.commands.export import export_run
+from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.comparing import read_run
@@ -21,6 +21,7 @@ from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.rollouts.evaluate import SHOWN, Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.say import Warned
 from swarm_node.storage.best import BEST
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
@@ -177,6 +178,19 @@ def test_the_best_checkpoint_is_kept_and_used(evaluated: dict[str, Any], capsys:
     )
 
 
+def test_a_best_checkpoint_below_the_start_is_warned_of(evaluated: dict[str, Any]) -> None:
+    file = Path("run", BEST)
+    best = json.loads(file.read_text())
+    start = evaluated["held_out"]["pass_1"][0]
+    said: list[str] = []
+    for value in (start, start - 0.001):
+        file.write_text(json.dumps(best | {"pass_1": value}))
+        policy_of_run(Path("run"), said.append, which="best")
+    told = [sentence for sentence in said if sentence.startswith("best held-out")]
+    assert [isinstance(each, Warned) for each in told] == [False, True]
+    assert told[1].endswith(f"below the start's {start:.3f}")
+
+
 def test_evaluations_do_not_change_training(evaluated: dict[str, Any]) -> None:
     for share in ({"questions": 0}, ALWAYS | {"every": 0}):
         name = f"other-{share['questions']}"
@@ -250,11 +264,14 @@ def figures(**sections: Any) -> HeldOutFigures:
     return HeldOutFigures(settings(9, **sections), cast(Any, None), tasks, print, lambda round, found: None, whole=True)
 
 
-def test_evaluations_get_their_share_of_time() -> None:
+def test_evaluations_get_their_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
     ours = figures(eval=ALWAYS | {"every": 5, "share": 0.05})
     assert [round for round in range(1, 12) if ours.due(round)] == [5, 10], "its cost is not known yet"
     ours.figures.seconds = 1e9
-    assert not ours.due(5)
+    assert not said and not ours.due(5) and not ours.due(10)
+    assert said == ["evaluations are left out that would take more than 5 % of the time (eval.share)"]
     unlimited = figures()
     unlimited.figures.seconds = 1e9
     assert unlimited.due(5)

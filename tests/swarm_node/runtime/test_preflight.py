@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from swarm_node.config import NodeConfig
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
-from swarm_node.runtime.preflight import check_material, check_run_place
+from swarm_node.runtime.preflight import check_functions, check_material, check_run_place
 from swarm_node.storage.rundir import RunDir
 from tests.support.disks import leave
 
@@ -121,6 +122,16 @@ def test_a_missing_reward_file_is_named(tmp_path: Path) -> None:
     rewards = {"functions": [{"path": "nowhere.py:close"}]}
     with pytest.raises(UserError, match=r"'nowhere.py:close': there is no file nowhere.py"):
         check_material(config(tmp_path, rewards=rewards), own_tasks=True, own_model=True)
+
+
+def test_a_missing_reward_function_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from math import *\ndef closer(**columns): ...\n")
+    check_functions([RewardFunctionConfig(path=f"{file}:{name}") for name in ("closer", "gcd")])
+    file.write_text("def closer(**columns): ...\n")
+    check_functions([RewardFunctionConfig(path=f"{file}:closer")])
+    with pytest.raises(UserError, match=r"mine.py has no function 'close'"):
+        check_functions([RewardFunctionConfig(path=f"{file}:close")])
 
 
 @pytest.mark.parametrize("section", [{"policy": {"quantize": "nf4"}}, {"grpo": {"optimizer": "adamw_8bit"}}])

@@ -93,6 +93,11 @@ def test_a_start_says_which_settings_it_takes_over() -> None:
     assert "secret" not in said and "beta" not in said and "rounds" not in said
 
 
+def test_tasks_that_are_taken_over_have_their_names() -> None:
+    a_run({"tasks": ["gcd", {"file": "questions.jsonl", "weight": 2}]})
+    assert notes() == ["r goes on with its own settings: tasks = gcd, questions.jsonl×2"]
+
+
 def test_a_start_says_that_it_still_relays() -> None:
     a_run({"network": {"serve_relay": True}, "rounds": 9, "name": "alice"})
     assert notes() == ["r goes on with its own settings: network.serve_relay = true"]

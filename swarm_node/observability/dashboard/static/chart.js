@@ -154,7 +154,7 @@ export class Chart {
       low = Math.floor(low / stepY + 1e-9) * stepY;
       high = Math.ceil(high / stepY - 1e-9) * stepY;
       ticksY = multiples(low, high, stepY).map((y) => [y, tick(y, stepY)]);
-      left = 14 + 6.5 * Math.max(3, ...ticksY.map(([, text]) => text.length));
+      left = 14 + 6.5 * Math.max(5, ...ticksY.map(([, text]) => text.length));
     }
     if (small) {
       ticksY = [low, high].map((y) => [y, tick(y, (high - low) / 2)]);
@@ -179,6 +179,7 @@ export class Chart {
       const time = this.axis === "time";
       const [ticksX, stepX] = steps(lowX, highX, width / (width > 600 ? 90 : 62), { units: time ? TIMES : null, whole: true });
       const apart = (x) => toX(x) - toX(lowX) > 40 && toX(highX) - toX(x) > 50; // from the labels of both ends
+      drawn.push(shape("text", { class: "tick", x: left - 9, y: height - 6, "text-anchor": "end" }, this.axis));
       for (const [x, anchor] of [[lowX, "start"], ...ticksX.filter(apart).map((x) => [x, "middle"]), [highX, "end"]]) {
         const text = time ? (x ? duration(x) : "0") : tick(x, Number.isInteger(x) ? 1 : stepX);
         drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, text));

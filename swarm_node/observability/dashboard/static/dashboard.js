@@ -360,14 +360,18 @@ function comparison(known) {
   return [shown, ...notComparable(known).map((text) => element("p", {}, text))];
 }
 
+const SAMPLED = ["rollouts.max_new_tokens", "rollouts.temperature", "rollouts.top_p", "rewards.answer", "policy.system_prompt", "policy.prompt_template", "eval.samples"];
+
 // Which figures of these runs measure something else in each, as far as their settings tell.
 function notComparable(known) {
   const differ = (of) => new Set(known.map((run) => of(run.config ?? {}))).size > 1;
   const own = (config) => (config["eval.tasks"] ?? "[]") === "[]"; // asked is what is held out of its tasks
   const asked = (config) => [own(config) ? config.tasks : config["eval.tasks"], own(config), config["eval.questions"]].join("\n");
+  const sampling = (config) => SAMPLED.map((key) => config[key]).join("\n"), measured = known.filter(heldOut).length > 1;
   const rewards = (config) => ["functions", "checker_weight", "partial"].map((key) => config[`rewards.${key}`]).join("\n");
   return [
-    known.filter(heldOut).length > 1 && differ(asked) ? "Held-out questions differ: held-out figures are not comparable." : null,
+    measured && differ(asked) ? "Held-out questions differ: held-out figures are not comparable." : null,
+    measured && differ(sampling) ? "Held-out answers are sampled differently: held-out figures are not comparable." : null,
     differ(rewards) ? "Rewards differ: mean rewards are not comparable." : null,
   ].filter(Boolean);
 }
@@ -403,7 +407,7 @@ const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
   { title: "Rewards by function", note: "mean, before weights", prefix: "rewards/", several: true, series: [] },
-  { title: "Held-out questions", note: "pass@1: share of right answers; pass@k: of questions with a right one among k", heldOut: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
+  { title: "Held-out questions", note: "pass@1: share of right answers; pass@k: of questions with a right one among k", wide: true, heldOut: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
   { title: "Held-out questions: reward", note: "mean of all answers", heldOut: true, dots: true, series: [["eval/reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
   { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
