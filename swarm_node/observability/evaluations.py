@@ -154,17 +154,11 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
     """The figures in the state of a checkpoint as the page shows them; None if it has none."""
     try:
         record, conditions = record_of(state), state["held_out"]
-        figure = "reward" if "rewards" in conditions else "pass_1"
-        samples = conditions["samples"]
+        figure, samples = _figure(conditions), conditions["samples"]
     except NOT_MEASURED:
         return None
     before, after = record.before.table, record.last.table
     answers, answers_of = before_and_after(record.before, record.last, figure)
-    _, old, new = question_pairs(record.before, record.last, figure)
-    change = None  # the questions before were others, or an earlier version kept no figure of each
-    if new and len(old) == len(new):
-        noise = interval(old, new)
-        change = {"interval": noise and list(noise), "verdict": verdict(noise, len(new))}
     return {
         "figure": figure,
         "samples": samples,
@@ -175,10 +169,28 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
             for label, now in after.items()
             if label != "all" and label in before
         ],
-        "change": change,
         "answers": msgspec.to_builtins(answers),
         "answers_of": answers_of,
     }
+
+
+def _figure(conditions: Mapping[str, Any]) -> str:
+    """The figure that counts under these conditions of an evaluation, pass_1 or reward."""
+    return "reward" if "rewards" in conditions else "pass_1"
+
+
+def shown_change(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Whether the figure in the state of a checkpoint changed by more than noise, by a bootstrap that takes a while.
+    None if the questions before were others, or an earlier version kept no figure of each."""
+    try:
+        record, figure = record_of(state), _figure(state["held_out"])
+    except NOT_MEASURED:
+        return None
+    _, old, new = question_pairs(record.before, record.last, figure)
+    if not new or len(old) != len(new):
+        return None
+    noise = interval(old, new)
+    return {"interval": noise and list(noise), "verdict": verdict(noise, len(new))}
 
 
 def shown_until(found: dict[str, Any], last: int) -> dict[str, Any]:

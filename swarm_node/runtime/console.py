@@ -33,7 +33,7 @@ from swarm_node.storage.room import free_bytes
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
-PASSING = {"start", "legend", "estimate", "link", "completion"}  # kinds of sentences that need not stay in view
+PASSING = {"start", "legend", "estimate", "link", "join", "completion"}  # kinds of sentences that need not stay in view
 
 
 def say(text: str, kind: str = "note") -> None:

@@ -109,6 +109,7 @@ def run_crew(
             stop.safe()
             finish_mirror(mirror, stop)
         if lead is None:
+            console.events.write("stop", "this node has left the crew")
             return callbacks.end(TrainResult(run.path, crew.progress.round, crew.parts.over, Figures(), None))
         report = lead.report()  # the swarm has been left
         report.draw()

@@ -57,8 +57,8 @@ def status_written(
                 crew.invite()
             elif link not in ("", told):
                 told = link
-                say("others join with:", "link")
-                say(link, "link")
+                say("others join with:", "join")
+                say(link, "join")
 
     thread = threading.Thread(target=watch, name="status", daemon=True)
     thread.start()

@@ -25,8 +25,9 @@ from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.ending import last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
-from swarm_node.observability.jsonl import last_lines, last_record, record_in
+from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
@@ -40,8 +41,6 @@ from swarm_node.swarm.network import visitor
 SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
 LABEL = 11  # columns before the text of a line
 MANIFEST_S = 5.0  # how long to ask members for the manifest, by which their kinds of task are known
-EVENT_BYTES = 64 << 10  # bytes at the end of events.jsonl in which the end of a run is looked for
-ENDS = {"summary", "stop", "error"}  # kinds of events with which a process leaves a run
 PATIENT_S = 40.0
 """Seconds to look for members if an address answers. On a busy machine the network needs long to start."""
 
@@ -86,7 +85,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
     last = last_record(run.metrics) if run.metrics.is_file() else None
     if status is None and last is None:
         raise UserError(f"{run.path} is no run, or has just started: there is nothing to show yet")
-    known, in_use = status or {}, run.in_use
+    known, in_use, said = status or {}, run.in_use, last_words(run)
     saved, state = newest_checkpoint(run)
     return {
         "schema": SCHEMA,
@@ -96,7 +95,8 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),
-        "killed": last is not None and not in_use and _was_killed(run, last),
+        "end": None if in_use else said.end(time.time()),
+        "heard": said.heard or None,
         "saved_round": saved or None,
         "reward": _reward(state),
         "held_out": _held_out(state, last),
@@ -105,14 +105,6 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "swarm": status,
         "metrics": last,
     }
-
-
-def _was_killed(run: RunDir, last: Mapping[str, Any]) -> bool:
-    """Whether a run that no process holds said nothing of its end after its last round, whose record is `last`."""
-    if not run.events.is_file() or "time" not in last:
-        return False
-    events = filter(None, map(record_in, last_lines(run.events, EVENT_BYTES)))
-    return all(event.get("kind") not in ENDS or event.get("time", 0.0) < last["time"] for event in events)
 
 
 def _reward(state: Mapping[str, Any]) -> dict[str, Any] | None:

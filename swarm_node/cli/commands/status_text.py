@@ -4,80 +4,113 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from swarm_node.averaging.skipping import happened
+from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
 from swarm_node.config.figures import WORDS
+from swarm_node.observability.ending import WORDS as WORDS_OF_END
 from swarm_node.observability.progress import volume
-from swarm_node.observability.reasons import UNUSED, words
+from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, theirs_words, worth_in_brief, worth_lines
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
-KINDS_LISTED = 8  # most kinds of task that a line names
 REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out
 UNSENT = "swarm/unsent/"  # start of the names of counts of own groups that were not sent
 USUAL = {"zero", "rate", "slot", "queue"}  # reasons for that which need no remedy
 WORST = 5  # most sources of refusals that are named
 NAMED = 4  # most members that are named on one line
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
-Cells = Callable[[Mapping[str, Any]], list[str]]
+Part = Callable[[Mapping[str, Any]], Iterator[str]]
 
 
 def status_lines(found: Mapping[str, Any], now: float, verbose: bool = False) -> Iterator[str]:
     """The document `found` as text, at Unix time `now`. Of a run: what it does, whether it learned, what the swarm
     gave, what it takes and what to do next. `verbose`: also its place in the network, each member and all counts."""
-    status = found["swarm"]
     if found["run"]:
-        yield from _run(found, now, verbose)
-    if status is None:
-        yield "swarm      none: this run trains alone"
-    else:
-        yield f"swarm      {' '.join(filter(None, [status.get('swarm_name'), status['swarm'][:16]]))}"
-        if found["run"]:
-            yield from _exchange(found, verbose)
-        yield from _members(found, verbose)
-        if status.get("link") and (verbose or not _ended(found)):
-            yield f"join link  {status['link']}"
-    if found["run"]:
-        yield from _next(found)
+        yield f"run        {found['run']}{_when(found, now)}{'' if verbose else ' (-v says more)'}"
+    for part in _parts(found, verbose):
+        yield from part(found)
 
 
-def _run(found: Mapping[str, Any], now: float, verbose: bool) -> Iterator[str]:
-    """What the run does, whether it learned, what the swarm gave it and what it takes."""
-    metrics = found["metrics"] or {}
-    more = "" if verbose or found["killed"] else " (-v says more)"
-    yield f"run        {found['run']}{_when(found, now)}{more}"
-    if found["killed"]:
-        yield f"saved      {_saved(found['saved_round'], metrics['round'])}"
-    if found["paused"]:
-        yield f"paused     {found['paused']}"
-    if metrics:
-        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}"
-    worth = _worth(found["swarm"] or {})
-    yield from _held_out(found["held_out"], found["best"], theirs_words(worth))
-    for number, line in enumerate(worth_lines(worth, summary=True) if verbose else worth_in_brief(worth)):
-        yield f"{'' if number else 'worth':10} {line}"
-    if (usage := usage_of(metrics)) is not None and not _ended(found) and not found["paused"]:
-        yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
+def _parts(found: Mapping[str, Any], verbose: bool) -> list[Part]:
+    """The parts of the text after the first line of a run, in their order."""
+    if not found["run"]:
+        return [_swarm, _count, _cards]
+    own = [_saved, _paused, _round, _held_out]
+    if found["swarm"] is None:
+        return [*own, _uses, _alone, _next]
+    if verbose:
+        exchange = [_averaging, _averaging_in_full, _crew, _start, _traffic_in_full, _not_used, _refused_in_full]
+        return [*own, _worth_in_full, _uses, _swarm, _node, *exchange, _count, _peers, _any_link, _next]
+    return [*own, _worth, _uses, _swarm, _averaging, _crew, _start, _refused, _members, _link, _next]
 
 
 def _ended(found: Mapping[str, Any]) -> bool:
     """Whether what is known of a run is of a start that has ended."""
-    return bool(found["run"]) and (not found["in_use"] or found["starting"])
+    return bool(found["run"]) and (found["end"] in ("ended", "killed") or found["starting"])
 
 
-def _saved(saved: int | None, last: int) -> str:
-    """What is left of a run that was killed after the round `last`."""
+def _saved(found: Mapping[str, Any]) -> Iterator[str]:
+    """What is left of a run that was killed, or that ended before its last rounds were saved."""
+    end, saved, metrics = found["end"], found["saved_round"], found["metrics"]
+    if end not in ("ended", "killed") or not metrics or found["crew"]:  # each stage of a crew is saved by itself
+        return
+    lost = metrics["round"] - (saved or 0)
     if saved is None:
-        return "nothing yet: `resume` begins anew"
-    lost = last - saved
-    again = f"; `resume` trains {lost:,} round{'' if lost == 1 else 's'} again" if lost > 0 else ": nothing is lost"
-    return f"up to round {saved:,}{again}"
+        yield "saved      nothing yet: `resume` begins anew"
+    elif lost > 0 or end == "killed":
+        again = f"; `resume` trains {lost:,} round{'' if lost == 1 else 's'} again" if lost > 0 else ": nothing is lost"
+        yield f"saved      up to round {saved:,}{again}"
+
+
+def _paused(found: Mapping[str, Any]) -> Iterator[str]:
+    if found["paused"]:
+        yield f"paused     {found['paused']}"
+
+
+def _round(found: Mapping[str, Any]) -> Iterator[str]:
+    if metrics := found["metrics"]:
+        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}"
+
+
+def _worth(found: Mapping[str, Any]) -> Iterator[str]:
+    yield from _labelled("worth", worth_in_brief(_worth_of(found)))
+
+
+def _worth_in_full(found: Mapping[str, Any]) -> Iterator[str]:
+    yield from _labelled("worth", worth_lines(_worth_of(found), summary=True))
+
+
+def _uses(found: Mapping[str, Any]) -> Iterator[str]:
+    usage = usage_of(found["metrics"] or {})
+    if usage is not None and not _ended(found) and not found["paused"]:
+        yield f"uses       {usage.words()}, {usage.disk / 1e6:,.0f} MB of the disk"
+
+
+def _alone(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "swarm      none: this run trains alone"
+
+
+def _swarm(found: Mapping[str, Any]) -> Iterator[str]:
+    status = found["swarm"]
+    yield f"swarm      {' '.join(filter(None, [status.get('swarm_name'), status['swarm'][:16]]))}"
+
+
+def _link(found: Mapping[str, Any]) -> Iterator[str]:
+    if not _ended(found):
+        yield from _any_link(found)
+
+
+def _any_link(found: Mapping[str, Any]) -> Iterator[str]:
+    """The link by which others join, or joined the last start."""
+    if link := found["swarm"].get("link"):
+        yield f"join link  {link}"
 
 
 def _reward(tenths: Mapping[str, Any] | None, last: float | None) -> str:
@@ -87,8 +120,9 @@ def _reward(tenths: Mapping[str, Any] | None, last: float | None) -> str:
     return f"; reward {change}, first and last tenth of {tenths['rounds']:,} rounds"
 
 
-def _held_out(held: Mapping[str, Any] | None, best: Mapping[str, Any] | None, theirs: str) -> Iterator[str]:
+def _held_out(found: Mapping[str, Any]) -> Iterator[str]:
     """Held-out figures of the run and, beside pass@1, those that members declare."""
+    held, best, theirs = found["held_out"], found["best"], theirs_words(_worth_of(found))
     parts = []
     if held is not None:
         before, now = (None if held[when] is None else f"{held[when]:.3f}" for when in ("before", "now"))
@@ -103,80 +137,106 @@ def _held_out(held: Mapping[str, Any] | None, best: Mapping[str, Any] | None, th
         yield f"held-out   {WORDS[figure]} {'; '.join(parts)}"
 
 
-def _exchange(found: Mapping[str, Any], verbose: bool) -> Iterator[str]:
-    """What a run exchanged with its swarm."""
-    status, ended = found["swarm"], _ended(found)
-    if verbose and "peer" in status:
+def _node(found: Mapping[str, Any]) -> Iterator[str]:
+    """The place of the run's node in the network."""
+    if "peer" in (status := found["swarm"]):
         yield f"node       {status.get('name') or 'node'}, peer {status['peer']}"
         yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
-    if status.get("averaging"):
-        yield from _averaging(status["averaging"], status["time"], ended, verbose)
-    if status.get("crew"):
-        yield from _crew(status["crew"], status["time"])
+
+
+def _start(found: Mapping[str, Any]) -> Iterator[str]:
+    """What a run exchanged with its swarm in its latest start."""
+    status, ended = found["swarm"], _ended(found)
     seconds = status["time"] - status["since"] if "since" in status else 0.0
-    parts = [*_traffic(status.get("traffic"), seconds, verbose), *_groups(status, ended)]
-    if parts:
+    if parts := [*_traffic(status.get("traffic"), seconds), *_groups(status, ended)]:
         long = f"{_long(seconds)}: " if seconds > 0 else ""
         yield f"{'last' if ended else 'this'} start {long}{'; '.join(parts)}"
-    yield from _left_out(status, verbose)
 
 
 def _groups(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
     """How many groups came and went."""
     if "received" in status:
-        came, admitted = (_count(status["received"], f"swarm/groups_{name}") for name in ("received", "admitted"))
-        waiting = _count(status["received"], "swarm/groups_waiting")
+        came, admitted = (_number(status["received"], f"swarm/groups_{name}") for name in ("received", "admitted"))
+        waiting = _number(status["received"], "swarm/groups_waiting")
         rest = "" if waiting == "0" else f", {waiting} {'never examined' if ended else 'not examined yet'}"
         yield f"{came} groups received, {admitted} admitted{rest}"
     if "sent" in status:
-        yield f"{_count(status['sent'], 'swarm/groups_sent')} sent"
+        yield f"{_number(status['sent'], 'swarm/groups_sent')} sent"
 
 
-def _left_out(status: Mapping[str, Any], verbose: bool) -> Iterator[str]:
-    """What was refused; if `verbose`, also by whom it came, and groups that were not sent or not used."""
-    sent = status.get("sent", {})
-    if verbose and (unsent := _reasons(sent, UNSENT)):
+def _not_used(found: Mapping[str, Any]) -> Iterator[str]:
+    """Groups that were not sent or not used, which says nothing against their senders."""
+    sent = found["swarm"].get("sent", {})
+    if unsent := reasons_in(sent, UNSENT):
         usual = all(name.removeprefix(UNSENT) in USUAL for name, n in sent.items() if name.startswith(UNSENT) and n)
         yield f"not sent   {unsent}: {'nothing to do, ' if usual else ''}this node used them all the same"
-    left_out = {name: n for name, n in status.get("received", {}).items() if name.startswith(REJECTED)}
-    unused = {name: n for name, n in left_out.items() if name.removeprefix(REJECTED) in UNUSED}
-    if verbose and (reasons := _reasons(unused, REJECTED)):
+    if reasons := _rejected(found["swarm"], unused=True):
         yield f"not used   {reasons}"
-    if refused := _reasons({name: n for name, n in left_out.items() if name not in unused}, REJECTED):
-        yield f"refused    {refused}"
-    if verbose or not refused:
-        yield from _sources(status, "" if refused else "refused", WORST if verbose else 1)
 
 
-def _members(found: Mapping[str, Any], verbose: bool) -> Iterator[str]:
-    """How many members there are, and their names; of a swarm, and if `verbose`, a table of them."""
-    status, ended = found["swarm"], _ended(found)
+def _refused(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was refused, or else by whom the most came."""
+    reasons = _rejected(found["swarm"], unused=False)
+    yield from [f"refused    {reasons}"] if reasons else _sources(found["swarm"], "refused", 1)
+
+
+def _refused_in_full(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was refused, and by whom it came."""
+    reasons = _rejected(found["swarm"], unused=False)
+    if reasons:
+        yield f"refused    {reasons}"
+    yield from _sources(found["swarm"], "" if reasons else "refused", WORST)
+
+
+def _rejected(status: Mapping[str, Any], unused: bool) -> str:
+    """Groups that were `unused`, or else refused, by reason."""
+    counts = status.get("received", {}).items()
+    return reasons_in({name: n for name, n in counts if (name.removeprefix(REJECTED) in UNUSED) == unused}, REJECTED)
+
+
+def _count(found: Mapping[str, Any]) -> Iterator[str]:
+    """How many members there are."""
+    status = found["swarm"]
     if not status.get("connected", True):
         where = ", ".join(status["asked"][:3])
         tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
         yield f"members    unknown: {(tried if status['answered'] else 'nobody answered at {}').format(where)}"
         return
-    absent = (status.get("crew") or {}).get("absent", [])
-    peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
-    here = {peer: figures for peer, figures in peers.items() if figures.get("present") and not figures["absent"]}
+    here = _here(status)
     training = sum(figures.get("trains", True) for figures in here.values())
     others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
     of_them = "" if training == len(here) else f", {training or 'none'} of them training"
-    count = f"members    {len(here)}{others}{of_them}{' when this run ended' if ended else ''}"
-    if found["run"] and not verbose:
-        yield f"{count}{_named_members(here)}"
-        return
-    yield count
-    if peers and found["run"]:
-        titles = ["was here" if ended else "here", "updates", "received", "admitted", "used", "not used or refused"]
-        yield from _table(peers, titles, _exchanged)
-    elif peers:
-        averaged = any(peer["cohort"] for peer in peers.values())
-        says = any(peer.get("declared") for peer in peers.values())
-        yield from _success(found.get("kinds", []), says)
-        optional = [*(["success", "held-out"] if says else []), *(["cohort"] if averaged else [])]
-        titles = ["roles", "model", "updates", "tokens/s", *optional, "address"]
-        yield from _table(peers, titles, lambda figures: _member(figures, averaged, says))
+    yield f"members    {len(here)}{others}{of_them}{' when this run ended' if _ended(found) else ''}"
+
+
+def _members(found: Mapping[str, Any]) -> Iterator[str]:
+    """How many members there are, and the names of those that a run uses most."""
+    for count in _count(found):
+        yield f"{count}{_named_members(_here(found['swarm']))}"
+
+
+def _peers(found: Mapping[str, Any]) -> Iterator[str]:
+    """A table of what a run exchanged with each member."""
+    if peers := _all(found["swarm"]):
+        yield from exchange_table(peers, _ended(found))
+
+
+def _cards(found: Mapping[str, Any]) -> Iterator[str]:
+    """A table of the members of a swarm, and what they say of themselves."""
+    if peers := _all(found["swarm"]):
+        yield from card_table(peers, found.get("kinds", []))
+
+
+def _all(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """All peers that are known, with whether one is `absent`: silent in the crew."""
+    absent = (status.get("crew") or {}).get("absent", [])
+    return {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
+
+
+def _here(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Those of them that are there."""
+    peers = _all(status)
+    return {peer: figures for peer, figures in peers.items() if figures.get("present") and not figures["absent"]}
 
 
 def _named_members(peers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -190,33 +250,26 @@ def _named_members(peers: Mapping[str, Mapping[str, Any]]) -> str:
 def _next(found: Mapping[str, Any]) -> Iterator[str]:
     """Commands that make sense now."""
     run = shlex.quote(found["run"])
-    commands = [] if found["in_use"] else [f"resume {run}"]
+    commands = [f"resume {run}"] if found["end"] in ("ended", "killed") else []  # one process at a time may write
     if found["metrics"]:
         commands.append(f"samples {run}")
     if found["in_use"]:
         commands.append(f"{'unpause' if found['paused'] else 'pause' if found['metrics'] else 'stop'} {run}")
-    for number, command in enumerate(commands):
-        yield f"{'' if number else 'next':10} swarm-node {command}"
+    yield from _labelled("next", (f"swarm-node {command}" for command in commands))
 
 
-def _worth(status: Mapping[str, Any]) -> Worth:
+def _labelled(label: str, lines: Iterable[str]) -> Iterator[str]:
+    """The lines, the first after `label`."""
+    for number, line in enumerate(lines):
+        yield f"{'' if number else label:10} {line}"
+
+
+def _worth_of(found: Mapping[str, Any]) -> Worth:
     """What the swarm gave the run; a status of another version says nothing of it."""
     try:
-        return msgspec.convert(status.get("worth") or {}, Worth)
+        return msgspec.convert((found["swarm"] or {}).get("worth") or {}, Worth)
     except msgspec.ValidationError:
         return Worth()
-
-
-def _success(kinds: Sequence[Mapping[str, Any]], says: bool) -> Iterator[str]:
-    """Success by kind of task over all members that declare it; `says`: any member declares something."""
-    if not kinds:
-        yield from ["held-out   what members say of themselves, unchecked"] if says else []
-        return
-    listed = ", ".join(f"{row['kind']} {row['success']:.2f}" for row in kinds[:KINDS_LISTED])
-    more = f" and {len(kinds) - KINDS_LISTED} more" if len(kinds) > KINDS_LISTED else ""
-    yield f"success    {listed}{more}: what members say of themselves, unchecked, as below"
-    if unsolved := [row["kind"] for row in kinds if not row["success"]]:
-        yield f"{'':10} nobody solves {', '.join(unsolved[:KINDS_LISTED])}"
 
 
 def _sources(status: Mapping[str, Any], label: str, most: int) -> Iterator[str]:
@@ -240,7 +293,10 @@ def _long(seconds: float) -> str:
     return f"{seconds / length:.0f} {unit}"
 
 
-def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:
+def _crew(found: Mapping[str, Any]) -> Iterator[str]:
+    crew, now = found["swarm"].get("crew"), found["swarm"]["time"]
+    if not crew:
+        return
     state = "whole" if crew["whole"] else "not whole"
     lead = "nobody leads yet" if crew["lead"] is None else f"led by {_named(crew['lead'])}"
     yield f"crew       {crew['name']}: {crew['count']} stages, {state}, {lead}, {crew['updates']} updates"
@@ -262,33 +318,38 @@ def _named(peer: Mapping[str, str]) -> str:
     return f"{peer['name'] or 'a peer'} (…{peer['peer'][-SHORT_ID:]})"
 
 
-def _averaging(figures: Mapping[str, Any], now: float, ended: bool, verbose: bool) -> Iterator[str]:
-    partners, last = sorted(figures["partners"].values()), figures["last"]
-    listed = ", ".join(partners[:PARTNERS_LISTED]) + (", …" if len(partners) > PARTNERS_LISTED else "")
+def _averaging(found: Mapping[str, Any]) -> Iterator[str]:
+    figures = found["swarm"].get("averaging")
+    if not figures:
+        return
     done = f"weights averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
-    if last:
-        before = _ago(now - last["time"])
-        done += f", last with {last['with']} {before.replace('ago', 'before the end') if ended else before}"
+    if last := figures["last"]:
+        before = _ago(found["swarm"]["time"] - last["time"])
+        done += f", last with {last['with']} {before.replace('ago', 'before the end') if _ended(found) else before}"
     yield f"averaging  {done}"
-    if not verbose:
+
+
+def _averaging_in_full(found: Mapping[str, Any]) -> Iterator[str]:
+    """How weights are averaged, with whom, and why they were not."""
+    figures = found["swarm"].get("averaging")
+    if not figures:
         return
     yield f"           {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
-    if not ended:
+    if not _ended(found):
+        partners = sorted(figures["partners"].values())
+        listed = ", ".join(partners[:PARTNERS_LISTED]) + (", …" if len(partners) > PARTNERS_LISTED else "")
         yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
     for kind, text in (("skipped", "skipped"), ("refused", "refused to others in this start")):
-        if reasons := _reasons(figures[kind], "", happened):
+        if reasons := reasons_in(figures[kind], "", happened):
             yield f"           {text}: {reasons}"
 
 
 def _when(found: Mapping[str, Any], now: float) -> str:
     status = found["swarm"]
     age = max(0.0, now - status["time"]) if status else None
-    if not found["in_use"]:
-        heard = max((known["time"] for known in (status, found["metrics"]) if known and "time" in known), default=None)
-        ago = "" if heard is None else f" {_ago(now - heard)}"
-        if found["killed"]:
-            return f", killed or crashed{ago}, or the machine went down"
-        return f", ended{ago}"
+    if end := found["end"]:
+        ago = "" if found["heard"] is None else f" {_ago(now - found['heard'])}"
+        return f", {WORDS_OF_END[end].replace(' {ago}', ago)}"
     if found["starting"]:
         seen = "of before" if age is None else f"as of {_ago(age)}"
         return f", starting (loading); what follows is {seen}, when it last ended"
@@ -297,69 +358,25 @@ def _when(found: Mapping[str, Any], now: float) -> str:
     return "" if found["paused"] else ", running"
 
 
-def _traffic(traffic: Mapping[str, float] | None, seconds: float, verbose: bool) -> Iterator[str]:
+def _traffic(traffic: Mapping[str, float] | None, seconds: float) -> Iterator[str]:
     """The traffic of the `seconds` of a start; 0 = its time is not known."""
-    if traffic is None:
+    if traffic is not None:
+        inward, outward = traffic.get("bytes_in", 0.0), traffic.get("bytes_out", 0.0)
+        hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds > 0 else ""
+        yield f"{volume(inward)} in, {volume(outward)} out{hourly}"
+
+
+def _traffic_in_full(found: Mapping[str, Any]) -> Iterator[str]:
+    """Messages and connections of a start."""
+    if (traffic := found["swarm"].get("traffic")) is None:
         return
-    inward, outward = traffic.get("bytes_in", 0.0), traffic.get("bytes_out", 0.0)
-    hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds > 0 else ""
-    yield f"{volume(inward)} in, {volume(outward)} out{hourly}"
-    if not verbose:
-        return
-    yield f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out"
-    yield f"gossip connections: {_count(traffic, 'connections/gossip')}"
+    parts = [f"{_number(traffic, 'messages_in')} messages in, {_number(traffic, 'messages_out')} out"]
+    parts.append(f"gossip connections: {_number(traffic, 'connections/gossip')}")
     for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
         if traffic.get(name):
-            yield f"{_count(traffic, name)} {text}"
+            parts.append(f"{_number(traffic, name)} {text}")
+    yield f"{'':10} {'; '.join(parts)}"
 
 
-def _count(figures: Mapping[str, float], name: str) -> str:
+def _number(figures: Mapping[str, float], name: str) -> str:
     return f"{figures.get(name, 0):.0f}"
-
-
-def _reasons(figures: Mapping[str, float], prefix: str, words: Callable[[str], str] = words) -> str:
-    """`3 × too old, 1 × over the sender's quota`, the most frequent first."""
-    counts = {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix) and n}
-    frequent = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{n:,.0f} × {words(reason)}" for reason, n in frequent)
-
-
-def _table(peers: Mapping[str, Mapping[str, Any]], titles: Sequence[str], cells: Cells) -> Iterator[str]:
-    rows = [["peer", "name", *titles]]
-    for peer, figures in sorted(peers.items(), key=lambda item: (-item[1].get("received", 0), item[0])):
-        rows.append(["…" + peer[-SHORT_ID:], figures.get("name") or "-", *cells(figures)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _exchanged(figures: Mapping[str, Any]) -> list[str]:
-    refused = _reasons({f"/{name}": n for name, n in figures.get("rejected", {}).items()}, "/")
-    return [
-        "gone" if not figures.get("present") else "silent" if figures["absent"] else "yes",
-        *(_cell(figures.get(name)) for name in ("policy_version", "received", "admitted", "used")),
-        f"{'muted; ' if figures.get('muted') else ''}{refused}",
-    ]
-
-
-def _member(figures: Mapping[str, Any], averaged: bool, says: bool) -> list[str]:
-    declared = figures.get("declared") or {}
-    shares = [right / answers for answers, right in declared.get("kinds", {}).values()]
-    success = _share(sum(shares) / len(shares) if shares else None)
-    return [
-        ", ".join(figures["roles"]),
-        figures["family"] or "-",
-        _cell(figures["policy_version"] or (0 if figures["speed"] else None)),  # a card has 0 until a round has ended
-        _cell(figures["speed"] or None),
-        *([success, _share(declared.get("pass_1"))] if says else []),
-        *([figures["cohort"] or "-"] if averaged else []),
-        (figures["addresses"] or ["-"])[0],
-    ]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"

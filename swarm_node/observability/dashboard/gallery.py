@@ -71,7 +71,7 @@ class Gallery:
                 return known
             runs = self._runs_lately()
             self._locks = {run.path: self._locks.get(run.path) or Lock(run) for run in runs.values()}
-            listed = [{"id": id, **glance(run, self._locks[run.path])} for id, run in runs.items()]
+            listed = [{"id": id, **glance(run, self._locks[run.path], now)} for id, run in runs.items()]
             listed.sort(key=lambda each: (-each["page"], -each["in_use"], -each["trains"], -each["started"]))
             self._list = now, listed[:LISTED]
             return self._list[1]

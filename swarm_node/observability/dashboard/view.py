@@ -19,7 +19,8 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
-from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out, shown_until
+from swarm_node.observability.ending import WORDS, LastWords, last_words
+from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
 from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -41,8 +42,8 @@ KNOWN = 4096  # most runs whose last round and role are kept in memory
 Stamp = tuple[int, int, int, int]
 """(time of the last change in ns, bytes, device, inode): tells one content of a file from another."""
 State = str
-"""training | paused (by its owner, or for the sake of the machine) | waiting | serving (it trains nothing) | starting |
-ended"""
+"""training | paused (by its owner, or for the sake of the machine) | waiting | serving (it trains nothing) | starting;
+or an `End`, if no process of this machine holds it"""
 
 
 class Lock:
@@ -122,12 +123,14 @@ class View:
             "id": self.id,
             "path": _shown_path(self.run, _within(self.status, "role")),
             "state": state,
+            "over": state in ("ended", "killed"),
             "paused": self._paused(now) if state == "paused" else None,
             "trains": trains,
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
-            "ended_at": self._ended_at if state == "ended" else None,
+            "ended": None if self._in_use else WORDS[self._last_words.end(now)],
+            "ended_at": None if self._in_use else self._last_words.heard or None,
             "seconds": self.curves.total("step_time"),
             "reward_first": first_tenth,
             "reward_last": last_tenth,
@@ -155,16 +158,16 @@ class View:
         where = self.run.quoted
         if _within(self.status, "role") == PAGE:
             return {}
-        if state == "ended":
-            return {"go on": f"swarm-node resume {where}"} if trains and self._config else {}
+        if not self._in_use:
+            goes_on = trains and self._config and state != "unclear"
+            return {"go on": f"swarm-node resume {where}"} if goes_on else {}
         pause = "unpause" if state == "paused" else "pause"
         names = [*([pause] if trains else []), "stop"]
         return {name: f"swarm-node {name} {where}" for name in names}
 
     @property
-    def _ended_at(self) -> float | None:
-        """When a run that has ended was last heard of."""
-        return max(map(_time, [*list(self._lately)[-1:], *list(self.events)[-1:]]), default=0.0) or None
+    def _last_words(self) -> LastWords:
+        return _last_words(self.run, *_written(self.run))
 
     @property
     def link(self) -> str | None:
@@ -175,7 +178,7 @@ class View:
     def state(self, now: float) -> State:
         """The state of the run, as far as its files show it."""
         if not self._in_use:
-            return "ended"
+            return self._last_words.end(now)
         if self._paused(now):
             return "paused"
         status_fresh = self._status_fresh(now)
@@ -235,7 +238,7 @@ class View:
         with_reward = bool(_within(rewards, "functions") or _within(rewards, "partial"))
         _, state = newest_checkpoint(self.run)
         if (found := shown_held_out(state, with_reward)) is not None:
-            self._held_out = _bounded(found)
+            self._held_out = _bounded(found | {"change": shown_change(state)})
 
     def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
         if void:
@@ -304,8 +307,8 @@ class View:
         return parsed
 
 
-def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
-    """The part of a run that a list of runs shows, found without reading all of its files."""
+def glance(run: RunDir, lock: Lock, now: float) -> dict[str, Any]:
+    """The part of a run that a list of runs shows, found without reading all of its files. `now`: Unix time."""
     known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
     started = next((stamp[0] for path in known if (stamp := _stamp(path)) is not None), 0)
     rounds = _last_round(run.metrics, _stamp(run.metrics))
@@ -315,6 +318,7 @@ def glance(run: RunDir, lock: Lock) -> dict[str, Any]:
         "page": role == PAGE,
         "title": run.read_swarm_name() or None if role == PAGE else None,
         "in_use": held,
+        "end": None if held else _last_words(run, *_written(run)).end(now),
         "paused": held and bool(run.read_waits()),
         "trains": rounds is not None or role not in (BOOTSTRAP, PAGE),
         "rounds": rounds,
@@ -331,6 +335,16 @@ def _last_round(path: Path, stamp: Stamp | None) -> int | None:
         return None
     last = records[-1].get("round") if records else None
     return last if isinstance(last, int) else None
+
+
+def _written(run: RunDir) -> tuple[Stamp | None, ...]:
+    return _stamp(run.events), _stamp(run.metrics), _stamp(run.status)
+
+
+@lru_cache(KNOWN)
+def _last_words(run: RunDir, *stamps: Stamp | None) -> LastWords:
+    """What the run wrote last into the files that have these stamps."""
+    return last_words(run)
 
 
 @lru_cache(KNOWN)

@@ -36,6 +36,7 @@ from swarm_node.swarm.lookup import look_around
 from swarm_node.swarm.manifests import render
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
+from tests.support.run_files import write
 
 NOW = 1_800_000_000.0
 STATUS: dict[str, Any] = {
@@ -140,7 +141,7 @@ def test_all_counts_of_a_run_are_shown_on_request(capsys: pytest.CaptureFixture[
     for part in (
         "alice, peer 12D3KooW",
         STATUS["link"],
-        "last start 2.0 MB in, 1.0 MB out; 7 messages in",
+        "last start 2.0 MB in, 1.0 MB out; 12 groups received, 8 admitted; 40 sent\n           7 messages in",
         "1 restarts of gossip",
         "not sent   5 × all rewarded alike: nothing to do",
         "not used   1 × too old",
@@ -159,24 +160,44 @@ def test_all_counts_of_a_run_are_shown_on_request(capsys: pytest.CaptureFixture[
     assert unsent.endswith("1 × over the swarm's limits: this node used them all the same")
 
 
-@pytest.mark.parametrize("end", ["summary", "stop", "error", ""])
-def test_a_killed_run_says_what_is_left(capsys: pytest.CaptureFixture[str], end: str) -> None:
-    run = make_run("runs/alice", age=180)
-    run.metrics.write_text(json.dumps({"round": 41, "time": NOW - 180}) + "\n")
-    events = [{"time": NOW - 900, "kind": "stop"}, {"time": NOW - 179, "kind": end or "note"}]
-    run.events.write_text("".join(json.dumps(event | {"text": ""}) + "\n" for event in events))
-    assert json.loads(shown(capsys, "runs/alice", json_output=True))["killed"] == (not end)
+def checkpoint_at(run: RunDir, round: int) -> Path:
+    """The folder of an empty checkpoint."""
+    folder = run.checkpoints / f"round-{round:08}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text('{"state": {}}')
+    return folder
+
+
+def trained_run(age: float, *kinds: str) -> RunDir:
+    """A run whose round 41 ended, and that wrote its status and events of these kinds, `age` seconds ago."""
+    run = make_run("runs/alice", age=age)
+    write(run.metrics, {"round": 41, "time": NOW - age}, mode="w")
+    write(run.events, *({"time": NOW - age, "kind": kind, "text": ""} for kind in kinds))
+    return run
+
+
+def test_a_killed_run_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained_run(180, "stop", "resume", "start", "note")
+    assert json.loads(shown(capsys, "runs/alice", json_output=True))["end"] == "killed"
     text = shown(capsys, "runs/alice")
-    assert ("runs/alice, ended 3 min ago" in text) == bool(end)
-    if not end:
-        assert "runs/alice, killed or crashed 3 min ago, or the machine went down\n" in text
-        assert "saved      nothing yet: `resume` begins anew\n" in text
-        checkpoint = run.checkpoints / "round-00000040"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text('{"state": {}}')
-        text = shown(capsys, "runs/alice")
-        assert "saved      up to round 40; `resume` trains 1 round again\n" in text
-        assert "next       swarm-node resume runs/alice\n" in text
+    assert "runs/alice, killed or crashed 3 min ago, or the machine went down" in text
+    assert "saved      nothing yet: `resume` begins anew\n" in text and "swarm-node resume runs/alice\n" in text
+    for round, left in ((40, "; `resume` trains 1 round again"), (41, ": nothing is lost")):
+        checkpoint_at(run, round)
+        assert f"saved      up to round {round}{left}\n" in shown(capsys, "runs/alice")
+
+
+def test_a_run_that_may_live_elsewhere_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    trained_run(59, "start")
+    text = shown(capsys, "runs/alice")
+    assert "runs/alice, no process of this machine holds it; last heard 59 s ago" in text
+    assert "resume" not in text and "saved" not in text and "when this run ended" not in text and "join link" in text
+
+
+def test_a_failed_start_hides_no_lost_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint_at(trained_run(600, "start", "note", "error"), 38)
+    text = shown(capsys, "runs/alice")
+    assert "ended 10 min ago" in text and "up to round 38; `resume` trains 3 rounds again\n" in text
 
 
 def test_a_run_says_whether_it_learned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +206,7 @@ def test_a_run_says_whether_it_learned(capsys: pytest.CaptureFixture[str]) -> No
         tally.add({"round": round, "reward": reward})
     before, last = (Evaluation({"all": Held(128, share, None, share)}) for share in (0.2, 0.4))
     held = HeldOutRecord(before, Evaluation())
-    checkpoint = run.checkpoints / "round-00000020"
-    checkpoint.mkdir(parents=True)
+    checkpoint = checkpoint_at(run, 20)
     for figures, words in (
         (held, "0.200 before training"),
         (HeldOutRecord(before, last, round=20), "0.200 -> 0.400 after round 20"),

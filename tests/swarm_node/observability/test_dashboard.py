@@ -200,7 +200,7 @@ def test_key_figures_equal_the_files() -> None:
 
 def test_a_run_s_state_follows_its_files() -> None:
     run = make_run(rounds=0)
-    assert seen(run).state(1000.0) == "ended"
+    assert seen(run).state(1000.0) == "unclear"
     with RunDir.open(run.path):
         view = seen(run)
         assert view.state(1000.0) == "starting"
@@ -216,13 +216,20 @@ def test_a_run_s_state_follows_its_files() -> None:
         view.refresh()
         assert view.state(1101.0) == "waiting"
     view.refresh()
-    assert view.state(1000.0) == "ended"
+    for now, state, over in ((1159.0, "unclear", False), (1181.0, "killed", True)):  # after four rounds of 20 s
+        summary = view.summary(now)
+        assert (summary["state"], summary["over"], "go on" in summary["commands"]) == (state, over, over)
+    assert summary["ended"] == "killed or crashed {ago}, or the machine went down"
+    assert Gallery([]).list()[0]["end"] == "killed"
+    write(run.events, {"time": 900.0, "kind": "stop", "text": "stopping"})  # the clock was set back
+    view.refresh()
+    assert (view.state(1200.0), view.summary(1200.0)["ended"]) == ("ended", "ended {ago}")
 
 
 def test_a_paused_run_is_paused_and_says_why() -> None:
     run = make_run()
     run.write_status({"time": 1100.0, "peer": "b", "sent": {}, "paused": "quiet hours, 22:00-07:00"})
-    assert seen(run).state(1101.0) == "ended"
+    assert seen(run).state(1161.0) == "killed"
     with RunDir.open(run.path):
         view = seen(run)
         assert view.summary(1101.0)["state"] == "paused"
@@ -244,11 +251,12 @@ def test_a_lone_paused_run_says_why() -> None:
         assert view.summary(1005.0)["state"] == "paused"
         assert view.summary(1005.0)["paused"] == "quiet hours, 22:00-07:00"
     view.refresh()
-    assert view.state(1005.0) == "ended"
+    assert view.state(1005.0) == "unclear"
 
 
 def test_an_ended_run_s_lock_is_left_alone() -> None:
     run = make_run()
+    write(run.events, {"time": 1003.0, "kind": "stop", "text": "stopping"})
     with RunDir.open(run.path):
         pass
     view = seen(run)

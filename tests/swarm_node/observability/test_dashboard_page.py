@@ -29,6 +29,7 @@ ROUNDS = 40
 SINCE = f"since {datetime.fromtimestamp(1000.0):%Y-%m-%d %H:%M}"  # start of the run, in local time
 ENDED = f"{datetime.fromtimestamp(1040.0):%Y-%m-%d %H:%M}"  # the last round
 HELD_OUT = "'[aria-label=\"Held-out questions of alice\"] thead'"
+LONGEST_PHONE_PX = 5000  # seven screens of a phone to the end of the page: peers, settings and the like are folded
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
 
 
@@ -66,10 +67,10 @@ def make_swarm_run() -> RunDir:
         speed = {"perf/generated_tok_s": 1000.0 + round, "entropy": 1 / round, "averaging/spread": 0.01}
         write(run.metrics, metrics(round, **rewards(round), **swarm, **speed))
     write(
-        run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "note", "text": HOSTILE}
+        run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "stop", "text": HOSTILE}
     )
     write(
-        run.events, *({"time": 1.5, "kind": "link", "text": text} for text in ("others join with:", "swarm://it?peer="))
+        run.events, *({"time": 1.5, "kind": "join", "text": text} for text in ("others join with:", "swarm://it?peer="))
     )
     seven = {"text": "7", "extracted": "7", "reward": 1.0, "correct": True, "finished": True}
     evil = {"text": HOSTILE, "extracted": None, "reward": 0.0, "correct": False, "finished": False}
@@ -441,7 +442,7 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Chromium, url: str) -> No
 def test_a_phone_shows_the_main_facts_unfolded(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice", width=390, height=740)
     browser.wait(READY)
-    assert browser.value("document.documentElement.scrollHeight") < 5000
+    assert browser.value("document.documentElement.scrollHeight") < LONGEST_PHONE_PX
     shown = browser.value("document.getElementById('main').innerText")
     for fact in ("0.250 → 0.750", "more than noise", "swarm-node resume runs/alice", "What is 30?", "right: 7"):
         assert fact in shown

@@ -13,7 +13,7 @@ from swarm_node.config.figures import reports_reward
 from swarm_node.config.training import RewardsConfig
 from swarm_node.observability.dashboard.gallery import Gallery
 from swarm_node.observability.dashboard.view import View
-from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
+from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out
 from swarm_node.observability.noise import interval
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import metrics, write
@@ -49,14 +49,11 @@ def test_three_questions_are_shown_before_and_after() -> None:
 def test_a_change_is_judged_as_in_the_summary() -> None:
     before, after = [0.0, 0.5] * 10, [0.5, 0.5] * 10
     figures = {"before": evaluation(*before), "last": evaluation(*after), "round": 20}
-    found = shown_held_out({"held_out_figures": figures, "held_out": {"samples": 4}}, with_reward=False)
-    assert found is not None
-    assert found["change"] == {"interval": list(interval(before, after) or ()), "verdict": "more than noise"}
-    few = shown_held_out(state(20, evaluation(0.5, 0.25, 1.0, 0.25)), with_reward=False)
-    assert few is not None
-    assert few["change"] == {"interval": None, "verdict": "4 questions are too few to tell it from noise"}
-    others = shown_held_out(state(20, evaluation(0.5)), with_reward=False)
-    assert others is not None and others["change"] is None
+    found = shown_change({"held_out_figures": figures, "held_out": {"samples": 4}})
+    assert found == {"interval": list(interval(before, after) or ()), "verdict": "more than noise"}
+    few = shown_change(state(20, evaluation(0.5, 0.25, 1.0, 0.25)))
+    assert few == {"interval": None, "verdict": "4 questions are too few to tell it from noise"}
+    assert shown_change(state(20, evaluation(0.5))) is None, "other questions were asked"
 
 
 def test_rewards_are_told_where_they_count() -> None:
@@ -69,6 +66,7 @@ def test_rewards_are_told_where_they_count() -> None:
 @pytest.mark.parametrize("damaged", [{}, {"held_out": {"samples": 4}, "before": {"all": [1]}}, {"held_out_figures": 3}])
 def test_a_checkpoint_without_figures_shows_none(damaged: dict[str, Any]) -> None:
     assert shown_held_out(damaged, with_reward=False) is None
+    assert shown_change(damaged) is None
 
 
 def save(run: RunDir, round: int) -> None:

@@ -167,7 +167,7 @@ function item(id) {
 function drawRuns() {
   for (const run of listed) {
     const { box, name, state, label } = item(run.id), at = selected.indexOf(run.id);
-    const now = !run.in_use ? "ended" : run.paused ? "paused" : "running";
+    const now = run.end ?? (run.paused ? "paused" : "running");
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
     name.className = `name ${now}`;
@@ -248,7 +248,7 @@ function drawNotices(shown) {
 const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
 const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
 // How long ago, or of an ended run at what time: the first would go on counting.
-const when = (run, time) => (run.summary.state === "ended" ? `at ${clock(time).slice(0, -3)}` : ago(time));
+const when = (run, time) => (run.summary.over ? `at ${clock(time).slice(0, -3)}` : ago(time));
 const signed = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(3)}`;
 
 function state(run) {
@@ -306,7 +306,7 @@ function present(status) {
 
 function tiles(run) {
   const { summary } = run, { last } = summary, moved = traffic(run), inSwarm = run.status !== null || summary.peers !== null;
-  const trains = summary.state === "training", over = summary.state === "ended", held = heldOut(run);
+  const trains = summary.state === "training", { over } = summary, held = heldOut(run);
   const list = element("dl", { class: "tiles" });
   if (summary.trains) list.append(
     figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, "first to last tenth of rounds"),
@@ -332,7 +332,7 @@ function tiles(run) {
   const cost = money(last["cost/spent"]), group = money(last["cost/per_admitted_group"]), point = money(last["cost/per_reward_point"]);
   if (cost) list.append(figure("Spent", "cost", cost, group && `${group} a group`, point && `${point} a point of reward`));
   const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
-  const when = over ? summary.ended_at && `ended ${clock(summary.ended_at).slice(0, -3)}, ${ago(summary.ended_at)}` : summary.last_at && `last round ${ago(summary.last_at)}`;
+  const when = summary.ended ? summary.ended_at && summary.ended.replace("{ago}", `${clock(summary.ended_at).slice(0, -3)}, ${ago(summary.ended_at)}`) : summary.last_at && `last round ${ago(summary.last_at)}`;
   const said = [summary.settings.model, named, when].filter(Boolean).join(" · ");
   return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list, commands(run)].filter(Boolean);
 }
@@ -344,7 +344,7 @@ function comparison(known) {
     ["Round", (run) => number(run.summary.rounds)],
     ["Reward, first tenth", (run) => fixed(run.summary.reward_first)],
     ["last tenth", (run) => fixed(run.summary.reward_last)],
-    ["Other members", (run) => number(run.summary.state === "ended" ? null : run.summary.peers)],
+    ["Other members", (run) => number(run.summary.over ? null : run.summary.peers)],
     ["Own groups", (run) => number(run.summary.own)],
     ["Foreign groups", (run) => number(run.summary.foreign)],
     ["In", (run) => bytes(traffic(run).in)],
@@ -508,7 +508,7 @@ function drawChart(chart, plan, shown) {
   chart.show(lines, { axis, raw: raw && (one || Boolean(plan.wide)), format: plan.format ?? number, zero: plan.zero ?? true, whole: plan.whole, over: allEnded(shown) });
 }
 
-const allEnded = (shown) => shown.every((run) => run.summary?.state === "ended");
+const allEnded = (shown) => shown.every((run) => run.summary?.over);
 
 function stack([below, above]) {
   const own = below.y;
@@ -609,7 +609,7 @@ function bar(value, most) {
 const absentFrom = (status) => new Set(status.crew?.absent ?? []);
 
 // What the status of an ended run says was so at its end.
-const nowOrThen = (run) => (run.summary.state === "ended" ? "At the end" : "Now");
+const nowOrThen = (run) => (run.summary.over ? "At the end" : "Now");
 
 function presence(peer, absent) {
   if (!peer.present) return element("span", { class: "away" }, "gone");
@@ -625,7 +625,7 @@ function peers(run, known) {
   const { received, sent } = status;
   if (received) {
     const refused = reasons(received, "swarm/rejected/"), waiting = received["swarm/groups_waiting"];
-    const rest = waiting ? `, ${number(waiting)} ${run.summary.state === "ended" ? "never examined" : "not examined yet"}` : "";
+    const rest = waiting ? `, ${number(waiting)} ${run.summary.over ? "never examined" : "not examined yet"}` : "";
     sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${rest}${refused ? `. Not used or refused: ${refused}` : ""}.`);
   }
   if (sent) {
@@ -633,7 +633,7 @@ function peers(run, known) {
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent} (this node used them all the same)` : ""}.`);
   }
   if (sums.length && since(run)) sums.push(`Counted ${since(run)}.`);
-  const told = run.summary.state === "ended" ? "" : asOf(status.page);
+  const told = run.summary.over ? "" : asOf(status.page);
   if (all.length && told) sums.push(`Presence and updates ${told}.`);
   if (!all.length && !sums.length) return null; // the tile says that nobody is here
   if (!all.length) return foldable(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
@@ -677,7 +677,7 @@ function averaging(run, known) {
   const partners = Object.values(figures.partners ?? {}).map(String).sort();
   return foldable(run, known, "Averaging of weights", terms([
     ["Method", [figures.when, figures.method, figures.codec].filter(Boolean).join(", ")],
-    [run.summary.state === "ended" ? "Partners at the end" : "Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
+    [run.summary.over ? "Partners at the end" : "Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
     ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${when(run, figures.last.time)}` : ""}`],
     ["Sent", bytes(figures.bytes)],
     ["Difference to the last partner", figures.spread ? number(figures.spread) : null],
@@ -728,7 +728,7 @@ function drawSettings(known) {
 function folded(events) {
   const found = new Map();
   for (const event of events) {
-    if (event.kind === "link" && /^(swarm:|others join with:)/.test(event.text)) continue;
+    if (event.kind === "join") continue;
     const same = found.get(event.text);
     if (same) Object.assign(same, { time: event.time, times: same.times + 1 });
     else found.set(event.text, { ...event, times: 1 });

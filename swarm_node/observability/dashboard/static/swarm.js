@@ -110,7 +110,7 @@ export function drawMeans(runs) {
 
 function listing(page) {
   const left = page.members - (page.rows ?? []).length;
-  return `Names, speeds and what stands from “Here for” on are ${CLAIMED}${page.as_of ? `, ${asOf(page)}` : ""}; held-out figures are from after training began.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
+  return `Names, speeds and what stands from “Here for” on are ${CLAIMED}${page.as_of ? `, ${asOf(page)}` : ""}.${left > 0 ? ` ${number(left)} more are not listed.` : ""}`;
 }
 
 // The page of a swarm, for a directory that has nothing else.
@@ -156,7 +156,7 @@ export function worth(run, known, { section, terms }) {
   const found = run.status?.worth, { own, foreign } = run.summary;
   if (!found) return null;
   const mine = found.own_groups ?? 0, others = found.others_groups ?? 0, theirs = found.theirs ?? [];
-  const [low, high] = [theirs[0], theirs.at(-1)].map(share), age = run.summary.state === "ended" ? "" : asOf(run.status.page);
+  const [low, high] = [theirs[0], theirs.at(-1)].map(share), age = run.summary.over ? "" : asOf(run.status.page);
   const pairs = rowsOf([
     foreign && !others ? ["Groups of others trained on", number(foreign), `${percent(foreign / (own + foreign))} of all`] : null,
     others ? ["Groups with something to learn", `${number(others)} of ${number(mine + others)} from others`, percent(others / (mine + others))] : null,
@@ -182,7 +182,7 @@ export function gave(run, known, { section, terms }) {
 
 // The swarm of a run: success of all members by kind of task, and the link, unless the run has left it.
 export function swarmOf(run, known, tools) {
-  const { page, link } = run.status ?? {}, over = run.summary.state === "ended";
+  const { page, link } = run.status ?? {}, { over } = run.summary;
   const table = page && kinds(run, page, tools), code = over ? null : joining(run, { link: page?.link ?? link });
   if (!table && !code) return null;
   const said = table ? element("p", {}, element("small", {}, over ? `As it was when the run ended. ${note({})}` : note(page))) : null;
