@@ -421,8 +421,10 @@ def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> Non
     assert "Own groups" in browser.value(heads) and "Other members" not in browser.value(heads), "both have ended"
     assert not browser.value("!!document.querySelector('#figures p')"), "both have the same questions and rewards"
     assert table[1][1:6] == ["ended", "30", "0.250", "0.250", "–"]
-    assert browser.value("document.querySelectorAll('#first svg .line').length") == 2
-    assert browser.value("[...document.querySelectorAll('#first .legend .key')].map(e => e.textContent)") == [
+    assert browser.value("document.querySelectorAll('#first figure:first-child .line').length") == 2
+    assert browser.value(
+        "[...document.querySelectorAll('#first figure:first-child .legend .key')].map(e => e.textContent)"
+    ) == [
         "alice",
         "silo",
     ]
