@@ -124,7 +124,10 @@ class Node:
         if not isinstance(trainer.optimizer, Optimizer):
             return {}
         low, high = clip_range(trainer.config, trainer.loss)
-        return {
+        grpo, falls = self.config.grpo, dict[str, Any]()
+        if grpo.schedule != "constant":
+            falls["grpo.schedule_rounds"] = grpo.schedule_rounds or self.config.total_rounds
+        return falls | {
             "policy.lora": policy.is_lora,
             "policy.device": policy.device.type,
             "policy.dtype": str(policy.dtype).removeprefix("torch."),

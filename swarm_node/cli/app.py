@@ -12,7 +12,6 @@ import functools
 import gc
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,11 +19,9 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
-from swarm_node.cli.options import SettingsCommand, early_log, with_settings, with_verbosity
-from swarm_node.config.plugins import blamed
-from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError, UserError
+from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
+from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
 from swarm_node.runtime.waiting import wait_passively
-from swarm_node.storage.rundir import FULL, explained
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -80,27 +77,13 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         try:
             command(**values)
-        except SwarmNodeError as error:
-            _tell(error, command.__name__, values)
-            raise typer.Exit(_exit_code(error)) from None
-        except PermissionError as error:  # of a file that another user owns, wherever a command came upon it
-            if error.filename is None:
-                raise
-            named = f"no permission for {error.filename}: change its owner or mode, or choose another directory"
-            _tell(UserError(named), command.__name__, values)
-            raise typer.Exit(USER_ERROR) from None
         except Exception as error:
-            if (own := _disk_full(error) or blamed(error)) is None:
+            if (told := to_show(error)) is None:
                 raise
-            _tell(own, command.__name__, values)
-            raise typer.Exit(_exit_code(own)) from None
+            _tell(told, command.__name__, values)
+            raise typer.Exit(_exit_code(told)) from None
 
     return run
-
-
-def _disk_full(error: Exception) -> SwarmNodeError | None:
-    """The error to show where a disk had no room, wherever a command came upon it; None for another error."""
-    return explained(error, Path("a file")) if isinstance(error, OSError) and error.errno in FULL else None
 
 
 def _exit_code(error: SwarmNodeError) -> int:

@@ -91,7 +91,17 @@ def evaluate_model(
     starting()
     from swarm_node.cli.commands.evaluate import main
 
-    main(target, named, samples, questions, json_output, checkpoint, every, out, functions)
+    main(
+        target,
+        tasks=named,
+        samples=samples,
+        questions=questions,
+        json_output=json_output,
+        which=checkpoint,
+        every=every,
+        out=out,
+        functions=functions,
+    )
 
 
 def export(

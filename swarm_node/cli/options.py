@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
@@ -31,12 +32,15 @@ from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
+from swarm_node.config.plugins import blamed
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.observability.lines import LEVELS, Show, shown_as_lines
 from swarm_node.say import is_shown, level_of
+from swarm_node.storage.rundir import FULL, explained
 
+CLICK: Any = import_module(typer.BadParameter.__module__)  # errors of click, or of the copy of it that typer has
 CONFIGURATION = "Configuration"
 COMMAND_VARIABLES: set[str] = set()
 """Environment variables of options that set no key of the configuration: `option` adds them."""
@@ -109,14 +113,32 @@ def note_for(config: NodeConfig, kind: str, err: bool = True) -> Callable[[str],
 
 @contextmanager
 def refusals_in(config: NodeConfig, err: bool) -> Iterator[None]:
-    """Write an error that comes before the log of the run is open into a log of JSON lines; `err` as for `log_of`."""
+    """Write an error that the log of the run does not have into a log of JSON lines; `err` as for `log_of`. Raises it
+    as `to_show` gives it."""
     try:
         yield
-    except SwarmNodeError as error:
-        if not error.logged and config.log_format == "json" and (show := log_of(config, err)) is not None:
-            show(printable(str(error)), "error", "error")
-            error.logged = True
-        raise
+    except Exception as error:
+        told = to_show(error)
+        if told is None:
+            raise
+        if not told.logged and config.log_format == "json" and (show := log_of(config, err)) is not None:
+            show(printable(str(told)), "error", "error")
+            told.logged = True
+        if told is error:
+            raise
+        raise told from error
+
+
+def to_show(error: Exception) -> SwarmNodeError | None:
+    """The error to show where `error` ends a command, wherever the command came upon it; None for a fault of this
+    package, which needs its traceback."""
+    if isinstance(error, SwarmNodeError):
+        return error
+    if isinstance(error, PermissionError) and error.filename is not None:  # of a file that another user owns
+        return UserError(f"no permission for {error.filename}: change its owner or mode, or choose another directory")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return explained(error, Path("a file"))
+    return blamed(error)
 
 
 def early_log(command: str, values: Mapping[str, Any]) -> Show | None:
@@ -255,12 +277,11 @@ class SettingsCommand(TyperCommand):
         given = list(args)  # the parser empties the other list
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:
+        except CLICK.ClickException as error:
             has_set = any(parameter.name == "sets" for parameter in self.params)
-            if type(error).__name__ == "NoSuchOption" and has_set:  # no public name in typer
-                wrong: Any = error
-                if hint := _hint(wrong.option_name, self.name or ""):
-                    wrong.message, wrong.possibilities = f"{wrong.message}{hint}", None
+            if has_set and isinstance(error, CLICK.NoSuchOption):
+                if hint := _hint(error.option_name, self.name or ""):
+                    error.message, error.possibilities = f"{error.message}{hint}", None
             self._log(error, given)
             raise
 
@@ -272,7 +293,7 @@ class SettingsCommand(TyperCommand):
             after = [value for word, value in pairwise(args) if word == flag]
             joined = [word.removeprefix(f"{flag}=") for word in args if word.startswith(f"{flag}=")]
             values[name] = next(iter(after + joined), None)
-        if hasattr(error, "format_message") and (show := early_log(self.name or "", values)) is not None:
+        if (show := early_log(self.name or "", values)) is not None:
             show(printable(error.format_message()), "error", "error")
             raise typer.Exit(error.exit_code) from None
 

@@ -135,7 +135,9 @@ def shown(key: str, value: object) -> str:
 
 
 def in_brief(key: str, value: object) -> str:
-    """`shown`, but tables in a list have their names and weights alone, as `brevity×0.2`."""
+    """`shown`, but tables in a list have their names and weights alone, as `brevity×0.2`; an empty list is `none`."""
+    if value == []:
+        return "none"
     if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
         return shown(key, value)
     tables = [each if isinstance(each, dict) else {"env": each} for each in value]

@@ -36,7 +36,8 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     try:
         module = _run_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise plugin_error(f"{what} {path!r}: cannot import {where}", error) from error
+        failed = plugin_error(f"{what} {path!r}: cannot import {where}", error)
+        raise (failed if failed.trace else UserError(str(failed))) from error  # without a trace, no code of theirs ran
     _loaded.add(getattr(module, "__file__", None) or "")
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -100,14 +101,14 @@ def users_own(error: Exception) -> Exception | None:
     """The error of the user's own code behind `error`, for the program that called this package; None if there is none.
     Its traceback is without frames of this package, and a note says what failed."""
     told, own = (error, error.__cause__) if isinstance(error, PluginError) else (blamed(error), error)
-    if told is None or not told.trace or not isinstance(own, Exception):
+    if told is None or not isinstance(own, Exception):
         return None
     own.add_note(f"swarm_node: {told}")
     links: list[BaseException | None] = [own]
     for link in links:  # it grows by the errors behind each
         if link is not None:
             link.__traceback__ = _foreign_frames(link.__traceback__)
-            links += [each for each in (link.__cause__, link.__context__) if each not in links]
+            links += [each for each in (link.__cause__, link.__context__) if not any(each is link for link in links)]
     return own
 
 

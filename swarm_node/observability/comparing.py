@@ -24,7 +24,7 @@ import numpy as np
 
 from swarm_node.config.figures import WORDS, reports_reward
 from swarm_node.config.keys import flat
-from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, SECRET, in_brief, read_own, shown
+from swarm_node.config.own import GIVEN_ANEW, HOW_LONG, MAX_VALUE_CHARS, in_brief, read_own, shown
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
 from swarm_node.observability.evaluations import NOT_MEASURED, newest_checkpoint, record_of
@@ -230,11 +230,9 @@ def _in_words(key: str, values: Sequence[Any], in_effect: Sequence[Mapping[str, 
 
 
 def _chosen(key: str, value: Any, text: str, in_effect: Mapping[str, Any]) -> str:
-    if json.dumps(value) not in AUTOMATIC or not in_effect or key == SECRET:
-        return text
-    if key in in_effect:
+    if json.dumps(value) in AUTOMATIC and key in in_effect:
         return f"{shown(key, in_effect[key])} (default)"
-    return "none (default)" if value is None else text
+    return text
 
 
 def read_run(path: Path) -> RunFigures:
@@ -258,7 +256,8 @@ def read_run(path: Path) -> RunFigures:
     state = newest_checkpoint(run)[1]
     held = _held_out(state, tally.round, reports_reward(config.rewards))
     final = _figures(tally, processor, held, config.eval.samples)
-    if (best := read_best(path)) is not None:
+    best = read_best(path)
+    if best is not None and best.value > held.get(0, {}).get(best.figure, -math.inf):
         final |= {f"held-out {WORDS[best.figure]}, best checkpoint": best.value}
     earlier = max((file.name for file in path.glob("config-*.toml") if KEPT_NAME.fullmatch(file.name)), default="")
     asked, in_effect = _asked(state, held), state.get("in_effect")

@@ -37,9 +37,9 @@ def interval(
     return float(low), float(high)
 
 
-def verdict(change: tuple[float, float] | None, questions: int) -> str:
-    """Whether a change with this `interval` over so many questions is more than noise, in words."""
-    if change is None:
+def verdict(interval_of_change: tuple[float, float] | None, questions: int) -> str:
+    """Whether a change over so many questions is more than noise, in words. The interval is that of `interval`."""
+    if interval_of_change is None:
         few = "1 question is" if questions == 1 else f"{questions} questions are"
         return f"{few} too few to tell it from noise"
-    return "more than noise" if change[0] > 0 or change[1] < 0 else "no more than noise"
+    return "more than noise" if interval_of_change[0] > 0 or interval_of_change[1] < 0 else "no more than noise"

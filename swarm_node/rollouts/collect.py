@@ -50,7 +50,7 @@ def collect(
     collected = Collected() if collected is None else collected
     fitting = _fitting(policy, draw, tasks, config, collected)
     for group in _sample(policy, fitting, config, seed, collected) if fitting else ():
-        prompt = policy.text_of_prompt(group.prompt_ids) if tasks.reads_prompts else ""
+        prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
         judge(group.task, prompt, group.rollouts, tasks.score)
         collected.groups.append(group)
     return collected

@@ -44,7 +44,7 @@ def train(
     signal is handled, and the process is never ended.
 
     Raises UserError for what only the user can mend; the message says how. An exception of the user's own functions and
-    callbacks comes out as it is.
+    callbacks comes out as it is; that a reward function cannot take its arguments is a UserError.
     """
     wait_passively()
     settings = resolve(config, quiet, _several(reward_funcs), reward_weights)
@@ -59,7 +59,10 @@ def train(
             warnings.warn(f"{result.run_dir}: {not_used(result.not_used)}", stacklevel=2)
         return result
     # Outside of the handler, so that `error` is not shown as its context.
-    raise own
+    try:
+        raise own
+    finally:
+        del own  # or this frame, which its traceback has, would keep it and all that its frames hold
 
 
 def _train(settings: NodeConfig, manner: Manner) -> TrainResult:

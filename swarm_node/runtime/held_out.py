@@ -44,13 +44,16 @@ class HeldOutFigures:
         measured: Callable[[int, Evaluation], None],
         whole: bool,
         allowed: Allowed = nullcontext,
+        asked: TaskSet | None = None,
     ) -> None:
-        """`config` is fitted to the policy. `show` takes sentences that need not stay in view; `measured` takes the
-        round and the figures of each evaluation. `whole`: checkpoints of the run have all weights, so that the best one
-        can be kept. In the context of `allowed`, a signal may raise StopRequested: questions are asked in it."""
+        """`config` is fitted to the policy. `tasks` are trained on. `show` takes sentences that need not stay in view;
+        `measured` takes the round and the figures of each evaluation. `whole`: checkpoints of the run have all weights,
+        so that the best one can be kept. In the context of `allowed`, a signal may raise StopRequested: questions are
+        asked in it. `asked`: the tasks of `eval.tasks`; None = what is held out of `tasks`."""
         self._config = config
         self._policy = policy
-        self.tasks, self.also_trained = evaluation_tasks(config, tasks)
+        self.tasks = tasks if asked is None else asked
+        self.also_trained = 0 if asked is None else also_trained(tasks, asked)  # questions
         self._show = show
         self._measured = measured
         self._allowed = allowed
@@ -233,16 +236,21 @@ class HeldOutFigures:
         self._noticed = set(found)
 
 
-def evaluation_tasks(config: NodeConfig, tasks: TaskSet) -> tuple[TaskSet, int]:
-    """The tasks whose questions an evaluation asks: `eval.tasks`, else what is held out of `tasks`, the run's own; and
-    the number of their questions that training may draw. Raises UserError."""
-    if not config.eval.tasks:
-        return tasks, 0
-    found = load_tasks(config.eval.tasks, config.rewards, whole=True)
-    if known := found.overlap(tasks):
+def tasks_of_run(config: NodeConfig, of_swarm: TaskSet | None, private: bool) -> tuple[TaskSet, TaskSet | None]:
+    """The tasks to train on, which are those `of_swarm` in a swarm; and those of `eval.tasks`, if there are any. Alone
+    and in a `private` swarm nobody else holds out questions. Raises UserError."""
+    asked = load_tasks(config.eval.tasks, config.rewards, whole=True) if config.eval.tasks else None
+    if of_swarm is None:
+        return load_tasks(config.tasks, config.rewards, asked), asked
+    return of_swarm if asked is None or not private else of_swarm.trained_whole_but_for(asked), asked
+
+
+def also_trained(tasks: TaskSet, asked: TaskSet) -> int:
+    """The number of the questions `asked` that training on `tasks` may draw. It is said if there are any."""
+    if known := asked.overlap(tasks):
         of = f"{known} question{'' if known == 1 else 's'} of eval.tasks"
         say(Warned(f"{of} can be drawn in training too, so held-out figures may show what was remembered"), "held_out")
-    return found, known
+    return known
 
 
 def compared(

@@ -29,7 +29,7 @@ from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, say_reach, show_saving
-from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.runtime.held_out import HeldOutFigures, tasks_of_run
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
 from swarm_node.runtime.report import RunReport
@@ -44,7 +44,6 @@ from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.types import Group
 
@@ -96,7 +95,7 @@ class Run:
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
-            self.tasks = swarm.tasks if swarm else load_tasks(config.tasks, config.rewards, config.eval.tasks)
+            self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
             check = partial(check_plan, config)
             self.policy = load_policy(config.policy, config.rollouts, say, check=check) if crew is None else crew.policy
         self.config = fitted(config, self.policy, say)
@@ -111,7 +110,7 @@ class Run:
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
         telling = partial(say, kind="start"), self._measured
-        self.held_out = HeldOutFigures(self.config, self.policy, self.tasks, *telling, crew is None, stop.allowed)
+        self.held_out = HeldOutFigures(*parts[:3], *telling, crew is None, stop.allowed, exam)
         self.progress.held_out = f"eval/{self.held_out.figure}"
         of_run = crew, self.own, self.cost, self.held_out
         self.state = RunState(self.config, run, self.node, self.checkpoints, *of_run)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -68,7 +67,7 @@ def run_crew(
         stack.enter_context(stopping_when_asked(run, stop, say))
         with ExitStack() as inner:
             try:
-                crew, mirror = _enter(config, run, console, swarm, stop, inner, private=beside is not None)
+                crew, mirror = _enter(config, run, console, swarm, stop, inner)
             except StopRequested:
                 console.leave(STOPPING)
                 stop.safe()
@@ -117,17 +116,14 @@ def run_crew(
 
 
 def _enter(
-    config: NodeConfig, run: RunDir, console: Console, swarm: Swarm, stop: Stopper, stack: ExitStack, private: bool
+    config: NodeConfig, run: RunDir, console: Console, swarm: Swarm, stop: Stopper, stack: ExitStack
 ) -> tuple[CrewNode, Mirror | None]:
-    """Join the swarm and the crew, and restore checkpoints from their copies. Raises StopRequested and UserError.
-    `private`: as for `Node`."""
+    """Join the swarm and the crew, and restore checkpoints from their copies. Raises StopRequested and UserError."""
     try:
         run.path.chmod(0o700)
     except OSError as error:
         say(Warned(f"users who can read {run.path} find the crew's name there: {error.strerror}"))
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
-    if private:  # nobody else holds questions out
-        entered = replace(entered, tasks=entered.tasks.beside(config.eval.tasks))
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     fitting = entered.of_a_member(config)
     mirror = open_mirror(fitting, run, entered, stop, crew=True)

@@ -29,7 +29,7 @@ import msgspec
 
 from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks.taskset import ScoreCompletions
+from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Rollout
 
 FIXED = -6.0  # B of a node with too few answers of its own: it would draw such a token once in 400 times
@@ -77,7 +77,7 @@ class Gate:
     """Finds the answers of others that carry a payload."""
 
     policy: Policy
-    score: ScoreCompletions
+    tasks: TaskSet
     logprobs: Logprobs
     now: Callable[[], float] = time.monotonic  # gives seconds, which bound the time that a group takes
     form: AnswerForm = "any"  # form in which an answer counts
@@ -195,9 +195,9 @@ class Gate:
         if self._tries > TRIES:
             return True
         self._check_time()
-        prompt = self.policy.text_of_prompt(suspect.group.prompt_ids)
+        prompt = self.tasks.prompt_text(suspect.group.prompt_ids, self.policy.text_of_prompt)
         try:
-            (score,) = self.score([suspect.group.task], [prompt], [text])
+            (score,) = self.tasks.score([suspect.group.task], [prompt], [text])
         except Exception as error:  # users' reward functions may raise anything at a text that nobody wrote
             raise _Undecided from error
         return score.reward >= suspect.rollout.reward - ROUNDING

@@ -354,7 +354,7 @@ class Admission:
         try:
             prompt_ids = self.policy.encode(self.tasks.prompt(task))
             rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self.policy.tokenizer_hash)
-            prompt = self.policy.text_of_prompt(prompt_ids) if self.tasks.reads_prompts else ""
+            prompt = self.tasks.prompt_text(prompt_ids, self.policy.text_of_prompt)
             judge(task, prompt, rollouts, self.tasks.score)
         except RemoteProtocolError:
             raise

@@ -165,7 +165,7 @@ class Member:
 
     def guard(self, logprobs: Logprobs) -> None:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        self.replay_buffer.gate = Gate(self.policy, self.tasks.score, logprobs, self.now, self._form)
+        self.replay_buffer.gate = Gate(self.policy, self.tasks, logprobs, self.now, self._form)
 
     # ----------------------------------------------------------------- averaging
 

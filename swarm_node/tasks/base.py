@@ -1,6 +1,6 @@
 """The ports of tasks: an environment holds a dialogue about a task, and a task source makes the tasks of one.
 
-`taskset.ENVIRONMENTS` has the sources by name. docs/develop.md shows how to write one.
+`sources.ENVIRONMENTS` has the sources by name. docs/develop.md shows how to write one.
 """
 
 from __future__ import annotations

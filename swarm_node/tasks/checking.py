@@ -11,7 +11,7 @@ from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import endless, unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
-from swarm_node.tasks.taskset import ENVIRONMENTS, known_names
+from swarm_node.tasks.sources import ENVIRONMENTS, known_names
 
 
 def check_end(specs: Sequence[str | TaskConfig]) -> None:

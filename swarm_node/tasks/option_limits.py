@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.reasoning_gym import defaults_of, library, nearest
-from swarm_node.tasks.taskset import ENVIRONMENTS
+from swarm_node.tasks.sources import ENVIRONMENTS
 
 STRETCH = 2
 

@@ -2,7 +2,7 @@
 
     specs -> sources (environment with options | file) -> task -> prompt -> completion -> step -> reward
 
-`ENVIRONMENTS` has the kinds of sources by name.
+`sources` opens what a spec names.
 """
 
 from __future__ import annotations
@@ -17,27 +17,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
-from typing import Any
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import blamed, load_function, plugin_error
-from swarm_node.config.training import is_question_file
+from swarm_node.config.plugins import blamed
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
-from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import endless, in_metrics, numbered, unknown_task
+from swarm_node.tasks.names import endless, in_metrics
 from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
-from swarm_node.tasks.reasoning_gym import ReasoningGym, library
+from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
+from swarm_node.tasks.sources import chooses, make_labels_distinct, open_sources, task_table
 from swarm_node.types import Rollout, Score, Task
-
-ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
-"""Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
 LOGGER = logging.getLogger(__name__)
 MOST_COUNTED = 100_000  # questions of a source that are counted when a run starts: it takes a second
@@ -75,7 +69,7 @@ class TaskSet:
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
-        self.reads_prompts = bool(self._functions)  # whether `score` looks at prompts: checkers do not
+        self._reads_prompts = bool(self._functions)  # whether `score` looks at prompts: checkers do not
         self.reward_labels = in_metrics(self.reward_weights) if self._functions else {}
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
@@ -98,8 +92,8 @@ class TaskSet:
         """
         chosen: set[int] = set()
         for spec in specs:
-            table = _table(spec)
-            found = {i for i, source in enumerate(self._sources) if _chooses(table, source)}
+            table = task_table(spec)
+            found = {i for i, source in enumerate(self._sources) if chooses(table, source)}
             if not found:
                 have = ", ".join(self.labels)
                 raise UserError(f"task {table.env or table.file!r} is not one of this swarm's, which are {have}")
@@ -109,14 +103,15 @@ class TaskSet:
         part._weights = [self._weights[i] for i in sorted(chosen)]
         return part
 
-    def beside(self, asked: Sequence[str | TaskConfig]) -> TaskSet:
-        """This set for a run of its own that is evaluated on the tasks `asked`, if there are any: sources with an end
-        are trained on whole, but for those that are among them. UserError if a task cannot be used."""
+    def trained_whole_but_for(self, asked: TaskSet) -> TaskSet:
+        """This set for a run of its own that is evaluated on `asked`: sources with an end are trained on whole, but for
+        those that `asked` has too."""
         part = copy.copy(self)
-        ends = {(source.environment, source.config): source for source in self._sources if source.finite}
-        for other in (source for spec in asked for source in _open(_table(spec), False)) if ends else ():
-            ends.pop((other.environment, other.config), None)
-        part._trained_whole = set(ends.values()) if asked else set()
+        part._trained_whole = {
+            source
+            for source in self._sources
+            if source.finite and (source.environment, source.config) not in asked._by_name
+        }
         return part
 
     def sample(self, rng: random.Random, n: int) -> list[Task]:
@@ -204,14 +199,15 @@ class TaskSet:
             raise UserError(f"task {task.label!r} begins with several messages: policies are asked one question so far")
         return messages[0]["content"]
 
+    def prompt_text(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> str:
+        """The prompt to give to `score`: decoded only if a reward function reads it, else empty."""
+        return decode(token_ids) if self._reads_prompts else ""
+
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
-        answers, checked = [], []
-        known: dict[tuple[int, str], float | None] = {}  # of a library's checker: equal answers are judged once
-        for task, completion in zip(tasks, completions, strict=True):
-            answers.append(extract(completion, self._form))
-            which = id(task), completion
-            checked.append(known[which] if which in known else self._step(task, completion, known))
+        known: dict[tuple[int, str], float | None] = {}
+        answers = [extract(completion, self._form) for completion in completions]
+        checked = [self._checked(*each, known) for each in zip(tasks, completions, strict=True)]
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
@@ -224,9 +220,12 @@ class TaskSet:
             scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
 
-    def _step(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
-        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. It goes to `known`
-        if it depends on nothing else."""
+    def _checked(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
+        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. `known` has what
+        this found before, by the task's id and the completion, so that a library judges equal answers once."""
+        which = id(task), completion
+        if which in known:
+            return known[which]
         environment = self._by_name[task.name.environment, task.name.config]
         try:
             _, reward, done = environment.step(task, environment.reset(task), completion)
@@ -235,26 +234,26 @@ class TaskSet:
             if own is not None:
                 LOGGER.info("task %r: %s; such answers score 0", task.label, own)
             self.scorer_errors[task.label] += 1
-            return 0.0
+            return 0.0  # not kept, so that `scorer_errors` counts each such answer
         if not done:
             raise UserError(f"task {task.label!r} asks for another answer: policies answer once so far")
         judged = None if reward is None else min(1.0, max(0.0, reward))
-        if isinstance(environment, ReasoningGym):
-            known[id(task), completion] = judged
+        if isinstance(environment, ReasoningGym):  # a class of the user's own may judge by more than these two
+            known[which] = judged
         return judged
 
 
 def load_tasks(
     specs: Sequence[str | TaskConfig],
     rewards: RewardsConfig,
-    asked: Sequence[str | TaskConfig] = (),
+    asked: TaskSet | None = None,
     whole: bool = False,
     answers: bool = True,
 ) -> TaskSet:
     """Tasks of environments, sets (`small`), their members (`small/gcd`), JSONL files and tables with options.
 
-    A source that is named twice counts once, with both weights. `asked`: see `TaskSet.beside`; `whole`: see `TaskSet`.
-    Unless `answers`, a file may lack them in any case. UserError if a source cannot be used.
+    A source that is named twice counts once, with both weights. `asked`: see `TaskSet.trained_whole_but_for`; `whole`:
+    see `TaskSet`. Unless `answers`, a file may lack them in any case. UserError if a source cannot be used.
     """
     if not specs:
         raise UserError("no tasks: name at least one, for example `small`")
@@ -262,95 +261,20 @@ def load_tasks(
     weights: dict[tuple[str, str], float] = defaultdict(float)
     sources: dict[tuple[str, str], TaskSource] = {}
     for spec in specs:
-        table = _table(spec)
-        for source in _open(table, answer_needed):
+        table = task_table(spec)
+        for source in open_sources(table, answer_needed):
             key = source.environment, source.config
             if isinstance(source, OneTurn):
                 source.form = rewards.answer
             sources.setdefault(key, source)
             weights[key] += table.weight
-    _make_labels_distinct(list(sources.values()))
-    found = TaskSet({source: weights[key] for key, source in sources.items()}, rewards, whole).beside(asked)
+    make_labels_distinct(list(sources.values()))
+    found = TaskSet({source: weights[key] for key, source in sources.items()}, rewards, whole)
+    if asked is not None:
+        found = found.trained_whole_but_for(asked)
     if not whole:
         found.sample(random.Random(0), len(sources))  # raises now, rather than in the middle of a run
     return found
-
-
-def _table(spec: str | TaskConfig) -> TaskConfig:
-    if isinstance(spec, TaskConfig):
-        return spec
-    return TaskConfig(file=spec) if is_question_file(spec) else TaskConfig(env=spec)
-
-
-def _chooses(table: TaskConfig, source: TaskSource) -> bool:
-    if table.file is not None:
-        named = QuestionFile(table.file, False, table.columns)
-        return isinstance(source, QuestionFile) and source.config == named.config
-    if table.config:
-        return any(
-            source.config == other.config for other in _open(table, False) if not isinstance(source, QuestionFile)
-        )
-    name = table.env or ""
-    return name in (source.path, source.path.rpartition("/")[0], source.environment)
-
-
-def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
-    if table.file is not None:
-        yield QuestionFile(table.file, answer_needed, table.columns)
-        return
-    name = table.env or ""
-    if ":" in name:
-        yield _own_source(name, table.config)
-        return
-    group, _, member = name.rpartition("/")
-    if name in SETS:
-        if table.config:
-            raise UserError(f"{name!r} is a set of tasks: give options to one of them, by its own name")
-        chosen = {f"{name}/{environment}": options for environment, options in SETS[name].items()}
-    elif group in SETS and member in SETS[group]:
-        chosen = {name: {**SETS[group][member], **table.config}}
-    elif name in ENVIRONMENTS or name in REFUSED or name in library():
-        chosen = {name: table.config}
-    else:
-        raise unknown_task(name, known_names())
-    for path, options in chosen.items():
-        environment = path.rpartition("/")[2]
-        yield ENVIRONMENTS.get(environment, ReasoningGym)(environment, options, path)
-
-
-def known_names() -> set[str]:
-    """All names of sets, of their members and of environments."""
-    return {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
-
-
-def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
-    """A source of the user's own, `file.py:Class` or `package.module:Class`. UserError if it fails."""
-    kind = load_function(name, "task")
-    try:
-        source = kind(name.rpartition(":")[2], options, name)
-    except UserError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise plugin_error(f"task {name!r} failed", error) from error
-    if not isinstance(source, TaskSource):
-        raise UserError(f"task {name!r} must name a subclass of swarm_node.tasks.base.TaskSource")
-    return source
-
-
-def _make_labels_distinct(sources: list[TaskSource]) -> None:
-    """Tell environments that share a label apart by their set (`sapo/bf`), or else by the hash of their options as
-    well; and other sources, whose path may be one of this machine, by a number."""
-    environments = [source for source in sources if isinstance(source, ReasoningGym)]
-    for attempt in ("{0.path}", "{0.label}:{0.config}"):
-        counts = Counter(source.label for source in environments)
-        for environment in environments:
-            if counts[environment.label] > 1:
-                environment.label = attempt.format(environment)
-    taken = {source.label for source in environments}
-    for source in sources:
-        if not isinstance(source, ReasoningGym):
-            source.label = numbered(source.label, taken)
-            taken.add(source.label)
 
 
 def slot_key(swarm: str, peer: str, epoch: int, slot: int) -> str:

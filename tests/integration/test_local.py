@@ -96,7 +96,7 @@ def test_export_loads_in_plain_transformers(finished, tmp_path):
 def test_eval_takes_a_run_or_a_model(finished, tmp_path, capsys):
     export_run(finished, tmp_path / "out", lambda text: None)
     for target in (finished, tmp_path / "out"):
-        evaluate_main(str(target), ["small"], samples=2, questions=7, json_output=True)
+        evaluate_main(str(target), tasks=["small"], samples=2, questions=7, json_output=True)
     run, model = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert run["held_out"] == model["held_out"] and run["held_out"]["all"]["questions"] == 7
 

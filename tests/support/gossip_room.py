@@ -56,7 +56,7 @@ class World:
         """`score` replaces that of the tasks."""
         tasks = copy.copy(self.tasks)
         if score is not None:
-            tasks.score, tasks.reads_prompts = score, True
+            tasks.score, tasks.prompt_text = score, lambda token_ids, decode: decode(token_ids)
         options = dict(
             me=ME.peer_id,
             manifest=self.manifest,

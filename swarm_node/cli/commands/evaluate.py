@@ -38,10 +38,11 @@ from swarm_node.types import Group, Task
 
 def main(
     target: str,
-    tasks: Sequence[str | TaskConfig] | None,
-    samples: int | None,
-    questions: int | None,
-    json_output: bool,
+    *,
+    tasks: Sequence[str | TaskConfig] | None = None,
+    samples: int | None = None,
+    questions: int | None = None,
+    json_output: bool = False,
     which: Which = "newest",
     every: bool = False,
     out: Path | None = None,
@@ -51,37 +52,36 @@ def main(
     an exported model are measured with the tasks and the sampling settings of their training. `every`: ask each
     question of the tasks once, in their order. `out`: a new file for the answers, a line for each question.
     `functions`: reward functions in place of the run's; a question without an answer is then judged by them alone."""
-    say = note
     run = RunDir(target)
     if run.exists:
-        policy, config = policy_of_run(Path(target), say, which=which)
-        config = _with_functions_at_hand(config, say) if functions is None else _with_functions(config, functions)
+        policy, config = policy_of_run(Path(target), note, which=which)
+        config = _with_functions_at_hand(config, note) if functions is None else _with_functions(config, functions)
         task_set = _tasks_of_run(run, config, tasks, answers=functions is None)
     else:
         if which != "newest":
             raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
-        config = _with_functions(_of_model(target, bool(tasks), say), functions or [])
-        policy = load_policy(config.policy, config.rollouts, say)
+        config = _with_functions(_of_model(target, bool(tasks), note), functions or [])
+        policy = load_policy(config.policy, config.rollouts, note)
         task_set = load_tasks(tasks or config.tasks, config.rewards, answers=functions is None)
     samples = samples or config.eval.samples
     most = questions or config.eval.questions or EvalConfig().questions
     asked = task_set.every() if every else task_set.held_out(most)
     if not asked:
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
-    rollouts = fit_length(config.rollouts, policy, say)
+    rollouts = fit_length(config.rollouts, policy, note)
     fit_sampling(policy, hardware_of(policy.device), rollouts, samples)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
-    say(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
+    note(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
     if run.exists and tasks and config.eval.tasks and not config.swarm:
-        _say_trained(config, asked, say)
+        say_trained("the run", config, asked, note)
     groups = answers_to(asked, policy, task_set, rollouts, samples)
     table = summarise(groups, task_set.labels)
     if not table:
         raise UserError("no question fits rollouts.max_prompt_tokens and the model")
     if left_out := len(asked) - table["all"].questions:
-        say(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
+        note(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
     rewards = _means(groups, task_set.reward_weights)
     document = {"target": target, "samples": samples, "rewards": rewards, "held_out": msgspec.to_builtins(table)}
     try:
@@ -90,7 +90,7 @@ def main(
     finally:  # a closed pipe loses no answers
         if out is not None:
             _write(out, groups, document)
-            say(f"wrote {out}")
+            note(f"wrote {out}")
     if json_output:
         print(json.dumps(document))
 
@@ -148,15 +148,18 @@ def _tasks_of_run(
     return found.only(config.tasks) if config.swarm and config.tasks and not named else found
 
 
-def _say_trained(config: NodeConfig, asked: Sequence[Task], say: Callable[[str], None]) -> None:
-    """Say how many of the questions `asked` the run may have trained on, where it trains on files whole."""
+def say_trained(run: str, config: NodeConfig, asked: Sequence[Task], say: Callable[[str], None]) -> None:
+    """Say how many of the questions `asked` a `run` with these settings may have trained on. Alone, it trained whole on
+    the files that it was not evaluated on."""
+    own, rewards = [] if config.swarm else config.eval.tasks, RewardsConfig()
     try:
-        training = load_tasks(config.tasks, RewardsConfig(), config.eval.tasks, answers=False)
+        exam = load_tasks(own, rewards, whole=True, answers=False) if own else None
+        training = load_tasks(config.tasks, rewards, exam, answers=False)
     except UserError as error:  # a file that is no more where it was
-        say(Warned(f"whether the run trained on these questions is not known: {error}"))
+        say(Warned(f"whether {run} trained on these questions is not known: {error}"))
         return
     if known := training.drawn_of(asked):
-        say(Warned(f"the run could train on {known:,} of these questions, so the figures may show what was remembered"))
+        say(Warned(f"{run} could train on {known:,} of these questions, so the figures may show what was remembered"))
 
 
 def _with_functions(config: NodeConfig, functions: Sequence[RewardFunctionConfig]) -> NodeConfig:

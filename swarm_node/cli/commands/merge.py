@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
+from swarm_node.cli.commands.evaluate import say_trained
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
@@ -56,6 +57,7 @@ class Cohort:
     weights: dict[str, State]  # source -> trained weights; the tensors may be mapped files
     rounds: dict[str, int] = field(default_factory=dict)  # run -> rounds of training
     versions: dict[str, int] = field(default_factory=dict)  # member -> optimiser updates, as it claims
+    trained: dict[str, NodeConfig] = field(default_factory=dict)  # run -> settings with the tasks of its training
 
 
 class RunWeights(NamedTuple):
@@ -222,6 +224,8 @@ class Exam:
         held_out = tasks.held_out(wanted)
         if not held_out:
             raise UserError("these tasks have no held-out question: --questions 0 merges without measuring")
+        for run, trained in cohort.trained.items() if own else ():  # else all hold the same questions out
+            say_trained(run, trained, held_out, say)
         return cls(cohort.policy, tasks, fit_length(config.rollouts, cohort.policy, say), config.eval.samples, held_out)
 
     def sit(self, weights: State, questions: Sequence[Task]) -> dict[str, Held]:
@@ -237,15 +241,15 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     """The newest valid checkpoints of runs. A run may be active: files that it deletes stay readable while mapped.
     Raises UserError if a run has none, or if weights differ in base model or shapes."""
     sources: list[RunWeights] = []
-    configs, tasks, rounds = list[NodeConfig](), list[str | TaskConfig](), dict[str, int]()
+    trained, rounds = dict[str, NodeConfig](), dict[str, int]()
     for run in runs:
         checkpoint, config = newest_of(run, read_own(run.config, say), say)
         say(f"weights of {run.path} after round {checkpoint.round}")
         model = checkpoint.state["model"]
         sources.append(RunWeights(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
-        configs.append(config)
-        tasks += tasks_of(run, config)
+        trained[str(run.path)] = config.model_copy(update={"tasks": tasks_of(run, config)})
         rounds[str(run.path)] = checkpoint.round
+    configs = list(trained.values())
     first = configs[0].policy
     for other in sources[1:]:
         _check_cohort(sources[0], other)
@@ -257,7 +261,9 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
             raise UserError(f"these runs cannot be merged: policy.lora_alpha differs ({sorted(alphas)})")
     asked = next((config.eval for config in configs if config.eval.tasks), configs[0].eval)
     measured = configs[0].model_copy(update={"eval": asked})  # a run with `eval.tasks` trained on what others hold out
-    return Cohort(policy, measured, tasks, {source.name: source.weights for source in sources}, rounds)
+    tasks = [task for config in configs for task in config.tasks]
+    weights = {source.name: source.weights for source in sources}
+    return Cohort(policy, measured, tasks, weights, rounds, trained=trained)
 
 
 def _check_cohort(one: RunWeights, other: RunWeights) -> None:

@@ -170,6 +170,20 @@ def test_a_full_disk_is_temporary_anywhere(number: int, code: int, monkeypatch: 
     assert refused.stderr.startswith("swarm-node: disk full: cannot write some/file; free some space")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_errors_of_files_are_in_the_log_too(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.toml").write_text("log_format = 'json'\n")
+
+    def fails(*arguments: Any, **rest: Any) -> None:
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr(RunDir, "check_usable", fails)
+    refused = run("local", "--config", str(tmp_path / "json.toml"))
+    [error] = map(json.loads, refused.stdout.splitlines())
+    assert error["kind"] == "error" and "some/file" in error["message"]
+    assert refused.stderr == f"swarm-node: {error['message']}\n"
+
+
 LOADS = """
 import importlib, sys
 heavy = "torch", "transformers", "peft", "hivemind", "libp2p", "reasoning_gym", "matplotlib"

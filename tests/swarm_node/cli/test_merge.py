@@ -27,7 +27,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks import is_held_out, load_tasks
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
 
@@ -131,7 +131,7 @@ def test_figures_are_those_of_eval(full, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     figures = [*result["runs"].values(), result["merged"]]
     for target, held in zip([*full[:2], tmp_path / "out"], figures, strict=True):
-        evaluate_main(str(target), ["small/gcd"], samples=2, questions=12, json_output=True)
+        evaluate_main(str(target), tasks=["small/gcd"], samples=2, questions=12, json_output=True)
         again = json.loads(capsys.readouterr().out)["held_out"]
         if target not in full:  # an exported model does not know the run's reward functions
             again = {label: figures | {"reward": held[label]["reward"]} for label, figures in again.items()}
@@ -221,6 +221,22 @@ def test_questions_come_from_all_runs_and_swarms(full, tmp_path):
     (member / "config.toml").write_text(dump_toml(config.model_copy(update={"swarm": "sums.toml"})))
     cohort = cohort_of_runs([RunDir(run) for run in (full[0], other, member)], lambda text: None)
     assert load_tasks(cohort.tasks, config.rewards).labels == ["gcd", "lcm", "products"]
+
+
+def test_questions_that_a_run_trained_on_are_counted(full, tmp_path, capsys):
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(f'{{"question": "{n} plus 1?", "answer": "{n + 1}"}}\n' for n in range(40)))
+    examined = shutil.copytree(full[0], tmp_path / "examined")
+    config = load_config(examined / "config.toml")
+    asked = config.eval.model_copy(update={"tasks": [str(file)]})
+    (examined / "config.toml").write_text(dump_toml(config.model_copy(update={"eval": asked})))
+    other = train(tmp_path / "other", 7, tasks=[str(file)])
+    capsys.readouterr()
+    quietly([examined, other], tmp_path / "out", questions=40)
+    said = " ".join(capsys.readouterr().err.split())
+    trained = sum(not is_held_out(f"{n} plus 1?") for n in range(40))
+    remark = f"could train on {trained} of these questions, so the figures may show what was remembered"
+    assert f"{other} {remark}" in said and said.count("could train on") == 1 and trained > 0
 
 
 # --------------------------------------------------------------------- what is refused

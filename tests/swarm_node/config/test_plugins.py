@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from swarm_node.config.plugins import blamed, load_function, name_in_program, only_in_a_program, plugin_error
+from swarm_node.config.plugins import (
+    blamed,
+    load_function,
+    name_in_program,
+    only_in_a_program,
+    plugin_error,
+    users_own,
+)
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import PluginError, UserError
 
@@ -75,6 +82,27 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"cannot import .*typo.py in .*typo.py, line 1: SyntaxError") as caught:
         load_function(f"{path}:close", "reward function")
     assert "def close(:" in "\n".join(caught.value.trace)
+
+
+class Incomparable(Exception):
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    __hash__ = Exception.__hash__
+
+
+def test_errors_that_cannot_be_compared_are_handed_over() -> None:
+    own = Incomparable("second")
+    own.__context__ = Incomparable("first")
+    failed = plugin_error("grpo.loss failed", own)
+    failed.__cause__ = own
+    assert users_own(failed) is own and own.__notes__ == ["swarm_node: grpo.loss failed: Incomparable: second"]
+
+
+def test_a_module_that_is_not_there_is_no_users_own_error() -> None:
+    with pytest.raises(UserError, match="cannot import nowhere.py") as caught:
+        load_function("nowhere.py:f", "reward function")
+    assert users_own(caught.value) is None
 
 
 def test_only_plugins_are_blamed(crashes: Path) -> None:

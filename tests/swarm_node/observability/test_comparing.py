@@ -19,6 +19,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.comparing import Comparison, band, read_run, t_95
 from swarm_node.observability.comparison_plot import plot_comparison
 from swarm_node.observability.evaluations import newest_checkpoint
+from swarm_node.storage.best import Best, write_best
 from swarm_node.storage.rundir import RunDir
 
 
@@ -111,6 +112,18 @@ def test_reward_functions_are_named_with_weights() -> None:
     assert len(set(Comparison(paths[1:]).different_texts["rewards.functions"])) == 2
 
 
+def test_an_empty_list_is_none() -> None:
+    functions = [{"path": "mine.py:brevity", "weight": 0.2}]
+    paths = [make_run("plain", [0.1]), make_run("own", [0.1], rewards={"functions": functions})]
+    assert Comparison(paths).different_texts["rewards.functions"] == ["none", "brevity×0.2"]
+
+
+@pytest.mark.parametrize(("value", "is_best"), [(0.1, False), (0.3, True)])
+def test_the_best_checkpoint_is_better_than_the_start(runs: list[Path], value: float, is_best: bool) -> None:
+    write_best(runs[0], Best(2, value, 1.0), "round-00000002")
+    assert read_run(runs[0]).final.get("held-out pass@1, best checkpoint") == (value if is_best else None)
+
+
 def test_values_that_a_run_chose_are_told(runs: list[Path]) -> None:
     settings: dict[str, Any] = {"grpo": {"learning_rate": 1e-4, "off_policy_mask": 0.5}, "rollouts": {"groups": 16}}
     paths = [make_run("automatic", [0.1], (0.1, 0.2)), make_run("chosen", [0.1], (0.1, 0.2), **settings)]
@@ -125,7 +138,7 @@ def test_values_that_a_run_chose_are_told(runs: list[Path]) -> None:
     texts = Comparison(paths).different_texts
     assert [texts[key] for key in keys] == [
         ["2e-06 (default)", "0.0001"],
-        ["none (default)", "0.5"],
+        ["unset", "0.5"],
         ["8 (default)", "16"],
     ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -153,7 +155,7 @@ def test_functions_of_the_program_reward_answers(capsys: pytest.CaptureFixture[s
     assert refused.exit_code == 2 and "put FILE.py:FUNCTION in its place" in " ".join(refused.output.split())
     assert swarm_node.train({"run_dir": "run", "rounds": 2}, quiet=True, **functions).rounds == 2
     capsys.readouterr()
-    evaluate_main("run", None, 1, 4, True)
+    evaluate_main("run", samples=1, questions=4, json_output=True)
     out, words = capsys.readouterr()
     assert json.loads(out)["held_out"]["all"]["questions"] == 4
     assert "left out, since only the program that trained has" in " ".join(words.split())
@@ -212,6 +214,48 @@ def test_errors_of_the_users_code_come_out_as_they_are() -> None:
         assert f"{name}" in note and "failed in" in note and "test_api.py, line" in note
     cause = caught.value.__cause__
     assert isinstance(cause, ZeroDivisionError) and caught.value.__context__ is cause
+
+
+def test_a_callback_called_wrongly_raises_its_own_error() -> None:
+    class Broken(swarm_node.Callback):
+        def on_round(self) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(TypeError, match="3 were given") as caught:
+        swarm_node.train(TINY | {"rounds": 1, "eval": {"questions": 0}}, [Broken()], quiet=True)
+    assert [frame.name for frame in caught.traceback][1:] == ["train"]
+    assert "on_round failed: TypeError" in caught.value.__notes__[0]
+
+
+def test_a_caught_error_keeps_nothing_in_memory() -> None:
+    class Weights:
+        pass
+
+    kept: list[weakref.ref[Any]] = []
+
+    class Broken(swarm_node.Callback):
+        def on_round(self, round: int, metrics: Mapping[str, Any]) -> None:
+            mine = Weights()
+            kept.append(weakref.ref(mine))
+            raise ValueError("mine")
+
+    def fails(prompts: list[str], **columns: Any) -> list[float]:
+        mine = Weights()
+        kept.append(weakref.ref(mine))
+        raise ValueError("mine")
+
+    config = TINY | {"rounds": 1, "eval": {"questions": 0}}
+    gc.disable()
+    try:
+        for number, (functions, callbacks) in enumerate([([], [Broken()]), ([fails], [])]):
+            try:
+                swarm_node.train(config | {"run_dir": str(number)}, callbacks, reward_funcs=functions, quiet=True)
+            except ValueError:
+                assert kept[number]() is not None, "as long as the error is there, so is its traceback"
+            assert kept[number]() is None
+    finally:
+        gc.enable()
+    assert len(kept) == 2
 
 
 def test_ctrl_c_saves_and_returns() -> None:

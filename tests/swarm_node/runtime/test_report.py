@@ -117,7 +117,7 @@ def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> 
     assert words.count("no question is held out of training") == 1 and "20 different questions" in words
     assert "held-out questions," not in words and " eval run" not in words and " export run run-model" in words
     with pytest.raises(UserError, match="no question is held out of training"):
-        evaluation("run", None, 2, None, False)
+        evaluation("run", samples=2)
 
 
 def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:

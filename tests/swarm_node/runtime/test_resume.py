@@ -12,6 +12,7 @@ import torch
 
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
+from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
@@ -140,6 +141,12 @@ def newest_settings() -> dict[str, Any]:
     newest = max(Path("run/checkpoints").iterdir(), key=lambda path: path.name)
     settings: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]["settings"]
     return settings
+
+
+def test_a_checkpoint_has_what_unset_settings_stand_for() -> None:
+    start(2, grpo={"schedule": "linear"})
+    chosen = newest_checkpoint(RunDir(Path("run")))[1]["in_effect"]
+    assert chosen["grpo.schedule_rounds"] == 2 and chosen["rollouts.groups"] == 2
 
 
 def test_sinks_never_get_a_crew_s_name(monkeypatch: pytest.MonkeyPatch) -> None:

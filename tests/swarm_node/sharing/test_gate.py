@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -72,7 +73,8 @@ def gate_of(policy: Letters, reward, now=lambda: 0.0, form: AnswerForm = "any") 
     def score(tasks: Sequence[Task], prompts: Sequence[str], texts: Sequence[str]) -> list[Score]:
         return [Score(extract(text), {"reward": reward(text)}, reward(text), reward(text) == 1) for text in texts]
 
-    return Gate(policy, score, policy.logprobs, now, form)  # type: ignore[arg-type]
+    tasks = SimpleNamespace(score=score, prompt_text=lambda token_ids, decode: decode(token_ids))
+    return Gate(policy, tasks, policy.logprobs, now, form)  # type: ignore[arg-type]
 
 
 def foreign(texts: Sequence[str], reward, peer: str = "peer") -> Group:
@@ -261,6 +263,6 @@ def test_tokens_outside_the_answer_are_told_apart(text: str, places: list[int]) 
 
 def test_nothing_foreign_is_learned_unjudged() -> None:
     pool = ReplayBuffer(SharingConfig(foreign=4, answers=0), lambda: NOW)
-    pool.gate = Gate(Letters("42"), lambda *_: [], lambda groups: None)  # type: ignore[arg-type]
+    pool.gate = Gate(Letters("42"), SimpleNamespace(), lambda groups: None)  # type: ignore[arg-type]
     pool.add(foreign(["42", "13"], plain))
     assert pool.choose(4, random.Random(0)) == []

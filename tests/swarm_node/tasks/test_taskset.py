@@ -24,7 +24,8 @@ from swarm_node.tasks.names import in_metrics
 from swarm_node.tasks.one_turn import normalise
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.reasoning_gym import ReasoningGym
-from swarm_node.tasks.taskset import ENVIRONMENTS, stratify
+from swarm_node.tasks.sources import ENVIRONMENTS
+from swarm_node.tasks.taskset import stratify
 from swarm_node.types import Task
 
 REWARDS = RewardsConfig()
@@ -281,22 +282,23 @@ def test_a_file_says_how_it_is_split(tmp_path: Path) -> None:
     assert tasks.split(same) == tasks.split(tasks)
 
 
-def test_a_file_is_trained_on_whole_beside_another(tmp_path: Path) -> None:
+def test_a_file_is_trained_on_whole_but_for_the_exam(tmp_path: Path) -> None:
     train, test = (
         write_lines(tmp_path / f"{name}.jsonl", rows(60)[a:b]) for name, a, b in [("train", 0, 40), ("test", 40, 60)]
     )
-    alone = load_tasks([train, "small/gcd"], REWARDS, asked=[test])
+    exam = load_tasks([test], REWARDS, whole=True)
+    alone = load_tasks([train, "small/gcd"], REWARDS, exam)
     drawn = alone.sample(random.Random(0), 2000)
     assert {task.question for task in drawn if task.label == "train"} == {str(row["question"]) for row in rows(40)}
     assert not any(is_held_out(task.question) for task in drawn if task.label == "gcd"), "it has no end"
-    assert alone.split(load_tasks([test], REWARDS, whole=True)) == ["train: 40 questions trained on"]
+    assert alone.split(exam) == ["train: 40 questions trained on"]
     assert alone.drawn_of(load_tasks([train], REWARDS).every()) == 40
     assert not any(is_held_out(task.question) for task, _ in seeded(alone, 300)), "as peers expect"
-    asked_too = load_tasks([train], REWARDS, asked=[TaskConfig(file=train), test])
+    asked_too = load_tasks([train], REWARDS, load_tasks([TaskConfig(file=train), test], REWARDS, whole=True))
     assert not any(is_held_out(task.question) for task in asked_too.sample(random.Random(0), 300))
     only_held = next(row for row in rows(60) if is_held_out(str(row["question"])))
     one = write_lines(tmp_path / "one.jsonl", [only_held])
-    assert load_tasks([one], REWARDS, asked=[test]).sample(random.Random(0), 1)[0].question == only_held["question"]
+    assert load_tasks([one], REWARDS, exam).sample(random.Random(0), 1)[0].question == only_held["question"]
 
 
 @pytest.mark.parametrize(
@@ -393,6 +395,11 @@ def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFu
     path = tmp_path / "rewards.py"
     path.write_text(FUNCTIONS)
     return [RewardFunctionConfig(path=f"{path}:{name}", weight=weight) for name in names]
+
+
+def test_prompts_are_decoded_for_functions_alone(tmp_path: Path) -> None:
+    rewards = [REWARDS, RewardsConfig(functions=functions(tmp_path, "length"))]
+    assert [load_tasks(["small/gcd"], each).prompt_text([1, 2], str) for each in rewards] == ["", "[1, 2]"]
 
 
 def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:
