@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -27,16 +26,6 @@ def install_command() -> str:
 def reinstall_command() -> str:
     """The command that replaces what is missing or damaged in this installation; it keeps its Python."""
     return pip(f"--force-reinstall {_source()}") if _by() == "" else install_command()
-
-
-def own_command() -> str:
-    """How to type `swarm-node` here: a name on the PATH, else the path by which this process was started."""
-    started = Path(sys.argv[0])
-    if shutil.which(PACKAGE) is not None:
-        return PACKAGE
-    if started.name == PACKAGE and started.exists():
-        return shlex.quote(sys.argv[0])
-    return f"{shlex.quote(sys.executable)} -m swarm_node"
 
 
 def upgrade_command() -> str:

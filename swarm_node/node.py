@@ -238,7 +238,7 @@ class Node:
         if fetched is not None:
             self.policy.version = max(self.policy.version, fetched.version)
             self.trainer.averaged(averager.tensors, before.pop())
-            partner = averager.roster.called(fetched.peer)
+            averager.began_with = partner = averager.roster.called(fetched.peer)
             why = "which was ahead of this node when it joined (averaging.late_join)"
             self.say(f"going on with the weights of {partner}, version {fetched.version}, {why}")
         exchanges = averager.counts["exchanges"]

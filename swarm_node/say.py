@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 Say = Callable[[str], None]  # takes one sentence for the user, from any thread
 
@@ -45,3 +49,13 @@ class Once:
     def over(self, key: str) -> None:
         """Let the next sentence of this key be said."""
         self._said.discard(key)
+
+
+def own_command() -> str:
+    """How to type `swarm-node` here: a name on the PATH, else the path by which this process was started."""
+    started = Path(sys.argv[0])
+    if shutil.which("swarm-node") is not None:
+        return "swarm-node"
+    if started.name == "swarm-node" and started.exists():
+        return shlex.quote(sys.argv[0])
+    return f"{shlex.quote(sys.executable)} -m swarm_node"

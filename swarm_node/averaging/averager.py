@@ -120,6 +120,7 @@ class Averager(ABC):
         self.refused: Counter[str] = Counter()  # calls and answers of peers that this node refused, by reason
         self.roster = CohortRoster(place.cohort, LONELY_ROUNDS * place.period_s, say)
         self._last: tuple[float, tuple[str, ...]] | None = None  # time and peers of the last exchange
+        self.began_with = ""  # the member whose weights replaced this node's when it joined
         self.spread = 0.0  # root mean square difference to the last partner
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
@@ -171,6 +172,7 @@ class Averager(ABC):
             "exchanges": counts["exchanges"],
             "bytes": counts["bytes"],
             "spread": self.spread,
+            "began_with": self.began_with,
             "last": last and {"time": last[0], "peers": list(last[1]), "with": self.roster.listed(last[1])},
             "skipped": {n.removeprefix("skipped/"): count for n, count in counts.items() if n.startswith("skipped/")},
             "refused": dict(self.refused.copy()),
@@ -179,10 +181,12 @@ class Averager(ABC):
     def brief(self) -> str:
         """The status in a few words."""
         n, last = self.counts["exchanges"], self._last
-        text = f"averaged {n} {'time' if n == 1 else 'times'}" if n else "not averaged yet"
+        text = f"averaged {n} {'time' if n == 1 else 'times'}" if n else "not averaged"
         if last is not None:
             text += f", last with {self.roster.listed(last[1])}"
-        return text if self.roster.partners else f"{text}, nobody of the cohort here"
+        if self.roster.partners:
+            return text if n else f"{text} yet"
+        return f"{text}, no partner here" if n else f"{text}: no partner yet"
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint needs: live tensors, and numbers."""
@@ -193,6 +197,7 @@ class Averager(ABC):
             "robust": self.robust.state(),
             "counts": dict(self.counts),
             "exchanged_at": list(self._exchanged_at),
+            "began_with": self.began_with,
         }
         return tensors, numbers
 
@@ -213,6 +218,7 @@ class Averager(ABC):
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
+        self.began_with = str(numbers.get("began_with", ""))
 
     def copies(self, fragments: Iterable[int]) -> list[Tensor]:
         """Copies of `fragments` as of one moment, for any thread. Raises RemoteProtocolError: busy (they change)."""

@@ -79,6 +79,7 @@ class HeldOutRecord(msgspec.Struct):
     last: Evaluation = msgspec.field(default_factory=Evaluation)  # the latest from after it began
     round: int = 0  # the round after which `last` was measured
     seconds: float = 0.0  # seconds that the latest evaluation took
+    worse: dict[str, str] = {}  # `remarks` of `falling` about `last`
 
     def by_round(self, with_reward: bool) -> dict[int, dict[str, float]]:
         """Round (0 = before training) -> the number of questions and the figures over all tasks, as far as measured."""
@@ -169,6 +170,7 @@ def shown_held_out(state: Mapping[str, Any], with_reward: bool) -> dict[str, Any
             for label, now in after.items()
             if label != "all" and label in before
         ],
+        "worse": list(record.worse.values()),
         "answers": msgspec.to_builtins(answers),
         "answers_of": answers_of,
     }
@@ -197,5 +199,5 @@ def shown_until(found: dict[str, Any], last: int) -> dict[str, Any]:
     """What `shown_held_out` found, without figures from after the round `last`: those are of an earlier run."""
     points = [point for point in found["points"] if point["round"] <= last]
     if len(points) < len(found["points"]):
-        found = found | {"tasks": [], "change": None, "answers": [], "answers_of": 0}
+        found = found | {"tasks": [], "change": None, "worse": [], "answers": [], "answers_of": 0}
     return found | {"points": points}

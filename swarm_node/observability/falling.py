@@ -6,24 +6,25 @@
 Both falls are judged by the paired bootstrap of `noise`. A task has few questions, for which percentile intervals are
 too narrow, and there are several tasks; so its interval is widened by the number of tasks (Bonferroni). With 18
 questions each for seven tasks, where nothing was learned, 5 % of 400 drawn pairs of evaluations had a task that fell.
-While a run trains, nothing is said where all tasks together have fewer than ENOUGH_QUESTIONS.
+Nothing is said where all tasks together have fewer than ENOUGH_QUESTIONS, and before EARLY_ROUNDS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.noise import ENOUGH_QUESTIONS, LEAST_QUESTIONS, interval
 
+EARLY_ROUNDS = 100  # a run of fewer has hardly begun
 LEAST_OF_TASK = LEAST_QUESTIONS  # questions of a task, below which nothing is said of it
 NOTABLE = 0.05  # a figure of a task that is lower by less needs no word in the table at the end
 ALIKE = (
     "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
     "{before:.3f} to {now:.3f}: the answers to a question become alike; {remedy} (docs/grpo.md)"
 )
-FOR_ONE_RIGHT = "`--set grpo.advantage=pass_k` trains for one right answer in several"
+FOR_ONE_RIGHT = "`{again} --set grpo.advantage=pass_k` trains for one right answer in several"
 SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
 FELL = "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {remedy}"
 LOWER = "lower grpo.learning_rate"
@@ -42,9 +43,10 @@ def remarks(
     for_one_right: bool = False,
     figure: Figure = "pass_1",
     paid: bool = False,
+    again: str = "swarm-node resume RUN",
 ) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
-    or of fewer than ENOUGH_QUESTIONS.
+    or of fewer than ENOUGH_QUESTIONS. `again`: the command that goes on with the run.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right, or
     their mean reward if that is the `figure`.
@@ -59,7 +61,8 @@ def remarks(
         fall = interval(any_before, any_now)
         if fall is not None and fall[1] < 0 and fmean(now) >= fmean(before):
             means = {"before": fmean(before), "now": fmean(now), "k_before": fmean(any_before), "k_now": fmean(any_now)}
-            found["pass_k"] = ALIKE.format(k=samples, remedy=SLOWER if for_one_right else FOR_ONE_RIGHT, **means)
+            remedy = SLOWER if for_one_right else FOR_ONE_RIGHT.format(again=again)
+            found["pass_k"] = ALIKE.format(k=samples, remedy=remedy, **means)
     tasks = dict.fromkeys(labels)
     for task in tasks:
         mine = [i for i, label in enumerate(labels) if label == task]
@@ -78,13 +81,14 @@ def lower_tasks(
     now: Sequence[float],
     samples: int,
     figure: Figure = "pass_1",
+    told: Collection[str] = (),
 ) -> list[str]:
-    """One line for each task of which a figure is notably lower than before by more than noise, unless `remarks` tell
-    it, and one for all others. Rewards have any scale, so that a mean reward is notably lower if that is more than
-    noise. None of a single task, of which the summary tells the same. Parameters are those of `remarks`."""
+    """One line for each task of which a figure is notably lower than before by more than noise, unless the remark of
+    a key in `told` tells it, and one for all others. Rewards have any scale, so that a mean reward is notably lower if
+    that is more than noise. None of a single task, of which the summary tells the same. Other parameters are those of
+    `remarks`."""
     if not len(labels) == len(before) == len(now):
         return []
-    told = remarks(labels, before, now, samples, figure=figure)
     figures = {WORDS[figure]: (list(before), list(now))}
     if samples > 1 and figure == "pass_1":
         figures[f"pass@{samples}"] = ([float(x > 0) for x in before], [float(x > 0) for x in now])

@@ -41,6 +41,7 @@ from swarm_node.observability.lines import Lasting
 from swarm_node.observability.tally import Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
+from swarm_node.say import own_command
 
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
 BAR_WIDTH = 40
@@ -49,6 +50,7 @@ LEAST_SPARK = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 60.0  # traffic an hour is measured over so many seconds
+RATE_AFTER_S = 120.0  # it is not told in the first seconds of a start, which send much to a node that is new
 MAX_PLAIN = 140  # most characters of a plain line; a longer one leaves out the traffic
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LINE_LEAST_S, LINE_MOST_S, LINE_LATER_S = 5.0, 60.0, 600.0
@@ -187,8 +189,8 @@ class ProgressDisplay:
 
     def tell_how_to_stop(self, run: str) -> None:
         """Show how to stop and to pause the run directory `run`, quoted as a command takes it."""
-        self.hint = f"Ctrl-C saves and stops; swarm-node pause {run} waits"
-        self.paused_hint = f"Ctrl-C saves and stops; swarm-node unpause {run} goes on"
+        self.hint = f"Ctrl-C saves and stops; {own_command()} pause {run} waits"
+        self.paused_hint = f"Ctrl-C saves and stops; {own_command()} unpause {run} goes on"
 
     def stop(self) -> None:
         """End; the last state stays on the terminal."""
@@ -302,6 +304,8 @@ class ProgressDisplay:
     def _rates(self) -> list[str]:
         if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:
             return []
+        if self._traffic[-1][0] - self._started_at < RATE_AFTER_S:
+            return []
         (_, in_0, out_0), (_, in_1, out_1) = self._traffic[0], self._traffic[-1]
         inward, outward = (volume(3600 * size / seconds) for size in (in_1 - in_0, out_1 - out_0))
         return [f"{inward} in, {outward} out an hour"]
@@ -327,7 +331,8 @@ class ProgressDisplay:
             return ""
         when, text = self._last
         words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return f"{_age(self._clock() - when)} ago: {words}"
+        line = f"{_age(self._clock() - when)} ago: {words}"
+        return line if cell_len(line) <= self._console.width else ""  # the whole sentence stands above
 
     def _fitting(self, texts: Sequence[str]) -> str:
         """The first text that fits on a line, or the last one."""

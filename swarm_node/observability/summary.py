@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -12,17 +12,23 @@ import msgspec
 
 from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
-from swarm_node.install import own_command
 from swarm_node.observability.evaluations import Answered
 from swarm_node.observability.noise import ENOUGH_QUESTIONS, verdict
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.samples import without_middle
 from swarm_node.observability.tally import Tally
-from swarm_node.observability.worth import Worth, worth_lines
+from swarm_node.observability.worth import Worth, mixed_words, worth_lines
+from swarm_node.say import own_command
 
 INDENT = 10  # columns before the text of a line
 QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary
+PLACES = {
+    1: [""],
+    2: ["most improved, ", "least improved, "],
+    3: ["most improved, ", "in the middle, ", "least improved, "],
+}
+"""Number of answers shown -> the words before each."""
 MAX_REASONS = 4  # reasons that are listed; the others become one number
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
 KINDS = {"weights": "weights", "crew": "the crew"}
@@ -144,8 +150,9 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
     )
 
 
-def summary(run: Figures) -> list[str]:
-    """The lines of the summary, each with a word before it that names its subject."""
+def summary(run: Figures, of_weights: Callable[[str], str] = str) -> list[str]:
+    """The lines of the summary, each with a word before it that names its subject. `of_weights`: words for a reason why
+    an exchange of weights was refused."""
     received, gave, traffic = [], [], []
     if (swarm := run.swarm) is not None:
         if swarm.received:
@@ -166,11 +173,11 @@ def summary(run: Figures) -> list[str]:
             "outcome": [*_reward(run), *_held_out(run.held_out)],
             "worse": [] if run.held_out is None else run.held_out.remarks,
             "best": _best(run.held_out),
-            "worth": [] if run.worth is None else list(worth_lines(run.worth, summary=True)),
+            "worth": _worth(run),
             "received": received,
             "gave": gave,
             "not used": _by_reason(run.unused),
-            "refused": _by_reason(run.refused),
+            "refused": _by_reason(run.refused, of_weights),
             "traffic": traffic,
             "rounds": _rounds(run),
             "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
@@ -182,11 +189,12 @@ def answered(held: HeldOut | None) -> list[str]:
     """Lines with a few held-out questions and their answers before and after. Texts of models, on one line each."""
     if held is None or not held.answers:
         return []
-    lines = [f"the most, the middle and the least improved of {_counted(held.answers_of, 'held-out question')}"]
+    first = "the answer" if held.samples == 1 else f"the first of {held.samples} answers"
+    lines = [f"{first} to three of {_counted(held.answers_of, 'held-out question')}"]
     later = f"after round {held.round:,}" if held.round else "after"
-    for one in held.answers:
+    for place, one in zip(PLACES[len(held.answers)], held.answers, strict=True):
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
-        lines.append(f"{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
+        lines.append(f"{place}{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
         before = "before", one.before, one.before_correct, one.before_reward, one.mean_before
         after = later, one.after, one.after_correct, one.after_reward, one.mean_after
         for when, text, correct, reward, mean in (before, after):
@@ -277,6 +285,12 @@ def _held_out(held: HeldOut | None) -> list[str]:
     return lines
 
 
+def _worth(run: Figures) -> list[str]:
+    gave = [] if run.worth is None else list(worth_lines(run.worth, summary=True))
+    mixed = [] if run.averaging is None or run.held_out is None else [mixed_words(run.averaging.exchanges)]
+    return [*gave, *mixed]
+
+
 def _best(held: HeldOut | None) -> list[str]:
     if held is None or held.best is None:
         return []
@@ -291,18 +305,19 @@ def _counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def _by_reason(numbers: Mapping[str, int]) -> list[str]:
+def _by_reason(numbers: Mapping[str, int], of_weights: Callable[[str], str] = str) -> list[str]:
     counts = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
-    listed = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
+    listed = [f"{n:,} {_why(name, of_weights)}" for name, n in counts[:MAX_REASONS]]
     if rest := sum(n for _, n in counts[MAX_REASONS:]):
         listed.append(f"{rest:,} for other reasons")
     return [", ".join(listed)] if listed else []
 
 
-def _why(name: str) -> str:
-    """`weights/gates` -> of weights (gates)"""
+def _why(name: str, of_weights: Callable[[str], str]) -> str:
+    """`weights/late` -> of weights (the exchange was over)"""
     kind, _, reason = name.rpartition("/")
-    return f"of {KINDS[kind]} ({words(reason)})" if kind else words(reason)
+    said = of_weights if kind == "weights" else words
+    return f"of {KINDS[kind]} ({said(reason)})" if kind else words(reason)
 
 
 def _rounds(run: Figures) -> list[str]:

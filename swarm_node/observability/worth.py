@@ -95,6 +95,14 @@ def _given(worth: Worth) -> Iterator[str]:
         yield f"others trained on at least {worth.used_by_others:,} of its groups{took} (self-declared)"
 
 
+def mixed_words(exchanges: int, began_with: str = "") -> str:
+    """How much of a node's weights is not its own work; `began_with`: the member whose weights it took over."""
+    began = f"began with those of {began_with}" if began_with else ""
+    averaged = f"averaged {'once' if exchanges == 1 else f'{exchanges:,} times'}" if exchanges else ""
+    mixed = " and ".join(filter(None, [began, averaged]))
+    return f"its weights: {mixed}, so held-out figures are not its own gain alone"
+
+
 def worth_metrics(worth: Worth) -> dict[str, float]:
     """The figures under `swarm/`, without those that are not known."""
     figures: dict[str, float] = {}

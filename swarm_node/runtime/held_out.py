@@ -7,8 +7,9 @@ quick one is made once more after it, if it came while the run trained.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,13 +19,13 @@ from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
 from swarm_node.errors import StopRequested
 from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
-from swarm_node.observability.falling import remarks, withdrawn
+from swarm_node.observability.falling import EARLY_ROUNDS, remarks, withdrawn
 from swarm_node.observability.noise import interval
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
 from swarm_node.runtime.console import say
-from swarm_node.say import Warned
+from swarm_node.say import Warned, own_command
 from swarm_node.storage.best import Best
 from swarm_node.tasks import TaskSet, load_tasks
 
@@ -142,7 +143,7 @@ class HeldOutFigures:
         now = self._measure(f"after round {round}", round)
         if not now.table:
             return {}
-        self._remark(now)
+        self._remark()
         return self._metrics(now)
 
     def _metrics(self, now: Evaluation) -> dict[str, float]:
@@ -179,8 +180,7 @@ class HeldOutFigures:
         """The figures before and now, for the summary of a run that ended after `round`."""
         figures = self.figures
         both, with_reward = (figures.before, figures.last), reports_reward(self._config.rewards)
-        own, for_one = bool(self.rewards.functions), self._trains_for_one_right
-        compared_now = compared(*both, self.samples, for_one, self.figure, with_reward, own)
+        compared_now = compared(*both, self.samples, list(figures.worse.values()), self.figure, with_reward)
         if compared_now is None:
             return None
         at = 0 if figures.round == round else figures.round
@@ -214,7 +214,7 @@ class HeldOutFigures:
         if round == 0:
             self.figures.before = now
             return
-        self.figures.last, self.figures.round = now, round
+        self.figures.last, self.figures.round, self.figures.worse = now, round, self._worse(now, round)
         every = now.table["all"]
         value = every.by(self.figure)
         if self.keeps_best and value is not None and (self.best is None or value > self.best.value):
@@ -222,11 +222,27 @@ class HeldOutFigures:
             self.best = Best(round, *measured, self.conditions, reward=every.reward, figure=self.figure)
             self.is_new_best = True
 
-    def _remark(self, now: Evaluation) -> None:
+    def _worse(self, now: Evaluation, round: int) -> dict[str, str]:
+        """`remarks` about an evaluation; none early in a run, or if it has other questions than the one before
+        training."""
+        before = self.figures.before
+        if round < EARLY_ROUNDS or before.labels != now.labels:
+            return {}
+        measured = 0 < len(before.rewards) == len(now.rewards)
+        rose = self.figure == "pass_1" and measured and sum(now.rewards) > sum(before.rewards)
+        return remarks(
+            *question_pairs(before, now, self.figure),
+            self.samples,
+            self._trains_for_one_right,
+            self.figure,
+            paid=bool(self.rewards.functions) and rose,
+            again=f"{own_command()} resume {shlex.quote(str(self._config.directory))}",
+        )
+
+    def _remark(self) -> None:
         """Say what has got worse, once for each matter, when two evaluations in a row give reason for it; take it back
         when that is over."""
-        own = bool(self.rewards.functions)
-        found = worse(self.figures.before, now, self.samples, self._trains_for_one_right, self.figure, own)
+        found = self.figures.worse
         for key in sorted(self._said - found.keys()):
             self._said.remove(key)
             say(withdrawn(key, self.samples, self.figure), "held_out")
@@ -257,13 +273,12 @@ def compared(
     before: Evaluation,
     after: Evaluation,
     samples: int,
-    for_one_right: bool = False,
+    remarks: Sequence[str] = (),
     figure: Figure = "pass_1",
     with_reward: bool = False,
-    functions: bool = False,
 ) -> HeldOut | None:
-    """Held-out figures over all tasks, if `figure` exists for before and after training. `for_one_right`: see
-    `remarks`; `with_reward`: the mean reward is told as well; `functions`: see `worse`."""
+    """Held-out figures over all tasks, if `figure` exists for before and after training. `remarks`: sentences about
+    what got worse; `with_reward`: the mean reward is told as well."""
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]
@@ -279,7 +294,7 @@ def compared(
         interval=interval(each_old, each_new),
         interval_k=None if None in (old.pass_k, new.pass_k) else _interval_k(before, after),
         interval_reward=interval(before.rewards, after.rewards) if with_reward else None,
-        remarks=list(worse(before, after, samples, for_one_right, figure, functions).values()),
+        remarks=list(remarks),
         answers=answers,
         answers_of=answers_of,
         reward=_pair(old.reward, new.reward) if with_reward else None,
@@ -295,19 +310,3 @@ def _interval_k(before: Evaluation, after: Evaluation) -> tuple[float, float] | 
     """`interval` of the change of pass@k, whose value is 1 for a question with any right answer, else 0."""
     _, old, new = question_pairs(before, after, "pass_1")
     return interval([float(share > 0) for share in old], [float(share > 0) for share in new])
-
-
-def worse(
-    before: Evaluation,
-    now: Evaluation,
-    samples: int,
-    for_one_right: bool = False,
-    figure: Figure = "pass_1",
-    functions: bool = False,
-) -> dict[str, str]:
-    """`remarks` about two evaluations; none if they have different questions, or one is of an earlier version.
-    `functions`: the user has reward functions."""
-    if before.labels != now.labels:
-        return {}
-    rose = figure == "pass_1" and 0 < len(before.rewards) == len(now.rewards) and sum(now.rewards) > sum(before.rewards)
-    return remarks(*question_pairs(before, now, figure), samples, for_one_right, figure, paid=functions and rose)

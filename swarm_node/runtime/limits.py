@@ -28,9 +28,10 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.usage import ProcessTree, cpus
-from swarm_node.runtime.pause import Machine, on_battery, pause_asked, quiet
+from swarm_node.runtime.pause import Machine, on_battery, quiet
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.say import Once, Say, Warned
+from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir
 
 MACHINE_CHECK_S = 2.0  # time between two looks at the machine

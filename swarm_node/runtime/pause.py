@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +19,7 @@ from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say, Warned
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.pausing import until_words
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
 
 OWNER_CHECK_S = 10.0  # time between two looks whether the owner is active; each starts a process
@@ -80,7 +80,7 @@ def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
     until = None if for_s is None else now + for_s
     with os_errors_explained(run.paused):
         run.write_paused(until)
-    how_long = _until(math.inf if until is None else until)
+    how_long = until_words(math.inf if until is None else until)
     then = _while_paused(run) if run.in_use else "no node runs there now: it will be when it starts"
     return f"paused {run.path}{how_long}; {then}; `swarm-node unpause {run.quoted}` goes on"
 
@@ -121,32 +121,6 @@ def _check_run(run: RunDir, verb: str) -> None:
         raise UserError(
             f"{run.path} is a bootstrap, which others join by at any time: `swarm-node stop {run.quoted}` instead"
         )
-
-
-def pause_asked(path: Path, now: float) -> str:
-    """Why the file `path` (RUN/paused) pauses the node; empty = it does not. A file that cannot be read has no end."""
-    try:
-        text = path.read_bytes()[:64].decode(errors="replace").strip()
-    except FileNotFoundError:
-        return ""
-    except OSError:
-        text = ""
-    try:
-        until = float(text)
-    except ValueError:
-        until = math.inf
-    if now >= until:
-        return ""
-    return f"by `swarm-node pause`{_until(until)}"
-
-
-def _until(time_s: float) -> str:
-    if time_s == math.inf:
-        return ""
-    try:
-        return datetime.fromtimestamp(time_s).strftime(" until %Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return " until further notice"
 
 
 def quiet(hours: str, now: datetime) -> bool:

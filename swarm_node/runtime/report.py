@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from swarm_node.averaging.skipping import happened
 from swarm_node.observability.evaluations import question_pairs
 from swarm_node.observability.falling import lower_tasks
 from swarm_node.observability.jsonl import each_record, last_record
@@ -44,7 +45,7 @@ class RunReport:
         path = str(self.run.path)
         written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
         files = [str(file.relative_to(self.run.path)) for file in written]
-        words = [*summary(self.figures), *whereabouts(path, files)] if self.figures.rounds_recorded else []
+        words = [*summary(self.figures, happened), *whereabouts(path, files)] if self.figures.rounds_recorded else []
         if words:
             console.events.write("summary", "\n".join(words))
         if console.tell_as_json("\n".join(words) or "no round was made", self.document):
@@ -61,9 +62,9 @@ class RunReport:
             console.progress.table(title, columns, table)
             console.progress.paragraphs([table_legend(columns, self.held_out.samples)], indent=2)
             if self._before.labels == self._now.labels:
-                figure, samples = self.held_out.figure, self.held_out.samples
+                figure, told = self.held_out.figure, self.held_out.figures.worse
                 values = question_pairs(self._before, self._now, figure)
-                console.progress.paragraphs(lower_tasks(*values, samples, figure), indent=2)
+                console.progress.paragraphs(lower_tasks(*values, self.held_out.samples, figure, told), indent=2)
         if not words:
             return
         console.progress.paragraphs(answered(held), INDENT + 2)

@@ -40,6 +40,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -144,6 +145,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         except OSError:
             return False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process that holds the run, or held it last, has done more than load."""
+        return any(map(self.wrote, (self.status, self.metrics, self.waits)))
+
     def check_exists(self) -> None:
         """Raises UserError unless a run was ever started here."""
         if not self.exists:
@@ -175,7 +181,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self
 
     def check_usable(self) -> None:
-        """Raise UserError if `open` would, as far as can be told without writing anything."""
+        """Raise UserError if `open` would, as far as can be told while leaving nothing there."""
         with os_errors_explained(self.path):
             there = existing_part(self.path)
             if not there.is_dir():
@@ -184,8 +190,17 @@ class RunDir(AbstractContextManager["RunDir"]):
                 raise PermissionError(errno.EACCES, "not writable", str(there))
             if self.path.exists():
                 self._check_content()
+            else:
+                self._try_making(there)
         if self.in_use:
             raise self._used()
+
+    def _try_making(self, there: Path) -> None:
+        """Make a directory in `there`, and remove it: below /proc that fails, though access looks allowed."""
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=there))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _check_content(self) -> None:
         others = {name for name in os.listdir(self.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
@@ -193,7 +208,9 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(f"{self.path} holds other things than a run; choose another --run-dir")
 
     def _used(self) -> UserError:
-        return TemporaryError(f"{self.path} is in use by process {self.holder}: stop it, or choose another --run-dir")
+        return TemporaryError(
+            f"{self.path} is in use by process {self.holder}: stop it, or choose another --name or --run-dir"
+        )
 
     def _take_lock(self) -> None:
         """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""

@@ -21,8 +21,10 @@ from swarm_node.tasks import TaskSet
 EXAMPLES = 3  # questions that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for
 QUESTION_CHARS = 60
+DECIDE_S = 5.0  # how long a user at a terminal has to refuse
 OFF = "\n    (off: {})"
 DECLARED = "its success, its version, and whose answers it uses" + OFF.format("--set sharing.declare=false")
+MORE = "`swarm-node status` shows the memory and traffic that it takes."
 Memory = Callable[[], tuple[int, bool]]  # (free bytes of memory, whether it is a GPU's)
 
 
@@ -52,10 +54,11 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     relays = "Others may connect through this node" if config.network.serve_relay else "This node relays nothing"
     stored = f"\nAnswers of others are kept in {run.path}, and never executed.\n{_takes(config)}" if trains else ""
     seen = "".join(f"\n  - {point}" for point in points)
+    until = f" (a terminal waits {DECIDE_S:.0f} seconds)" if trains else ""
     say(
         f"first time in this swarm. Its members, anybody with its link, will see:{seen}\n{relays} (--relay).\n"
         f"{_listens(config.network, trains)}{stored}\n"
-        "Press Ctrl-C now if you do not want this."
+        f"Press Ctrl-C now if you do not want this{until}."
     )
     return True
 
@@ -83,7 +86,7 @@ def _takes(config: NodeConfig) -> str:
     chosen = config.resources.model_fields_set or config.pipeline.stages
     it = "It" if chosen else "No battery or desktop found, so it"  # with one, `join` has chosen `gentle`
     less = "" if is_gentle else "\n(--gentle: half of the cores, at the lowest)"
-    return f"{it} takes {cores} at {priority} priority{less}."
+    return f"{it} takes {cores} at {priority} priority{less}.\n{MORE}"
 
 
 def _declared_nothing(run: RunDir) -> bool:

@@ -8,6 +8,7 @@ The transport connects in the background, while files are gathered.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,7 +24,7 @@ from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
-from swarm_node.swarm.introduction import say_what_for, say_what_leaves
+from swarm_node.swarm.introduction import DECIDE_S, say_what_for, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
@@ -68,6 +69,9 @@ def join_swarm(
     """Join `swarm`; `stack` closes the transport. Steps that may take long, and can be interrupted anywhere, run within
     `waiting()`. Raises UserError; NobodyReached if `config.minutes` are over before a member gives the manifest."""
     is_new = say_what_leaves(swarm, config, run, say)
+    if is_new and sys.stdin.isatty() and sys.stdout.isatty():
+        with waiting():
+            time.sleep(DECIDE_S)
     manifest, waited_s = swarm.manifest, 0.0
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")

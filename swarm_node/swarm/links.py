@@ -90,7 +90,7 @@ def swarm_to_join(config: NodeConfig, say: Say | None = None) -> Swarm:
     if kept is not None and kept.swarm_id != swarm.id and run.has_trained:  # its policy should not move on unnoticed
         raise UserError(
             f"{run.path} is a run in swarm {kept.name} {kept.swarm_id[:16]}, not in {swarm.id[:16]}: choose another "
-            f"--run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
+            f"--name or --run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
         )
     if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
         raise UserError(

@@ -104,9 +104,14 @@ def ask_around(
             raise PeerUnreachable(failure)
         if now > report_at:
             report_at, report_s = now + report_s, min(2 * report_s, REPORT_MOST_S)
-            why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])
-            link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
-            say(Warned(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why"))
+            if answers and all(isinstance(error, _AnotherSwarm) for error in answers.values()):
+                peer = "a peer answers" if len(answers) == 1 else f"{len(answers)} peers answer"
+                left = max(0.0, REPORT_EVERY_S - (now - began))
+                say(Warned(f"{peer}, but not as a member of swarm {swarm.id[:16]}: asking for {left:.0f} s more"))
+            else:
+                why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])
+                link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
+                say(Warned(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why"))
         if peers and len(refused) == len(peers):
             refused.clear()
         pause = min(MAX_ASK_AGAIN_S, ASK_AGAIN_S + (now - began) / 10)

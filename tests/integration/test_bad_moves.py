@@ -134,7 +134,10 @@ def test_a_second_node_in_one_directory_is_refused() -> None:
     Path("runs/a").mkdir(parents=True)
     with RunDir.open("runs/a"):
         code, told = answer("local", "--run-dir", "runs/a")
-    assert code == 75 and f"runs/a is in use by process {os.getpid()}: stop it, or choose another --run-dir" in told
+    assert (
+        code == 75
+        and f"runs/a is in use by process {os.getpid()}: stop it, or choose another --name or --run-dir" in told
+    )
 
 
 def test_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_partners_and_their_absence_are_said(peer: MakePeer, manifest: Manifest)
     assert shown["exchanges"] == alice.node.averager.counts["exchanges"] > 0 and shown["bytes"] > 0
     assert shown["last"]["with"] == "bob" and 0 <= status["time"] - shown["last"]["time"] < 15.0
     assert alice.node.averager.brief() == f"averaged {shown['exchanges']} times, last with bob"
-    assert carol.node.averager and carol.node.averager.brief() == "not averaged yet, nobody of the cohort here"
+    assert carol.node.averager and carol.node.averager.brief() == "not averaged: no partner yet"
     assert carol.node.member.status()["averaging"]["skipped"]["alone"] > 0
     assert carol.metrics[-1]["averaging/exchanges"] == 0 < used(carol, alice), "another model is no cohort"
     simulation.kill(1)
@@ -140,7 +140,7 @@ def test_partners_and_their_absence_are_said(peer: MakePeer, manifest: Manifest)
     gone = status["peers"][bob.node.member.peer_id]  # type: ignore[union-attr]
     assert (gone["name"], gone["present"]) == ("bob", False)
     assert status["averaging"]["partners"] == {} and alice.metrics[-1]["averaging/partners"] == 0
-    assert alice.node.averager.brief().endswith("last with bob, nobody of the cohort here")
+    assert alice.node.averager.brief().endswith("last with bob, no partner here")
     unreachable = [sentence for sentence in alice.said if sentence.startswith("an exchange of weights")]
     assert any(sentence.startswith("an exchange of weights with bob was skipped: ") for sentence in unreachable)
     assert all(sentence.endswith("; the next round tries again") for sentence in unreachable)

@@ -11,7 +11,8 @@ import pytest
 
 from swarm_node import install as installed
 from swarm_node.cli.commands.check_machine import packages
-from swarm_node.install import extra_command, install_command, own_command, reinstall_command, upgrade_command
+from swarm_node.install import extra_command, install_command, reinstall_command, upgrade_command
+from swarm_node.say import own_command
 
 
 @pytest.fixture

@@ -62,7 +62,10 @@ def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
                 typer.echo(f"{'':18}-> {check.remedy}")
     if json_output:
         typer.echo(json.dumps({"checks": msgspec.to_builtins(checks)}, indent=2))
-    return int(any(check.verdict == "fail" for check in checks))
+    failed = any(check.verdict == "fail" for check in checks)
+    if swarm is not None and run is None and not failed and not json_output:
+        typer.echo(f"next  {StartCommand(swarm=target or config.swarm or '').having()}")
+    return int(failed)
 
 
 def _as_far_as_possible(checks: Iterator[Check]) -> Iterator[Check]:
@@ -81,7 +84,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     start = _start_command(target, config, run, swarm, seen)
     mine = seen.addresses
     running = run is not None and run.in_use
-    place = run.path if run else config.directory
+    place = run.path if run else config.model_copy(update={"swarm": start.swarm or None}).directory
     yield machine.python()
     yield machine.compiler()
     yield machine.packages()

@@ -56,13 +56,17 @@ def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         sample = shown_sample(record)
         when = time.strftime("%m-%d %H:%M", time.localtime(sample["time"]))
         whose = OWN if sample["peer"] is None else f"{record.get('name') or 'peer'} …{sample['peer'][-8:]}"
-        head = f"round {sample['round']:.0f}, {sample['task']}, {whose}, mean reward {sample['reward']:.3f}, {when}"
+        kept = sum(answer["times"] for answer in sample["answers"])  # of others' groups, those trained on
+        rated = f"mean reward {sample['reward']:.3f}"
+        if sample["peer"] is not None:
+            rated = f"{kept} answer{'' if kept == 1 else 's'} kept"
+        head = f"round {sample['round']:.0f}, {sample['task']}, {whose}, {rated}, {when}"
         yield textwrap.shorten(printable(head), width, placeholder="…")
         yield from _text("  asked  ", sample["question"], width)
         yield from _text("  right  ", "(no reference answer)" if sample["right"] is None else sample["right"], width)
         for answer in sample["answers"]:
             yield from _text(f"  {answer['reward']:5.2f}  ", _answer(answer), width)
-        if (more := int(sample["of"]) - sum(answer["times"] for answer in sample["answers"])) > 0:
+        if (more := int(sample["of"]) - kept) > 0:
             yield f"         and {more} more answers"
         yield ""
     if any(record.get("peer") is not None for record in records):

@@ -32,6 +32,7 @@ from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
+from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -91,7 +92,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "schema": SCHEMA,
         "run": str(run.path),
         "in_use": in_use,
-        "starting": in_use and not any(map(run.wrote, (run.status, run.metrics, run.waits))),
+        "starting": in_use and not run.has_begun,
         "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),
@@ -125,7 +126,8 @@ def _held_out(state: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[
     before, now = points.get(0), points.get(latest) if latest else None
     if shown is None or (before is None and now is None):
         return None
-    return {"figure": shown["figure"], "before": before, "now": now, "round": latest}
+    worse = shown["worse"] if latest else []
+    return {"figure": shown["figure"], "before": before, "now": now, "round": latest, "worse": worse}
 
 
 def _best(run: RunDir) -> dict[str, Any] | None:
@@ -137,7 +139,8 @@ def _best(run: RunDir) -> dict[str, Any] | None:
 def _paused(run: RunDir, status: Mapping[str, Any]) -> str | None:
     """Why an active run is paused. An old `status` does not count: it may be of a run that ended while paused."""
     fresh = time.time() - status.get("time", 0.0) < STATUS_FRESH_S
-    return run.read_waits() or (status.get("paused") if fresh else None) or None
+    asked = pause_asked(run.paused, time.time())  # a run that loads has not looked at it yet
+    return run.read_waits() or (status.get("paused") if fresh else None) or asked or None
 
 
 def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:

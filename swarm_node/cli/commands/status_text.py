@@ -13,11 +13,12 @@ from swarm_node.averaging.skipping import happened
 from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
 from swarm_node.config.figures import WORDS
 from swarm_node.observability.ending import WORDS as WORDS_OF_END
-from swarm_node.observability.progress import volume
+from swarm_node.observability.progress import RATE_AFTER_S, volume
 from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.usage import usage_of
-from swarm_node.observability.worth import Worth, theirs_words, worth_in_brief, worth_lines
+from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
+from swarm_node.say import own_command
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out
@@ -80,11 +81,21 @@ def _round(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _worth(found: Mapping[str, Any]) -> Iterator[str]:
-    yield from _labelled("worth", worth_in_brief(_worth_of(found)))
+    yield from _labelled("worth", [*worth_in_brief(_worth_of(found)), *_mixed(found)])
 
 
 def _worth_in_full(found: Mapping[str, Any]) -> Iterator[str]:
-    yield from _labelled("worth", worth_lines(_worth_of(found), summary=True))
+    alone = "what the swarm gave, a run alone can tell: `local` with the same tasks, then `compare` (docs/swarm.md)"
+    gave, mixed = worth_lines(_worth_of(found), summary=True), list(_mixed(found))
+    yield from _labelled("worth", [*gave, *mixed, *([alone] if mixed else [])])
+
+
+def _mixed(found: Mapping[str, Any]) -> Iterator[str]:
+    """That others' weights are part of a run's own."""
+    averaging = found["swarm"].get("averaging") or {}
+    exchanges, began_with = averaging.get("exchanges", 0), averaging.get("began_with", "")
+    if exchanges or began_with:
+        yield mixed_words(exchanges, began_with)
 
 
 def _uses(found: Mapping[str, Any]) -> Iterator[str]:
@@ -135,6 +146,7 @@ def _held_out(found: Mapping[str, Any]) -> Iterator[str]:
         parts.append(theirs)
     if parts:
         yield f"held-out   {WORDS[figure]} {'; '.join(parts)}"
+    yield from _labelled("worse", (held or {}).get("worse", []))
 
 
 def _node(found: Mapping[str, Any]) -> Iterator[str]:
@@ -255,7 +267,7 @@ def _next(found: Mapping[str, Any]) -> Iterator[str]:
         commands.append(f"samples {run}")
     if found["in_use"]:
         commands.append(f"{'unpause' if found['paused'] else 'pause' if found['metrics'] else 'stop'} {run}")
-    yield from _labelled("next", (f"swarm-node {command}" for command in commands))
+    yield from _labelled("next", (f"{own_command()} {command}" for command in commands))
 
 
 def _labelled(label: str, lines: Iterable[str]) -> Iterator[str]:
@@ -362,7 +374,7 @@ def _traffic(traffic: Mapping[str, float] | None, seconds: float) -> Iterator[st
     """The traffic of the `seconds` of a start; 0 = its time is not known."""
     if traffic is not None:
         inward, outward = traffic.get("bytes_in", 0.0), traffic.get("bytes_out", 0.0)
-        hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds > 0 else ""
+        hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds >= RATE_AFTER_S else ""
         yield f"{volume(inward)} in, {volume(outward)} out{hourly}"
 
 

@@ -23,6 +23,8 @@ from swarm_node.observability.ending import WORDS, LastWords, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
 from swarm_node.observability.shown_samples import shown_sample
+from swarm_node.say import own_command
+from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
 
 EVENTS = 300  # most events shown: the newest
@@ -91,7 +93,7 @@ class View:
     def refresh(self) -> None:
         with self.lock:
             self._in_use = self._held.held()
-            self._waits = _text(self.run.read_waits()) if self._in_use else ""
+            self._waits = _text(_why_paused(self.run)) if self._in_use else ""
             self._problems = {}
             if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
                 self._config = config
@@ -160,10 +162,10 @@ class View:
             return {}
         if not self._in_use:
             goes_on = trains and self._config and state != "unclear"
-            return {"go on": f"swarm-node resume {where}"} if goes_on else {}
+            return {"go on": f"{own_command()} resume {where}"} if goes_on else {}
         pause = "unpause" if state == "paused" else "pause"
         names = [*([pause] if trains else []), "stop"]
-        return {name: f"swarm-node {name} {where}" for name in names}
+        return {name: f"{own_command()} {name} {where}" for name in names}
 
     @property
     def _last_words(self) -> LastWords:
@@ -181,6 +183,8 @@ class View:
             return self._last_words.end(now)
         if self._paused(now):
             return "paused"
+        if not self.run.has_begun:
+            return "starting"
         status_fresh = self._status_fresh(now)
         if self._lately:
             quiet = now - _time(self._lately[-1])
@@ -307,6 +311,11 @@ class View:
         return parsed
 
 
+def _why_paused(run: RunDir) -> str:
+    """Why a run that a process holds is paused, or will be as soon as it has loaded; empty = it is not."""
+    return run.read_waits() or pause_asked(run.paused, time.time())
+
+
 def glance(run: RunDir, lock: Lock, now: float) -> dict[str, Any]:
     """The part of a run that a list of runs shows, found without reading all of its files. `now`: Unix time."""
     known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
@@ -319,7 +328,8 @@ def glance(run: RunDir, lock: Lock, now: float) -> dict[str, Any]:
         "title": run.read_swarm_name() or None if role == PAGE else None,
         "in_use": held,
         "end": None if held else _last_words(run, *_written(run)).end(now),
-        "paused": held and bool(run.read_waits()),
+        "paused": held and bool(_why_paused(run)),
+        "starting": held and not run.has_begun,
         "trains": rounds is not None or role not in (BOOTSTRAP, PAGE),
         "rounds": rounds,
         "started": started / 1e9,

@@ -599,7 +599,7 @@ def test_a_links_members_tell_the_form(
     link = f"swarm://{manifest.swarm_id}?peer={address(1, listener)}"
     examine(link, NodeConfig.model_validate(settings), json_output=True)
     checks = names(capsys)
-    assert transport.asked[peer_id(1), MANIFEST_METHOD] == 1
+    assert transport.asked[peer_id(1), MANIFEST_METHOD] == 1 and checks["directory"].detail.startswith("runs/node")
     assert checks.keys() >= {"reachable", "members", "clock"} and ("answers" in checks) == (form != "any")
     assert form == "any" or "<answer>…</answer>" in checks["answers"].detail
 

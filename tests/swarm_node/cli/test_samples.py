@@ -62,9 +62,9 @@ def test_samples_are_chosen(samples: Path) -> None:
 
 def test_samples_show_question_answers_and_rewards(samples: Path) -> None:
     lines = run("samples", "run", "--count", "3").stdout.splitlines()
-    assert lines[0].startswith("round 40, gcd, peer …01234xyz, ") and "mean reward 0.333" in lines[0]
+    assert lines[0].startswith("round 40, gcd, peer …01234xyz, ") and "3 answers kept" in lines[0]
     assert lines[1:5] == ["  asked  What is 40?", "  right  6", "   1.00  6", "   0.00  2x 6"]
-    assert "lcm, own" in lines[6] and any("alice …1234abcd" in line for line in lines)
+    assert "lcm, own, mean reward " in lines[6] and any("alice …1234abcd" in line for line in lines)
     note = "of others' groups only the answers trained on are kept (sharing.answers)"
     assert lines[-1] == note and note not in run("samples", "run", "--peer", "own").stdout
 

@@ -18,7 +18,7 @@ import typer
 from protocol.manifest import MANIFEST_METHOD
 from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
 from protocol.transports.base import Server
-from swarm_node.cli.commands import status
+from swarm_node.cli.commands import status, status_text
 from swarm_node.cli.commands.status import show_status
 from swarm_node.cli.commands.status_text import status_lines
 from swarm_node.config import NetworkConfig
@@ -32,7 +32,6 @@ from swarm_node.storage.best import Best, write_best
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.lookup import look_around
 from swarm_node.swarm.manifests import render
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
@@ -97,6 +96,7 @@ def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
 
 @pytest.fixture(autouse=True)
 def clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_text, "own_command", lambda: "swarm-node")
     still = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic, sleep=time.sleep)
     monkeypatch.setattr(status, "time", still)
 
@@ -210,13 +210,15 @@ def test_a_run_says_whether_it_learned(capsys: pytest.CaptureFixture[str]) -> No
     for figures, words in (
         (held, "0.200 before training"),
         (HeldOutRecord(before, last, round=20), "0.200 -> 0.400 after round 20"),
-        (HeldOutRecord(before, last, round=50), "0.200 before training"),
+        (HeldOutRecord(before, last, round=20, worse={"pass_k": "pass@8 fell"}), "0.200 -> 0.400 after round 20"),
+        (HeldOutRecord(before, last, round=50, worse={"pass_k": "pass@8 fell"}), "0.200 before training"),
     ):
         state = {"tally": tally, "held_out_figures": figures, "held_out": {"samples": 8}}
         (checkpoint / "state.json").write_bytes(msgspec.json.encode({"state": state}))
         text = shown(capsys, "runs/alice")
         assert "round      41; reward 0.250 -> 0.750, first and last tenth of 20 rounds\n" in text
         assert f"held-out   pass@1 {words}; 2 members say 0.300 to 0.500 (self-declared)\n" in text
+        assert ("\nworse      pass@8 fell\n" in text) == (bool(figures.worse) and figures.round == 20)
 
 
 @pytest.mark.parametrize(("age", "words"), [(90, "90 s"), (600, "10 min"), (7300, "2 h"), (260_000, "3 days")])
@@ -342,22 +344,6 @@ def test_a_damaged_status_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/alice").status.write_text("{")
     with pytest.raises(UserError, match="cannot read runs/alice/swarm.json"):
         shown(capsys, "runs/alice")
-
-
-def test_looking_around_ends_when_nobody_new_turns_up() -> None:
-    now, ticks = [0.0], [0]
-    transport = FakeTransport()
-
-    def clock() -> float:
-        now[0] += 0.1
-        ticks[0] += 1
-        if ticks[0] in (20, 40):
-            transport.cards = {**transport.cards, peer_id(ticks[0]): card()}
-        return now[0]
-
-    assert set(look_around(transport, look_s=60.0, clock=clock, tick_s=0.0)) == {peer_id(20), peer_id(40)}
-    assert 5.0 < now[0] < 20.0
-    assert look_around(FakeTransport(), look_s=5.0, clock=clock, tick_s=0.0) == {}
 
 
 def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -682,6 +668,7 @@ def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.Capt
         pause_run(run, None, time.time())
         limits.look()
     assert paused() is None, "it has ended"
+    run.paused.unlink()
     with RunDir.open("runs/alice"):
         assert paused() is None, "what another process left is not of this one"
 

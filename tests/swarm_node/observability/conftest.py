@@ -9,6 +9,13 @@ import pytest
 from tests.support.chromium import Chromium, find_chromium
 
 
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are typed as `swarm-node`, wherever the tests run."""
+    for module in ("dashboard.view", "progress", "summary"):
+        monkeypatch.setattr(f"swarm_node.observability.{module}.own_command", lambda: "swarm-node")
+
+
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     """A Chromium. Where there is none, tests that ask for it are skipped."""

@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from swarm_node.errors import UserError
-from swarm_node.observability.curves import MAX_NAMES, POINTS, Curves
+from swarm_node.observability.curves import POINTS
 from swarm_node.observability.dashboard import app as answering
 from swarm_node.observability.dashboard import gallery as finding
 from swarm_node.observability.dashboard import tail as tailing
@@ -142,46 +142,6 @@ def test_only_a_file_s_end_can_be_read(tmp_path: Path) -> None:
     assert [record["round"] for record in Tail(path, last=exactly).read()[1]] == [99]
 
 
-# ----------------------------------------------------------------- curves
-
-
-def test_few_rounds_are_shown_as_they_are() -> None:
-    curves = Curves()
-    curves.add([metrics(1, **{"reward/gcd": 1.0}), metrics(2, text="no number", flag=True, big=10**400)])
-    points = curves.points()
-    assert points["reward"] == {"mean": [0.01, 0.02]}
-    assert points["reward/gcd"] == {"mean": [1.0, None]}
-    assert not {"text", "flag", "big"} & points.keys()
-    assert curves.points(first=1)["round"]["mean"] == [2.0]
-
-
-def test_many_rounds_become_bounded_points() -> None:
-    names = [f"metric/{i}" for i in range(55)]
-    values = [{**metrics(round), **dict.fromkeys(names, float(round % 7))} for round in range(1, 50_001)]
-    whole, parts = Curves(), Curves()
-    whole.add(values)
-    for start in range(0, len(values), 777):
-        parts.add(values[start : start + 777])
-    points = whole.points()
-    assert POINTS // 2 <= whole.rows <= POINTS
-    assert points == parts.points()
-    per_row = whole.per_row
-    assert points["round"]["mean"][:2] == [per_row, 2 * per_row]
-    assert points["round"]["mean"][-1] == 50_000
-    first = [value["reward"] for value in values[:per_row]]
-    assert points["reward"]["mean"][0] == pytest.approx(sum(first) / per_row, rel=1e-5)
-    assert (points["reward"]["least"][0], points["reward"]["most"][0]) == (first[0], first[-1])
-    assert whole.total("metric/3") == sum(round % 7 for round in range(1, 50_001))
-    assert len(json.dumps(points)) < 2_500_000
-
-
-def test_only_so_many_metrics_are_shown() -> None:
-    curves = Curves()
-    curves.add([{f"x{i}": 1.0 for i in range(MAX_NAMES + 5)}])
-    assert len(curves.points()) == MAX_NAMES
-    assert curves.left_out == 5
-
-
 # ----------------------------------------------------------------- a run
 
 
@@ -231,6 +191,7 @@ def test_a_paused_run_is_paused_and_says_why() -> None:
     run.write_status({"time": 1100.0, "peer": "b", "sent": {}, "paused": "quiet hours, 22:00-07:00"})
     assert seen(run).state(1161.0) == "killed"
     with RunDir.open(run.path):
+        os.utime(run.path / "lock", (1, 1))  # its files are of this start
         view = seen(run)
         assert view.summary(1101.0)["state"] == "paused"
         assert view.summary(1101.0)["paused"] == "quiet hours, 22:00-07:00"
@@ -245,6 +206,8 @@ def test_a_lone_paused_run_says_why() -> None:
     run = make_run()
     with RunDir.open(run.path) as held:
         view = seen(run)
+        assert view.state(1005.0) == "starting", "its files are of the start before"
+        os.utime(run.path / "lock", (1, 1))
         assert view.state(1005.0) == "training"
         held.write_waits("quiet hours, 22:00-07:00")
         view.refresh()

@@ -133,6 +133,7 @@ def test_commands_fit_the_state_of_a_run() -> None:
     with RunDir.open("runs/alice"):
         view.refresh()
         stop = {"stop": "swarm-node stop runs/alice"}
+        assert view.state(time.time()) == "starting", "what its files say is of the start before"
         assert view.summary(time.time())["commands"] == {"pause": "swarm-node pause runs/alice"} | stop
         run.write_waits("it is Sunday")
         view.refresh()

@@ -24,7 +24,7 @@ def test_answers_that_become_alike_are_told() -> None:
     assert (
         "pass@8 fell by more than noise, from 1.000 to 0.312, while pass@1 went from 0.125 to 0.312" in found["pass_k"]
     )
-    assert "--set grpo.advantage=pass_k" in found["pass_k"]
+    assert "`swarm-node resume RUN --set grpo.advantage=pass_k`" in found["pass_k"]
     followed = remarks(["gcd"] * 128, before, now, SAMPLES, for_one_right=True)["pass_k"]
     assert "grpo.advantage" not in followed and "a lower grpo.learning_rate slows that down" in followed
 
@@ -73,7 +73,7 @@ def test_different_questions_are_not_compared() -> None:
 
 def test_each_lower_task_has_a_verdict() -> None:
     tasks = ("gcd", 30, 0.25, 0.25), ("lcm", 13, 0.5, 0.0), ("count_bits", 5, 0.5, 0.25), ("sum", 9, 0.5, 0.48)
-    found = lower_tasks(*evaluations(*tasks), SAMPLES)
+    found = lower_tasks(*evaluations(*tasks), SAMPLES, told=remarks(*evaluations(*tasks), SAMPLES))
     unsure = "lower, which may be noise: count_bits (5 questions) pass@1 0.500 -> 0.250"
     assert found == [unsure], "a remark tells of lcm"
     few = lower_tasks(*evaluations(*(task for task in tasks if task[0] != "sum"), ("sum", 1, 0.5, 0.25)), SAMPLES)
@@ -90,7 +90,7 @@ def test_falling_rewards_are_named_as_such() -> None:
     assert list(found) == ["task poems"], "pass@k says nothing of rewards"
     assert found["task poems"].startswith("held-out mean reward of poems fell by more than noise, from 12.000 to 11.5")
     assert withdrawn("task poems", SAMPLES, "reward").endswith("mean reward of poems fell")
-    assert lower_tasks(*fell, SAMPLES, "reward") == [], "the remark tells it"
+    assert lower_tasks(*fell, SAMPLES, "reward", found) == [], "the remark tells it"
     few = evaluations(("poems", 30, 12.0, 11.5), ("odes", 5, 1.0, 1.0))
     assert lower_tasks(*few, SAMPLES, "reward") == [
         "lower by more than noise: poems (30 questions) mean reward 12.000 -> 11.500"

@@ -15,7 +15,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from swarm_node.observability.progress import ProgressDisplay, clock_face, sparkline, volume
+from swarm_node.observability.progress import RATE_AFTER_S, ProgressDisplay, clock_face, sparkline, volume
 from swarm_node.observability.tally import Buckets
 from tests.support.virtual_time import VirtualTime
 
@@ -368,12 +368,15 @@ def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="",
     progress = ProgressDisplay(2000, stream=stream, clock=clock, width=width)
     progress.waiting, progress.crew = lambda: waiting, lambda: crew
     progress.start()
+    clock.now += RATE_AFTER_S
     for round in range(1, rounds + 1):
         clock.now += 1
         traffic = {"swarm/bytes_in": 12_000.0 * round, "swarm/bytes_out": 9_000.0 * round} if others is not None else {}
         figures = {"swarm/trainers": others, "swarm/groups_used": 4.0} if others is not None else {}
         progress.update(
-            round, {"reward": round / 20, "perf/generated_tok_s": 2310.0} | figures | traffic | swarm, averaged
+            round,
+            {"reward": round / 20, "step_time": 1.0, "perf/generated_tok_s": 2310.0} | figures | traffic | swarm,
+            averaged,
         )
     if said:
         progress.say(said)
@@ -386,6 +389,7 @@ def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="",
 
 AVERAGED = "averaged 12 times, last with bob"
 SAID = "an exchange of weights with bob was skipped (late: round 9 is over); the next round tries again"
+"""Too long for 80 columns: it stands whole above what stays in view."""
 
 
 def test_the_whole_view_at_80_columns():
@@ -395,7 +399,6 @@ def test_the_whole_view_at_80_columns():
         f"reward 0.075 -> 0.975 {sparkline(range(20))}  samples 2,310 tokens/s",
         "3 others, 4.0 of their groups a round",
         f"43 MB in, 32 MB out an hour, 420 kB in all  {AVERAGED}",
-        "1 min ago: an exchange of weights with bob was skipped (late: round 9 is over);…",
     ]
 
 
@@ -407,7 +410,6 @@ def test_the_view_fits_40_columns():
         "3 others, 4.0 of their groups a round",
         "43 MB in, 32 MB out an hour",
         AVERAGED,
-        "1 min ago: an exchange of weights with …",
     ]
 
 
@@ -427,7 +429,7 @@ def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
 
 
 def test_an_ascii_terminal_gets_ascii_only():
-    lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
+    lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 8)
     assert lines[1] == "reward 0.075 -> 0.975 ..:::--===+++**###@@  samples 2,310 tokens/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
 
@@ -487,21 +489,25 @@ def test_a_waiting_node_shows_total_traffic_only():
 
 
 def test_short_plain_lines_show_traffic():
-    def last_line(averaged):
+    def last_line(averaged, before_s=RATE_AFTER_S):
         out, clock = io.StringIO(), VirtualTime()
         progress = ProgressDisplay(2, stream=out, clock=clock)
         progress.start()
+        clock.now += before_s
         for round in (1, 2):
             clock.now += 10
             traffic = {"swarm/bytes_in": 1e5 * round, "swarm/bytes_out": 2e5 * round}
-            progress.update(round, {"reward": 0.5, "swarm/trainers": 1.0, "swarm/groups_used": 3.0} | traffic, averaged)
+            progress.update(
+                round,
+                {"reward": 0.5, "step_time": 10.0, "swarm/trainers": 1.0, "swarm/groups_used": 3.0} | traffic,
+                averaged,
+            )
         return out.getvalue().splitlines()[-1]
 
     who = "round 2/2  reward 0.500 -> 0.500  1 other, 3.0 of their groups a round"
-    assert last_line("") == f"{who}  36 MB in, 72 MB out an hour  10.00 s/round  took 0:20"
-    assert last_line(f"{AVERAGED}, nobody of the cohort here") == (
-        f"{who}  {AVERAGED}, nobody of the cohort here  10.00 s/round  took 0:20"
-    )
+    assert last_line("") == f"{who}  36 MB in, 72 MB out an hour  10.00 s/round  took 2:20"
+    assert last_line("", before_s=0) == f"{who}  10.00 s/round  took 0:20", "the first minutes say little of an hour"
+    assert last_line(f"{AVERAGED}, no partner here") == f"{who}  {AVERAGED}, no partner here  10.00 s/round  took 2:20"
 
 
 def test_only_lasting_news_stay_in_view():
@@ -624,4 +630,4 @@ def test_a_run_without_end_says_how_long_it_has_been_going():
     progress.update(4, {"reward": 0.5, "swarm/bytes_in": 4e5, "swarm/bytes_out": 2e5})
     head, *below = map(str, progress.view().renderables)
     progress.stop()
-    assert head.endswith(", 0:40 in this start") and any("600 kB in this start" in line for line in below)
+    assert head.endswith(", 0:40 in this start") and any("400 kB in, 200 kB out" in line for line in below)

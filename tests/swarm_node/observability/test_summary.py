@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from swarm_node import install as installed
 from swarm_node.observability import summary as summaries
 from swarm_node.observability.noise import interval
 from swarm_node.observability.summary import (
@@ -234,20 +233,15 @@ def test_the_next_model_gets_a_new_directory(tmp_path: Path) -> None:
     assert f"          swarm-node export {tmp_path}/r {tmp_path}/r-model-3" in next_steps(f"{tmp_path}/r")
 
 
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
-
-
 def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
     one = Answered("gcd", "GCD of\n12 and 18?", "6", "\x1b[2J3", False, "x" * 500 + " so 6", True, 0.25, 1.0)
     empty = Answered("own", "Anything?", "", "", False, "no", False, 0.0, 0.0)
     assert summaries.answered(msgspec.structs.replace(HELD, answers=[one, empty], answers_of=24)) == [
-        "answers   the most, the middle and the least improved of 24 held-out questions",
-        "          gcd: GCD of 12 and 18? (right: 6)",
+        "answers   the first of 8 answers to three of 24 held-out questions",
+        "          most improved, gcd: GCD of 12 and 18? (right: 6)",
         "            before ?[2J3 -> wrong (2 of 8 right)",
         "            after  " + "x" * 38 + " […] " + "x" * 72 + " so 6 -> right (8 of 8 right)",
-        "          own: Anything?",
+        "          least improved, own: Anything?",
         "            before (empty) -> wrong (0 of 8 right)",
         "            after  no -> wrong (0 of 8 right)",
     ]

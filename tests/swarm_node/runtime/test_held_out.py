@@ -18,6 +18,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.comparing import read_run
 from swarm_node.observability.evaluations import newest_checkpoint
+from swarm_node.observability.falling import EARLY_ROUNDS
 from swarm_node.rollouts.evaluate import SHOWN, Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
@@ -260,6 +261,9 @@ def test_only_a_quick_measurement_is_repeated_after_a_stop(monkeypatch: pytest.M
     assert ours.measure_stopped(5, 8.0) == {}, "that round was measured"
 
 
+LATER = range(EARLY_ROUNDS, EARLY_ROUNDS + 6)
+
+
 def figures(**sections: Any) -> HeldOutFigures:
     tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "held_out": lambda self, n: [None] * n})())
     return HeldOutFigures(settings(9, **sections), cast(Any, None), tasks, print, lambda round, found: None, whole=True)
@@ -290,10 +294,28 @@ def test_a_fall_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(f"{kind}: {text}"))
     ours = figures()
     ours.measure_before()
-    found = [ours.measure_during(round)["eval/pass_1"] for round in range(1, 6)]
+    found = [ours.measure_during(round)["eval/pass_1"] for round in LATER[:5]]
     assert found == [0.1, 0.5, 0.1, 0.1, 0.1]
     assert len(said) == 1 and said[0].startswith("held_out: held-out pass@1 of gcd fell by more than noise")
-    assert ours.best is not None and ours.best.round == 2
+    assert ours.best is not None and ours.best.round == LATER[1]
+    assert list(ours.figures.worse) == ["task gcd"]
+
+
+def test_an_early_fall_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.5, 0.1, 0.1, 0.1, 0.1])
+    evaluations = ([share] * 60 for share in shares)
+    asked = (Evaluation({"all": Held(60, each[0], each[0])}, each, ["gcd"] * 60) for each in evaluations)
+    said: list[str] = []
+    monkeypatch.setattr(held_out, "evaluate", lambda *arguments: next(asked))
+    monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
+    ours = figures()
+    ours.measure_before()
+    for round in (1, 2, EARLY_ROUNDS - 1):
+        ours.measure_during(round)
+    assert said == [] and ours.figures.worse == {}
+    ours.measure_after(EARLY_ROUNDS, again=False)
+    early = ours.compared(EARLY_ROUNDS)
+    assert early is not None and early.remarks == list(ours.figures.worse.values()) != []
 
 
 def test_a_fall_that_is_over_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +327,7 @@ def test_a_fall_that_is_over_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
     ours = figures()
     ours.measure_before()
-    for round in range(1, 7):
+    for round in LATER:
         ours.measure_during(round)
     assert len(said) == 3 and said[0].startswith("held-out pass@1 of gcd fell") and said[2] == said[0]
     assert said[1] == "the latest held-out figures no longer show that pass@1 of gcd fell"
@@ -320,10 +342,10 @@ def test_a_remedy_in_force_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(held_out, "say", lambda text, kind: said.append(text))
     ours = figures(grpo={"advantage": "pass_k"}, eval=ALWAYS | {"samples": 8}, rollouts={"group_size": 16})
     ours.measure_before()
-    for round in (1, 2):
+    for round in LATER[:2]:
         ours.measure_during(round)
     assert "become alike" in said[0] and "grpo.advantage" not in said[0]
-    summary = ours.compared(2)
+    summary = ours.compared(LATER[1])
     assert summary is not None and summary.remarks == said
 
 

@@ -42,12 +42,12 @@ from swarm_node.runtime.pause import (
     Machine,
     hottest,
     on_battery,
-    pause_asked,
     pause_run,
     quiet,
     seconds_of,
     unpause_run,
 )
+from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally

@@ -230,9 +230,9 @@ def test_joining_another_swarm_spares_a_trained_run(trained: bool) -> None:
     if not trained:
         assert swarm_to_join(config).id
         return
-    with pytest.raises(UserError, match="r is a run in swarm swarm .*: choose another --run-dir"):
+    with pytest.raises(UserError, match="r is a run in swarm swarm .*: choose another --name or --run-dir"):
         swarm_to_join(config)
-    assert "choose another --run-dir" in refused("join", str(other), "--run-dir", "r")
+    assert "choose another --name or --run-dir" in refused("join", str(other), "--run-dir", "r")
     assert "choose another --run-dir" in refused("bootstrap", str(other), "--run-dir", "r")
     assert (RUN / "config.toml").read_bytes() == before
 

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,9 @@ def test_a_look_blocks_no_start(tmp_path, monkeypatch):
     fcntl.flock(look, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as `in_use` for a moment
     monkeypatch.setattr("swarm_node.storage.rundir.time.sleep", lambda seconds: os.close(look))
     RunDir.open(tmp_path).close()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_place_where_nothing_can_be_made_is_refused() -> None:
+    with pytest.raises(UserError, match="write /proc"):
+        RunDir("/proc/nowhere").check_usable()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from swarm_node.config import (
 from swarm_node.config.own import dump_own
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.introduction import DECIDE_S
 from swarm_node.swarm.join import join_swarm, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
 from swarm_node.tasks.one_turn import FORM_PROMPTS
@@ -56,7 +59,7 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
         assert "IP address" in told and "every answer that your model writes" in told
-        assert told.endswith("\nPress Ctrl-C now if you do not want this.")
+        assert told.endswith("\nPress Ctrl-C now if you do not want this (a terminal waits 5 seconds).")
         assert f"kept in {run.path}" in told and "This node relays nothing (--relay)" in told
         assert 3 <= told.count("\n  - ") <= 6 and max(map(len, told.splitlines())) < 80
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
@@ -164,3 +167,20 @@ def test_a_member_judges_by_its_swarms_form(monkeypatch: pytest.MonkeyPatch, run
     told = joined.of_a_member(config)
     assert told.rewards == RewardsConfig.model_validate(own | {"answer": "tags"})
     assert told.policy.system_prompt.endswith(FORM_PROMPTS["tags"])
+
+
+@pytest.mark.parametrize(("terminal", "waits"), [(True, [DECIDE_S]), (False, [])])
+def test_a_newcomer_at_a_terminal_has_time_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir, terminal: bool, waits: list[float]
+) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr("swarm_node.swarm.join.time", clock)
+    screen = SimpleNamespace(isatty=lambda: terminal)
+    monkeypatch.setattr("swarm_node.swarm.join.sys", SimpleNamespace(stdin=screen, stdout=screen))
+    monkeypatch.setattr("swarm_node.swarm.join.open_transport", lambda *arguments: FakeTransport())
+    swarm = Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml")
+    for _ in range(2):  # the second time it is no newcomer
+        with ExitStack() as stack:
+            join_swarm(swarm, NodeConfig(), run, lambda line: None, stack)
+    assert slept == waits

@@ -1,4 +1,4 @@
-"""The manifest from members that are honest, lie, start up, or are in another swarm."""
+"""The manifest from members that are honest, lie, start up, or are in another swarm; who is there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from protocol.transports.base import Server
 from swarm_node.errors import UserError
 from swarm_node.swarm import lookup
 from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.lookup import fetch_manifest
+from swarm_node.swarm.lookup import fetch_manifest, look_around
 from swarm_node.swarm.manifests import render
-from tests.support.fake_transport import FakeTransport, address, peer_id
+from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.manifests import PLAIN
 
 
@@ -54,6 +54,7 @@ def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("clock")
 def test_a_link_of_another_swarm_ends() -> None:
+    said: list[str] = []
     other = Manifest(name="other", tasks=PLAIN.tasks)
     server: dict[str, Server] = {MANIFEST_METHOD: lambda caller, payload: render(other)}
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
@@ -62,8 +63,11 @@ def test_a_link_of_another_swarm_ends() -> None:
         fetch_manifest(transport, swarm, lambda sentence: None)
     transport.others = {peer_id(1): server}  # the other one may come back meanwhile
     with pytest.raises(UserError, match="its peers are in swarm"):
-        fetch_manifest(transport, swarm, lambda sentence: None)
+        fetch_manifest(transport, swarm, said.append)
     assert transport.asked[peer_id(2), MANIFEST_METHOD] > 2
+    assert said == [
+        f"a peer answers, but not as a member of swarm {swarm.id[:16]}: asking for {said[0].split()[-3]} s more"
+    ]
 
 
 @pytest.mark.usefixtures("clock")
@@ -107,3 +111,19 @@ def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None) -> None:
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
     with pytest.raises(PeerUnreachable):
         fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=100.0)
+
+
+def test_looking_around_ends_when_nobody_new_turns_up() -> None:
+    now, ticks = [0.0], [0]
+    transport = FakeTransport()
+
+    def clock() -> float:
+        now[0] += 0.1
+        ticks[0] += 1
+        if ticks[0] in (20, 40):
+            transport.cards = {**transport.cards, peer_id(ticks[0]): card()}
+        return now[0]
+
+    assert set(look_around(transport, look_s=60.0, clock=clock, tick_s=0.0)) == {peer_id(20), peer_id(40)}
+    assert 5.0 < now[0] < 20.0
+    assert look_around(FakeTransport(), look_s=5.0, clock=clock, tick_s=0.0) == {}

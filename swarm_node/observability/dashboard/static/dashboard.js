@@ -164,13 +164,16 @@ function item(id) {
   return items.get(id);
 }
 
+const DOTS = { training: "running", serving: "running", waiting: "paused", starting: "paused" }; // green and yellow
+
 function drawRuns() {
   for (const run of listed) {
     const { box, name, state, label } = item(run.id), at = selected.indexOf(run.id);
-    const now = run.end ?? (run.paused ? "paused" : "running");
+    const shown = runs.get(run.id), now = shown?.summary?.state ?? run.end ?? (run.paused ? "paused" : run.starting ? "starting" : "running");
+    const silent = run.page && !shown?.status?.page?.members; // nobody of the swarm has answered
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
-    name.className = `name ${now}`;
+    name.className = `name ${silent ? "silent" : DOTS[now] ?? now}`;
     name.textContent = run.title ?? run.id;
     state.textContent = run.page ? "swarm" : run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
     label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
@@ -213,6 +216,7 @@ function redraw() {
 }
 
 function draw() {
+  drawRuns();
   const all = selected.map((id, i) => ({ id, color: `c${i % COLORS}`, ...runs.get(id) }));
   drawNotices(all);
   const shown = all.filter((run) => run.status?.role !== "page"), known = shown.filter((run) => run.summary);
@@ -278,6 +282,11 @@ function heldOut({ heldOut: found }) {
   return [found.figure === "reward" ? "Held-out reward" : "Held-out pass@1", values, when, by];
 }
 
+// What got worse by more than noise, each with a remedy: the run's own sentences.
+function worse(run, before = "") {
+  return (run.heldOut?.worse ?? []).map((text) => element("p", { class: "notice" }, before + text));
+}
+
 function traffic(run) {
   const { last } = run.summary, live = run.status?.traffic;
   return { in: live?.bytes_in ?? last["swarm/bytes_in"], out: live?.bytes_out ?? last["swarm/bytes_out"] };
@@ -289,10 +298,6 @@ function since(run) {
   if (!from) return "";
   const [day, time] = clock(from).split(" "), [today] = clock(Date.now() / 1000).split(" ");
   return `since ${day === today ? "" : `${day} `}${time.slice(0, 5)}`;
-}
-
-function share(summary) {
-  return summary.own + summary.foreign ? `${((100 * summary.foreign) / (summary.own + summary.foreign)).toFixed(0)} % foreign` : null;
 }
 
 function counted(n, one, many = one + "s") {
@@ -324,7 +329,7 @@ function tiles(run) {
     if (!over) list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`, asOf(run.status?.page)));
     if (summary.foreign !== null) {
       const own = summary.own === null ? "" : `${number(summary.own)} + `;
-      list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign", own ? share(summary) : null));
+      list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign"));
     }
     list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`, since(run) || null));
   }
@@ -334,7 +339,7 @@ function tiles(run) {
   const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
   const when = summary.ended ? summary.ended_at && summary.ended.replace("{ago}", `${clock(summary.ended_at).slice(0, -3)}, ${ago(summary.ended_at)}`) : summary.last_at && `last round ${ago(summary.last_at)}`;
   const said = [summary.settings.model, named, when].filter(Boolean).join(" · ");
-  return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list, commands(run)].filter(Boolean);
+  return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list, ...worse(run), commands(run)].filter(Boolean);
 }
 
 function comparison(known) {
@@ -357,7 +362,7 @@ function comparison(known) {
   const rows = known.map((run) => columns.map(([, cell]) => cell(run)));
   const told = (_, i) => rows.some((row) => row[i] !== "–"); // a column that is empty for all is left out
   const shown = table("Key figures of the runs", columns.filter(told).map(([title]) => title), rows.map((row) => row.filter(told)), known.map((run) => run.id));
-  return [shown, ...notComparable(known).map((text) => element("p", {}, text))];
+  return [shown, ...known.flatMap((run) => worse(run, `${run.id}: `)), ...notComparable(known).map((text) => element("p", {}, text))];
 }
 
 const SAMPLED = ["rollouts.max_new_tokens", "rollouts.temperature", "rollouts.top_p", "rewards.answer", "policy.system_prompt", "policy.prompt_template", "eval.samples"];
@@ -498,7 +503,7 @@ function drawChart(chart, plan, shown) {
   }
   let lines = shown.flatMap((run) => series.map(([name, label, less], i) => {
     const words = [one ? null : run.id, label].filter(Boolean).join(", ");
-    return line(run, name, { ...plan, label: words, less, color: one ? `c${i % COLORS}` : run.color, dash: !one && i > 0 });
+    return line(run, name, { ...plan, label: words, less, color: one ? `c${(+run.color.slice(1) + i) % COLORS}` : run.color, dash: !one && i > 0 });
   }));
   lines = lines.filter(Boolean);
   const stacked = one && plan.stacked && lines.length === 2;

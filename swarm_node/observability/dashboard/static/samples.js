@@ -14,9 +14,10 @@ function answer({ text, judged, reward, times, correct, cut }) {
 
 function group(run, sample, named) {
   const name = run.status?.peers?.[sample.peer]?.name, shown = sample.answers.reduce((sum, one) => sum + one.times, 0);
-  const whose = sample.peer === null ? "own" : named(name, sample.peer);
+  const own = sample.peer === null, whose = own ? "own" : named(name, sample.peer);
+  const rated = own ? `mean reward ${sample.reward.toFixed(2)}` : `${number(shown)} answer${shown === 1 ? "" : "s"} kept`;
   return element("article", { class: "sample" },
-    element("p", { class: "head" }, element("b", {}, sample.task), ` round ${number(sample.round)} · `, whose, ` · mean reward ${sample.reward.toFixed(2)}`),
+    element("p", { class: "head" }, element("b", {}, sample.task), ` round ${number(sample.round)} · `, whose, ` · ${rated}`),
     element("p", { class: "text" }, sample.question),
     sample.right === null ? null : element("p", { class: "right" }, "right: ", element("span", { class: "text" }, sample.right)),
     element("ul", {}, ...sample.answers.map(answer)),
@@ -44,14 +45,15 @@ export function beforeAndAfter(run, known, { section, table }) {
   const name = found.figure === "reward" ? "mean reward" : "pass@1, the share of right answers,";
   const titles = ["Task", "Questions", "Before training", after[0].toUpperCase() + after.slice(1)];
   const rows = found.tasks.map((each) => [each.task, number(each.questions), fixed(each.before), fixed(each.after)]);
-  const cards = found.answers.map((one) => element("article", { class: "sample" },
-    element("p", { class: "head" }, element("b", {}, one.task)),
+  const places = { 2: ["most improved", "least improved"], 3: ["most improved", "in the middle", "least improved"] }[found.answers.length] ?? [];
+  const cards = found.answers.map((one, i) => element("article", { class: "sample" },
+    element("p", { class: "head" }, element("b", {}, one.task), places[i] ? ` ${places[i]}` : null),
     element("p", { class: "text" }, one.question),
     one.right ? element("p", { class: "right" }, "right: ", element("span", { class: "text" }, one.right)) : null,
     element("ul", {}, tried("before", one.before, one.before_correct, one.before_reward, one.mean_before, found),
       tried(after, one.after, one.after_correct, one.after_reward, one.mean_after, found))));
   return section(run, known, "Held-out questions",
-    element("p", {}, element("small", {}, `${found.own_tasks ? "Of eval.tasks" : "Never trained on"}: ${name} by task. Below, the first answer to the most, the middle and the least improved of ${number(found.answers_of)} questions.`)),
+    element("p", {}, element("small", {}, `${found.own_tasks ? "Of eval.tasks" : "Never trained on"}: ${name} by task. Below, ${found.samples === 1 ? "the answer" : `the first of ${number(found.samples)} answers`} to three of ${number(found.answers_of)} questions.`)),
     table(`Held-out questions of ${run.id}`, titles, rows, found.tasks.map((each) => each.task)),
     cards.length ? element("div", { class: "samples" }, ...cards) : null);
 }

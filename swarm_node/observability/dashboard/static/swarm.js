@@ -116,7 +116,7 @@ function listing(page) {
 // The page of a swarm, for a directory that has nothing else.
 export function swarmPage(run, known, tools) {
   const { status } = run, page = status?.page, name = status?.swarm_name || run.id;
-  const title = element("h2", { class: "run" }, `Swarm ${name} `, element("small", { title: status?.swarm }, `id ${String(status?.swarm ?? "").slice(0, 16)}`));
+  const title = element("h2", { class: "run" }, `Swarm ${name} `, String(status?.swarm ?? "").startsWith(name) ? null : element("small", { title: status?.swarm }, `id ${String(status?.swarm ?? "").slice(0, 16)}`));
   if (!page) return [title, element("p", {}, "Looking for members, a few seconds.")];
   const same = known.filter((other) => other.status?.swarm === status.swarm);
   const own = new Set(same.map((other) => other.status.peer).filter(Boolean));
