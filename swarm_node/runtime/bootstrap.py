@@ -201,7 +201,7 @@ def _watch(
             link = newest
             _print(link, sys.stdout)
             if config.log_format == "json":
-                say(link, "link")
+                say(link, "join")
             if reach := reach_of(link):
                 of_links("reach", reach)
         with suppress(OSError):  # too many open files: it is looked at again
