@@ -69,7 +69,7 @@ def join_swarm(
     """Join `swarm`; `stack` closes the transport. Steps that may take long, and can be interrupted anywhere, run within
     `waiting()`. Raises UserError; NobodyReached if `config.minutes` are over before a member gives the manifest."""
     is_new = say_what_leaves(swarm, config, run, say)
-    if is_new and sys.stdin.isatty() and sys.stdout.isatty():
+    if is_new and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         with waiting():
             time.sleep(DECIDE_S)
     manifest, waited_s = swarm.manifest, 0.0
