@@ -72,11 +72,20 @@ def settings(env: dict[str, str]) -> NodeConfig:
     return load_config(env=image_env() | env, others={"SWARM_NODE_CONFIG"})
 
 
+def kustomized(folder: Path, place: Path) -> str:
+    """What kustomize builds from a folder, with a manifest where docs/fleet.md has it made; `place` is for copies."""
+    for each in (KUBERNETES, SPOT):
+        shutil.copytree(each, place / each.name)
+    (place / KUBERNETES.name / "swarm.toml").write_text("name = 'cluster'\n")
+    command = ["kubectl", "kustomize", str(place / folder.name)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 PODS = ["Deployment/swarm-bootstrap", "StatefulSet/swarm-node"]
 
 
 def test_the_cluster_has_two_services_and_what_they_serve() -> None:
-    assert set(resources()) == {"Service/swarm-bootstrap", "Service/swarm-node", *PODS}
+    assert set(resources()) == {"Service/swarm-bootstrap", "Service/swarm-node", "NetworkPolicy/swarm", *PODS}
     nodes = resources()["StatefulSet/swarm-node"]["spec"]
     assert nodes["serviceName"] == "swarm-node" and resources()["Service/swarm-node"]["spec"]["clusterIP"] == "None"
     assert [claim["metadata"]["name"] for claim in nodes["volumeClaimTemplates"]] == ["data"]
@@ -140,9 +149,36 @@ def test_alerts_know_the_pod_of_a_bootstrap() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_kustomize_builds_the_base() -> None:
-    done = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True, check=True)
-    assert {each["kind"] for each in yaml.safe_load_all(done.stdout)} == {"Service", "Deployment", "StatefulSet"}
+def test_kustomize_builds_the_base(tmp_path: Path) -> None:
+    built = list(yaml.safe_load_all(kustomized(KUBERNETES, tmp_path)))
+    [manifest] = [each for each in built if each["kind"] == "ConfigMap"]
+    kinds = {"Service", "Deployment", "StatefulSet", "NetworkPolicy", "ConfigMap"}
+    assert {each["kind"] for each in built} == kinds and set(manifest["data"]) == {"swarm.toml"}
+    for each in built:
+        if f"{each['kind']}/{each['metadata']['name']}" in PODS:
+            [mounted] = [v for v in each["spec"]["template"]["spec"]["volumes"] if v["name"] == "manifest"]
+            assert mounted["configMap"]["name"] == manifest["metadata"]["name"], "a name that changes with it"
+
+
+def test_strangers_do_not_reach_metrics() -> None:
+    policy = resources()["NetworkPolicy/swarm"]["spec"]
+    anybody, prometheus = policy["ingress"]
+    assert "from" not in anybody and {each["port"] for each in anybody["ports"]} == {"dht", "gossip"}
+    assert prometheus["from"] and prometheus["ports"] == [{"port": "health"}] and policy["policyTypes"] == ["Ingress"]
+    [chosen] = policy["podSelector"]["matchExpressions"]
+    for name in PODS:
+        assert resources()[name]["spec"]["template"]["metadata"]["labels"][chosen["key"]] in chosen["values"]
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_take_no_more_than_they_say(name: str) -> None:
+    spec, container = pod(name)
+    limit = float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    [most] = [float(each["value"]) for each in container["env"] if each["name"] == "SWARM_NODE_MAX_MEMORY"]
+    assert limit - 0.5 < most < limit, "it leaves before it is killed"
+    folders = [volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if "emptyDir" in volume]
+    asked = container["resources"]["requests"]["ephemeral-storage"]
+    assert sum(int(size.removesuffix("Gi")) for size in folders) == int(asked.removesuffix("Gi"))
 
 
 def spot(file: str) -> dict[str, Any]:
@@ -159,6 +195,7 @@ def test_nodes_on_spot_machines_lose_their_disk_alone() -> None:
     assert settings({mirror["name"]: "s3://bucket/swarm"}).checkpoints.to == "s3://bucket/swarm"
     assert mirror["valueFrom"]["configMapKeyRef"] == {"name": "swarm-mirror", "key": "url"}
     [data] = node["volumes"]
+    assert container["resources"]["requests"] == {"ephemeral-storage": "21Gi"}, "with the 1Gi of /tmp"
     claims = resources()["StatefulSet/swarm-node"]["spec"]["volumeClaimTemplates"]
     assert [data["name"]] == [claim["metadata"]["name"] for claim in claims] and "emptyDir" in data
     assert LONGEST_EXIT_S < node["terminationGracePeriodSeconds"] <= 15, (
@@ -180,11 +217,12 @@ def test_only_nodes_are_sent_to_spot_machines() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_builds_the_overlay_for_spot_machines(tmp_path: Path) -> None:
-    done = subprocess.run(["kubectl", "kustomize", SPOT], capture_output=True, text=True, check=True)
-    (tmp_path / "built.yaml").write_text(done.stdout)
+    text = kustomized(SPOT, tmp_path)
+    (tmp_path / "built.yaml").write_text(text)
     lint(*KUBERNETES_VALIDATE, tmp_path / "built.yaml")
-    built = {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(done.stdout)}
-    assert built.keys() == resources().keys() | {"PodDisruptionBudget/swarm-node"}
+    built = {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(text)}
+    [manifest] = built.keys() - resources().keys() - {"PodDisruptionBudget/swarm-node"}
+    assert manifest.startswith("ConfigMap/swarm-manifest-") and resources().keys() < built.keys()
     node = built["StatefulSet/swarm-node"]["spec"]
     pod = node["template"]["spec"]
     assert "volumeClaimTemplates" not in node
@@ -253,7 +291,10 @@ def test_a_drop_in_opens_the_folder_of_the_mirror() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        (*KUBERNETES_VALIDATE, KUBERNETES / "bootstrap.yaml", KUBERNETES / "nodes.yaml", SPOT / "disruption.yaml"),
+        (
+            *(*KUBERNETES_VALIDATE, KUBERNETES / "bootstrap.yaml", KUBERNETES / "nodes.yaml"),
+            *(KUBERNETES / "network.yaml", SPOT / "disruption.yaml"),
+        ),
         (*CHECK_SCHEMA, "vendor.github-workflows", RELEASE),
         (*CHECK_SCHEMA, "vendor.compose-spec", DOCKER / "compose.yaml", PUBLIC / "compose.yaml"),
         pytest.param(("hadolint", DOCKER / "Dockerfile"), marks=needs_hadolint),
@@ -313,9 +354,9 @@ def test_only_a_release_becomes_the_latest_image(tag: str, tags: list[str], tmp_
 def test_skypilot_runs_a_member_that_comes_back() -> None:
     task = yaml.safe_load((DOCKER / "skypilot.yaml").read_text())
     assert task["resources"]["use_spot"]
-    assert task["resources"]["job_recovery"] == {"strategy": "FAILOVER", "recover_on_exit_codes": [TEMPORARY]}
+    assert task["resources"]["job_recovery"] == {"strategy": "FAILOVER", "recover_on_exit_codes": [1, TEMPORARY]}
     given = {"SWARM_NODE_SWARM": "swarm://x", "SWARM_NODE_NAME": "a", "SWARM_NODE_CHECKPOINT_TO": "s3://bucket/swarm"}
-    assert {name for name, value in task["envs"].items() if not value} == set(given)
+    assert {name for name, value in task["envs"].items() if value is None} == set(given)
     config = load_config(env=task["envs"] | given)
     assert (config.spot.cloud, config.checkpoints.to) == ("auto", "s3://bucket/swarm")
     assert task["run"].startswith("exec ") and task["resources"]["ports"] == [31330, 31331]

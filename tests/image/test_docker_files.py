@@ -34,7 +34,11 @@ def test_compose_gives_every_service_settings_that_load(name: str) -> None:
     assert config.spot.cloud == "off"
     assert config.averaging.method == "noloco"
     assert service.get("command", ["join"]) == (["bootstrap"] if name == "bootstrap" else ["join"])
-    assert service["stop_grace_period"] == "10s" and service["restart"] == "on-failure"
+    assert service["stop_grace_period"] == "20s" and service["restart"] == "on-failure"
+    assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"] and service["logging"]["options"] == {
+        "max-size": "10m"
+    }
     assert [volume.partition(":")[2] for volume in service["volumes"]] == ["/data", "/swarm:ro"]
     published = service["ports"]
     assert all(port.startswith("127.0.0.1:") and port.endswith(":31390") for port in published)

@@ -27,6 +27,7 @@ ELSEWHERE = {
     *("apt-get", "aws", "az", "brew", "curl", "docker", "gcloud", "kubectl", "pip", "pipx", "scp", "ssh", "sudo", "uv"),
     *("cat", "cd", "command", "echo", "export", "git", "grep", "gzip", "head", "journalctl", "mkdir", "rm", "rsync"),
     *(
+        "cp",
         "jq",
         "printf",
         "prometheus",
