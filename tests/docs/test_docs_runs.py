@@ -18,6 +18,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,13 @@ class Reader:
         verb, *words = command.words[1:]
         if words == [] and verb == "status":
             words = ["runs/node"]
-        for word in words:
+        for word in [*words, *re.findall(r'"([^"]+\.jsonl)"', " ".join(words))]:
             path = self.folder / word
             if path.exists():
                 continue
             if re.fullmatch(r"runs/\w+", word) and verb in OF_RUNS:
                 shutil.copytree(self.base("import PeftModel" in self.page.read_text()), path)
-            elif word.endswith(".jsonl") and words[words.index(word) - 1] != "--out":
+            elif word.endswith(".jsonl") and ("--out", word) not in pairwise(words):
                 path.write_text("".join(f'{{"question": "{n} + {n} =", "answer": {2 * n}}}\n' for n in range(10, 40)))
             elif word.endswith(".toml") and words[words.index(word) - 1] == "--config":
                 path.write_text(self.config)
