@@ -104,7 +104,7 @@ def start(settings: dict[str, Any]) -> RunDir:
     return RunDir(config.directory)
 
 
-@pytest.mark.parametrize("what", ["load_policy", "load_tasks"])
+@pytest.mark.parametrize("what", ["load_policy", "tasks_of_run"])
 def test_a_signal_before_training_is_one_sentence(
     what: str, here: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
