@@ -70,12 +70,13 @@ def check_functions(functions: Sequence[RewardFunctionConfig]) -> None:
 
 
 def _may_define(file: Path, name: str) -> bool:
-    """Whether a Python file may define `name`: it has the word, or takes all names of another module."""
+    """Whether a Python file may define `name`: it has the word, or makes names that it does not spell."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError):  # told when it is loaded
         return True
-    return re.search(rf"\b{re.escape(name)}\b|import \*|globals|setattr|__getattr__", text) is not None
+    unspelt = r"import\s*\*|globals|locals|vars\(|exec\(|setattr|__getattr__|__dict__"
+    return re.search(rf"\b{re.escape(name)}\b|{unspelt}", text) is not None
 
 
 def _check_key(file: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import TextIO
 
 from protocol.errors import LocalProtocolError, PeerUnreachable
 from protocol.identity import Identity
@@ -69,7 +70,7 @@ def join_swarm(
     """Join `swarm`; `stack` closes the transport. Steps that may take long, and can be interrupted anywhere, run within
     `waiting()`. Raises UserError; NobodyReached if `config.minutes` are over before a member gives the manifest."""
     is_new = say_what_leaves(swarm, config, run, say)
-    if is_new and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):
+    if is_new and all(map(_is_terminal, (sys.stdin, sys.stdout))):
         with waiting():
             time.sleep(DECIDE_S)
     manifest, waited_s = swarm.manifest, 0.0
@@ -110,6 +111,14 @@ def join_swarm(
     with waiting():
         model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
     return JoinedSwarm(manifest, identity, transport, tasks, model, waited_s)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody may read or type there."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def memory_for_a_model() -> tuple[int, bool]:

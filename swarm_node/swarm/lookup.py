@@ -106,7 +106,8 @@ def ask_around(
             report_at, report_s = now + report_s, min(2 * report_s, REPORT_MOST_S)
             if answers and all(isinstance(error, _AnotherSwarm) for error in answers.values()):
                 peer = "a peer answers" if len(answers) == 1 else f"{len(answers)} peers answer"
-                left = max(0.0, REPORT_EVERY_S - (now - began))
+                most = REPORT_EVERY_S if wait_s is None else min(REPORT_EVERY_S, wait_s)
+                left = max(0.0, most - (now - began))
                 say(Warned(f"{peer}, but not as a member of swarm {swarm.id[:16]}: asking for {left:.0f} s more"))
             else:
                 why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])

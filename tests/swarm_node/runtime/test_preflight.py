@@ -128,6 +128,9 @@ def test_a_missing_reward_function_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from math import *\ndef closer(**columns): ...\n")
     check_functions([RewardFunctionConfig(path=f"{file}:{name}") for name in ("closer", "gcd")])
+    for unspelt in ("from math import*\n", "exec(open('other.py').read())\n"):
+        file.write_text(unspelt)
+        check_functions([RewardFunctionConfig(path=f"{file}:gcd")])
     file.write_text("def closer(**columns): ...\n")
     check_functions([RewardFunctionConfig(path=f"{file}:closer")])
     with pytest.raises(UserError, match=r"mine.py has no function 'close'"):
