@@ -170,7 +170,7 @@ function drawRuns() {
   for (const run of listed) {
     const { box, name, state, label } = item(run.id), at = selected.indexOf(run.id);
     const shown = runs.get(run.id), now = shown?.summary?.state ?? run.end ?? (run.paused ? "paused" : run.starting ? "starting" : "running");
-    const silent = run.page && !shown?.status?.page?.members; // nobody of the swarm has answered
+    const silent = run.page && shown && !shown.status?.page?.members; // nobody of the swarm has answered, as far as it is looked at
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
     name.className = `name ${silent ? "silent" : DOTS[now] ?? now}`;
