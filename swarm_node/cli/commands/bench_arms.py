@@ -88,7 +88,7 @@ def our_steps(
     def score(tasks: object, prompts: object, completions: list[str]) -> list[Score]:
         return [Score(None, {"turn": reward}, reward, False) for reward in rewards(len(completions))]
 
-    judge: Any = SimpleNamespace(prompt=lambda task: task.question, score=score)
+    judge: Any = SimpleNamespace(prompt=lambda task: task.question, prompt_text=lambda ids, decode: "", score=score)
     times, done, seconds = Times(), 0, 0.0
     while goes_on(done, seconds, work, time.monotonic()):
         part = list(tasks[done * work.prompts : (done + 1) * work.prompts])
