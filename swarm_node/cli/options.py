@@ -145,7 +145,7 @@ def early_log(command: str, values: Mapping[str, Any]) -> Show | None:
     """The log of JSON lines of a command that may have no settings yet, only the `values` of its options. None if it
     has no such log, or if people read standard error."""
     asked = values.get("log_format") or os.environ.get("SWARM_NODE_LOG_FORMAT")
-    if asked != "json" or "log_format" not in values or sys.stderr.isatty():
+    if asked != "json" or "log_format" not in values or sys.stderr is None or sys.stderr.isatty():
         return None
     usual = {"join": "node"}.get(command, command)
     place = values.get("run") or values.get("run_dir") or os.environ.get("SWARM_NODE_RUN_DIR")

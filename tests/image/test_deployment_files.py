@@ -354,7 +354,8 @@ def test_only_a_release_becomes_the_latest_image(tag: str, tags: list[str], tmp_
 def test_skypilot_runs_a_member_that_comes_back() -> None:
     task = yaml.safe_load((DOCKER / "skypilot.yaml").read_text())
     assert task["resources"]["use_spot"]
-    assert task["resources"]["job_recovery"] == {"strategy": "FAILOVER", "recover_on_exit_codes": [1, TEMPORARY]}
+    recovery = {"strategy": "FAILOVER", "recover_on_exit_codes": [TEMPORARY], "max_restarts_on_errors": 3}
+    assert task["resources"]["job_recovery"] == recovery
     given = {"SWARM_NODE_SWARM": "swarm://x", "SWARM_NODE_NAME": "a", "SWARM_NODE_CHECKPOINT_TO": "s3://bucket/swarm"}
     assert {name for name, value in task["envs"].items() if value is None} == set(given)
     config = load_config(env=task["envs"] | given)
