@@ -23,11 +23,8 @@ from swarm_node.say import own_command
 
 INDENT = 10  # columns before the text of a line
 QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary
-PLACES = {
-    1: [""],
-    2: ["most improved, ", "least improved, "],
-    3: ["most improved, ", "in the middle, ", "least improved, "],
-}
+MOST, LEAST = "most improved, ", "least improved, "
+PLACES = {1: [""], 2: [MOST, LEAST], 3: [MOST, "in the middle, ", LEAST]}
 """Number of answers shown -> the words before each."""
 MAX_REASONS = 4  # reasons that are listed; the others become one number
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
@@ -194,6 +191,8 @@ def answered(held: HeldOut | None) -> list[str]:
     later = f"after round {held.round:,}" if held.round else "after"
     for place, one in zip(PLACES[len(held.answers)], held.answers, strict=True):
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
+        if place == MOST and one.mean_after <= one.mean_before:
+            place = "not improved, "
         lines.append(f"{place}{one.task}: {_cut(one.question, QUESTION_CHARS)}{right}")
         before = "before", one.before, one.before_correct, one.before_reward, one.mean_before
         after = later, one.after, one.after_correct, one.after_reward, one.mean_after

@@ -134,7 +134,7 @@ class HeldOutFigures:
         allowed = self.figures.seconds * (1 - settings.share) <= settings.share * trained_s
         if not allowed and "every" in settings.model_fields_set and not self._told_of_share:
             self._told_of_share = True
-            share = f"{100 * settings.share:g} % of the time (eval.share)"
+            share = f"{100 * settings.share:g} % of the time; `--set eval.share=1` makes them all"
             say(f"evaluations are left out that would take more than {share}", "held_out")
         return allowed
 

@@ -245,6 +245,8 @@ def test_answers_are_shown_before_and_after_on_a_line_each() -> None:
         "            before (empty) -> wrong (0 of 8 right)",
         "            after  no -> wrong (0 of 8 right)",
     ]
+    neither = summaries.answered(msgspec.structs.replace(HELD, answers=[empty, empty], answers_of=24))
+    assert neither[1] == "          not improved, own: Anything?"
     assert summaries.answered(HELD) == summaries.answered(None) == []
     earlier = msgspec.structs.replace(HELD, answers=[empty], answers_of=24, round=1200)
     assert summaries.answered(earlier)[2:] == [

@@ -276,7 +276,8 @@ def test_evaluations_get_their_share_of_time(monkeypatch: pytest.MonkeyPatch) ->
     assert [round for round in range(1, 12) if ours.due(round)] == [5, 10], "its cost is not known yet"
     ours.figures.seconds = 1e9
     assert not said and not ours.due(5) and not ours.due(10)
-    assert said == ["evaluations are left out that would take more than 5 % of the time (eval.share)"]
+    share = "5 % of the time; `--set eval.share=1` makes them all"
+    assert said == [f"evaluations are left out that would take more than {share}"]
     unlimited = figures()
     unlimited.figures.seconds = 1e9
     assert unlimited.due(5)
