@@ -53,6 +53,7 @@ from swarm_node.policy.quantised import (
 )
 from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.policy.suitability import OTHER
+from swarm_node.policy.tokenizing import TokenizerError, guarded
 from swarm_node.say import Detail, Warned
 
 ONE_THREAD_BELOW = 2_000_000
@@ -320,7 +321,10 @@ def refusing(what: str, path: str) -> Iterator[None]:
     if hub_logging.get_verbosity() == hub_logging.WARNING:
         hub_logging.set_verbosity_error()
     try:
-        yield
+        with guarded("its own files"):
+            yield
+    except TokenizerError as exc:
+        raise UserError(f"cannot load {what} from {path}: {exc}") from exc
     except UserError:
         raise
     except Exception as exc:

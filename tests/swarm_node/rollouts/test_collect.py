@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.tasks import load_tasks
+from tests.support.panicking import KILLER, panicking_policy
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,30 @@ def test_prompts_that_do_not_fit_are_counted(policy, tasks):
     assert collected.too_long > 0
     assert len(collected.groups) == 7
     assert all(len(g.prompt_ids) <= 16 for g in collected.groups)
+
+
+def test_tasks_at_whose_prompts_the_tokenizer_fails_are_left_out(tasks):
+    """Their environment's question is the text that was planted; the other tasks of the round are drawn anew."""
+    said = []
+    planted = panicking_policy(said, decodes=False)
+    rng, killers = random.Random(0), []
+
+    def draw(n):
+        drawn = tasks.sample(rng, n)
+        if not killers:
+            killers.extend(drawn[1:3])
+        return drawn
+
+    def prompt(task):
+        return KILLER if any(task is killer for killer in killers) else task.question
+
+    asking = copy.copy(tasks)
+    asking.prompt = prompt
+    config = RolloutsConfig(groups=4, group_size=2, max_new_tokens=4)
+    collected = collect(planted, draw, asking, config, "0/1")
+    assert (len(collected.groups), collected.not_encoded, collected.too_long) == (4, 2, 0)
+    assert all(group.task not in killers for group in collected.groups)
+    assert len(said) == 1 and "left out" in said[0]
 
 
 def test_completions_leave_room_for_prompts(policy):
