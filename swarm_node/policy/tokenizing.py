@@ -1,9 +1,10 @@
-"""All calls of a tokenizer: its library's panics become errors of ours.
+"""All calls of a tokenizer: its library's errors and panics become errors of ours.
 
-    text --encode--> token ids --decode--> text        a panic of the library -> TokenizerError
+    text --encode--> token ids --decode--> text        an error or a panic of the library -> TokenizerError
 
 The library is written in Rust. Where it gives up, for example at a regular expression that needs too many steps for a
-text, it raises a `PanicException`. That is no `Exception`, so outside `guarded` one text would end the process.
+text, it raises a `PanicException`. That is no `Exception`, so outside `guarded` one text would end the process. Its
+errors, for example that a text has a character without a token, are of the class `Exception` itself.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class TokenizerError(UserError):
 
 @contextmanager
 def guarded(at: str) -> Iterator[None]:
-    """Within it, or in a function that it decorates, a panic of the library is a TokenizerError; `at` says where."""
+    """Within it, or in a function that it decorates, an error or a panic of the library is a TokenizerError; `at` says
+    where. Other exceptions are left as they are."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != PANIC:
+        if type(error) is not Exception and type(error).__name__ != PANIC:
             raise
         detail = " ".join(str(error).split())[:200]
         raise TokenizerError(f"the model's tokenizer fails at {at}: {detail}; take another model") from error

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from transformers import PreTrainedTokenizerFast
 
 from swarm_node.errors import UserError
 from swarm_node.policy import loading, tokenizing
@@ -53,6 +56,13 @@ def test_a_panic_is_an_error_and_the_tokenizer_works_on(hostile: Policy, killing
 def test_nothing_else_is_swallowed(kind: type[BaseException]) -> None:
     with pytest.raises(kind), tokenizing.guarded("a test"):
         raise kind
+
+
+def test_an_error_of_the_library_is_one_of_ours() -> None:
+    """Here of a vocabulary that does not fit its kind of model."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordPiece({"a": 0}, unk_token="[UNK]")))
+    with pytest.raises(TokenizerError, match="WordPiece"):
+        tokenizing.encode(tokenizer, ["a b"])
 
 
 def test_an_own_answer_that_cannot_be_read_is_none(
