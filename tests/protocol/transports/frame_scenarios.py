@@ -3,23 +3,31 @@ test_gossip_frames.py."""
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import count
+from typing import Any
 
+import pytest
 import trio
 from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
 from libp2p.pubsub import pubsub as library
 from libp2p.pubsub.pb import rpc_pb2
+from multiaddr import Multiaddr
 
 from protocol.topics import rollout_topic
+from protocol.transports.gossip import sidecar as gossip_sidecar
 from protocol.transports.gossip.frames import CONTROL_BYTES, MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES
 from protocol.transports.gossip.pipe import GossipSettings
-from protocol.transports.gossip.sidecar import Sidecar
+from protocol.transports.gossip.safe_host import CountedTCP, make_host
+from protocol.transports.gossip.sidecar import GROWTH_BYTES, HIGH_RSS, MAX_SIDECAR_RSS, Sidecar
 from tests.support.scenarios import serve
 
 SWARM = "ab" * 32
 TOPIC = rollout_topic(SWARM, 0)
 LARGE = 400_000  # bytes of a message, about as many as one may have
+HANG_S = 60.0
 _numbers = count(1)
 
 
@@ -177,6 +185,51 @@ async def names_that_no_message_has_are_dropped() -> None:
     assert world.router.dont_send_message_ids[peer] == {b"short"}
     (frame,) = world.pubsub.peer_queues[peer]._queue._priority
     assert list(frame.control.iwant[0].messageIDs) == [b"\xff" * 40]
+
+
+# ---------------------------------------------------------------- memory
+
+
+async def the_peer_for_which_most_waits_gives_way_to_memory() -> None:
+    """Not the neighbour that brought the messages which others ask for."""
+    sidecar = Sidecar(GossipSettings(SWARM))
+    neighbour, asker, patient = others = [make_host(CountedTCP(4)) for _ in range(3)]
+    here: Any = sidecar.host
+    here.get_network().notifees.clear()  # pubsub does not run
+    async with (
+        here.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]),
+        others[0].run(listen_addrs=[]),
+        others[1].run(listen_addrs=[]),
+        others[2].run(listen_addrs=[]),
+    ):
+        with trio.fail_after(HANG_S):
+            for other in others:
+                await other.connect(PeerInfo(here.get_id(), here.get_addrs()))
+            while len(here.get_connected_peers()) < len(others):
+                await trio.sleep(0.01)
+        for other, frames in ((asker, 20), (patient, 2)):
+            queue = sidecar.pubsub.peer_queues[other.get_id()] = library.RpcQueue()
+            for _ in range(frames):
+                queue.push(rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(LARGE))]))
+        of = {peer: sidecar.pubsub.address(peer) for peer in here.get_connected_peers()}
+        brings = next(wire for wire in sidecar.tcp.live.values() if wire.address == of[neighbour.get_id()])
+        brings.bytes_in += 2**20
+        sizes = iter((HIGH_RSS, HIGH_RSS + 2 * GROWTH_BYTES, MAX_SIDECAR_RSS + 2**20))
+        gossip_sidecar.own_rss, gossip_sidecar.MEMORY_S = lambda: next(sizes), 0.01
+        with pytest.raises(MemoryError, match="grown to 513 MiB"):
+            await sidecar._watch_memory()
+        assert {wire.address for wire in sidecar.tcp.live.values()} == {of[neighbour.get_id()], of[patient.get_id()]}
+        assert sidecar.tcp.rejected == {"memory": 1}
+
+
+async def what_all_wait_for_counts_once() -> None:
+    """Else a flood of messages that are let in would cut slow peers before the one that floods."""
+    world = World()
+    message = world.heard()
+    peers = [world.peer(f"peer {i}") for i in range(5)]
+    for peer in peers:
+        await world.asks(peer, [name(message)])
+    assert math.isclose(world.pubsub.kept_once(), LARGE, rel_tol=0.01)
 
 
 if __name__ == "__main__":
