@@ -231,6 +231,18 @@ def test_hostile_messages_are_refused_and_counted() -> None:
     asyncio.run(run())
 
 
+def test_nobody_is_given_a_message_twice() -> None:
+    async def run() -> None:
+        async with swarm(2, shards=2) as peers:
+            await connect_all(peers)
+            (report,) = await attack(peers[0], {}, "asks_again")
+            assert report["error"] == ""
+            assert all(len(peer.heard) == 2 for peer in peers)
+            await until_stat(peers[0], lambda stat: stat.peers == [peers[1].gossip_id])
+
+    asyncio.run(run())
+
+
 @pytest.mark.long
 @needs_proc
 def test_a_hostile_peer_brings_nothing_down() -> None:
