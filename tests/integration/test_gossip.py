@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -470,6 +471,28 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+            await peer.close()
+
+    asyncio.run(run())
+
+
+def test_a_sidecar_that_grew_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "grown.py").write_text(
+        "from protocol.transports.gossip import sidecar\n"
+        "sidecar.MEMORY_S, sidecar.MAX_SIDECAR_RSS = 0.01, 2**20\n"
+        "sidecar.main()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(gossip_client, "SIDECAR", "grown")
+
+    async def run() -> None:
+        peer = Peer(0)
+        await peer.start()
+        try:
+            await until_async(lambda: peer.restarts >= 1, HANG_S)
+            assert re.fullmatch(r"grown to \d+ MiB", peer.last_end)
+            assert peer.last_end in peer.reports[0]
+        finally:
             await peer.close()
 
     asyncio.run(run())

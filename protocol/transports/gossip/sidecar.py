@@ -270,7 +270,8 @@ async def run_sidecar(stdin_fd: int, stdout_fd: int) -> None:
         await Sidecar(first).run(commands, trio.lowlevel.FdStream(stdout_fd))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The program. Its exit code is 1 if it ends for a reason of its own, which is its last line on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it calls every closed connection an error
     stdout = os.dup(1)
@@ -278,6 +279,13 @@ if __name__ == "__main__":
     try:
         trio.run(run_sidecar, os.dup(0), stdout)
     except* (LocalProtocolError, RemoteProtocolError, MemoryError) as group:
-        sys.exit(str(group.exceptions[0]))
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):  # one for each nursery around
+            error = error.exceptions[0]
+        sys.exit(str(error))
     except* (BrokenPipeError, trio.BrokenResourceError):  # the parent is gone
         pass
+
+
+if __name__ == "__main__":
+    main()

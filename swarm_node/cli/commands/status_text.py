@@ -48,8 +48,8 @@ def _parts(found: Mapping[str, Any], verbose: bool) -> list[Part]:
         return [*own, _uses, _alone, _next]
     if verbose:
         exchange = [_averaging, _averaging_in_full, _crew, _start, _traffic_in_full, _not_used, _refused_in_full]
-        return [*own, _worth_in_full, _uses, _swarm, _node, *exchange, _count, _peers, _any_link, _next]
-    return [*own, _worth, _uses, _swarm, _averaging, _crew, _start, _refused, _members, _link, _next]
+        return [*own, _worth_in_full, _uses, _swarm, _node, *exchange, _restarts, _count, _peers, _any_link, _next]
+    return [*own, _worth, _uses, _swarm, _averaging, _crew, _start, _refused, _restarts, _members, _link, _next]
 
 
 def _ended(found: Mapping[str, Any]) -> bool:
@@ -384,10 +384,17 @@ def _traffic_in_full(found: Mapping[str, Any]) -> Iterator[str]:
         return
     parts = [f"{_number(traffic, 'messages_in')} messages in, {_number(traffic, 'messages_out')} out"]
     parts.append(f"gossip connections: {_number(traffic, 'connections/gossip')}")
-    for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
-        if traffic.get(name):
-            parts.append(f"{_number(traffic, name)} {text}")
     yield f"{'':10} {'; '.join(parts)}"
+
+
+def _restarts(found: Mapping[str, Any]) -> Iterator[str]:
+    """How often the processes of the network were started again, and why the last time."""
+    status = found["swarm"]
+    for process, name in (("gossip", "gossip process"), ("dht", "p2pd")):
+        if times := int((status.get("traffic") or {}).get(f"restarts/{process}", 0)):
+            why = status.get("restarted", {}).get(process)
+            said = f", {'last ' if times > 1 else ''}because it ended: {why}" if why else ""
+            yield f"network    {name} started again {'once' if times == 1 else f'{times} times'}{said}"
 
 
 def _number(figures: Mapping[str, float], name: str) -> str:

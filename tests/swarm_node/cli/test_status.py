@@ -46,6 +46,7 @@ STATUS: dict[str, Any] = {
     "addresses": [address(0)],
     "link": f"swarm://{SWARM}?peer={address(0)}",
     "traffic": {"bytes_in": 2e6, "bytes_out": 1e6, "messages_in": 7, "restarts/gossip": 1, "rejected/seal": 2},
+    "restarted": {"gossip": "grown to 555 MiB, 15 of them for 192.0.2.7"},
     "sent": {"swarm/groups_sent": 40, "swarm/unsent/zero": 5},
     "received": {
         "swarm/groups_received": 12,
@@ -142,7 +143,7 @@ def test_all_counts_of_a_run_are_shown_on_request(capsys: pytest.CaptureFixture[
         "alice, peer 12D3KooW",
         STATUS["link"],
         "last start 2.0 MB in, 1.0 MB out; 12 groups received, 8 admitted; 40 sent\n           7 messages in",
-        "1 restarts of gossip",
+        "network    gossip process started again once, because it ended: grown to 555 MiB, 15 of them for 192.0.2.7",
         "not sent   5 × all rewarded alike: nothing to do",
         "not used   1 × too old",
         "was here",
