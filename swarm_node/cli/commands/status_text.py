@@ -16,6 +16,7 @@ from swarm_node.observability.ending import WORDS as WORDS_OF_END
 from swarm_node.observability.progress import RATE_AFTER_S, volume
 from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
+from swarm_node.observability.restarts import restarts
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
 from swarm_node.say import own_command
@@ -390,11 +391,7 @@ def _traffic_in_full(found: Mapping[str, Any]) -> Iterator[str]:
 def _restarts(found: Mapping[str, Any]) -> Iterator[str]:
     """How often the processes of the network were started again, and why the last time."""
     status = found["swarm"]
-    for process, name in (("gossip", "gossip process"), ("dht", "p2pd")):
-        if times := int((status.get("traffic") or {}).get(f"restarts/{process}", 0)):
-            why = status.get("restarted", {}).get(process)
-            said = f", {'last ' if times > 1 else ''}because it ended: {why}" if why else ""
-            yield f"network    {name} started again {'once' if times == 1 else f'{times} times'}{said}"
+    yield from _labelled("network", list(restarts(status.get("traffic") or {}, status.get("restarted") or {})))
 
 
 def _number(figures: Mapping[str, float], name: str) -> str:
