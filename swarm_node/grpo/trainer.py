@@ -211,6 +211,8 @@ class Trainer:
             groups = _down_sampled(groups, advantages, config, self.policy.version)
             advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         rollouts = [r for group in groups for r in group.rollouts]
+        for rollout, value in zip(rollouts, advantages.tolist(), strict=True):
+            rollout.advantage = value
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():

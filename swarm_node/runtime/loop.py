@@ -134,7 +134,8 @@ class Run:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside()
-        self.records = RunRecords(config, run, self.node.round, self.console.health, stack)
+        decode = self.policy.text_of_prompt
+        self.records = RunRecords(config, run, self.node.round, self.console.health, stack, decode)
         self.state.catch_up()
         self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
         if crew is None:

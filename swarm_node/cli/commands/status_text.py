@@ -12,6 +12,7 @@ import msgspec
 from swarm_node.averaging.skipping import happened
 from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
 from swarm_node.config.figures import WORDS
+from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.ending import WORDS as WORDS_OF_END
 from swarm_node.observability.progress import RATE_AFTER_S, volume
 from swarm_node.observability.reasons import UNUSED
@@ -78,7 +79,8 @@ def _paused(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _round(found: Mapping[str, Any]) -> Iterator[str]:
     if metrics := found["metrics"]:
-        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}"
+        cut = cut_off(metrics)
+        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}{cut and f'; {cut}'}"
 
 
 def _worth(found: Mapping[str, Any]) -> Iterator[str]:

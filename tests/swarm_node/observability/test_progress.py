@@ -52,6 +52,16 @@ def test_a_plain_line():
     ]
 
 
+@pytest.mark.parametrize(("share", "words"), [(0.84, "84% cut off"), (0.5, ""), (None, "")])
+def test_many_answers_that_are_cut_off_stand_beside_the_reward(share, words):
+    progress = ProgressDisplay(10, stream=(stream := io.StringIO()), clock=VirtualTime())
+    progress.start()
+    progress.update(1, {"reward": 0.25, "completions/clipped_ratio": share})
+    reward = f"reward 0.250  {words}".rstrip()
+    assert lines_in_view(progress)[1].removesuffix(" ▁") == reward
+    assert stream.getvalue().splitlines() == [f"round 1/10  {reward}  0.00 s/round  0:00 left"]
+
+
 def test_plain_lines_come_at_each_tenth():
     lines = plain_lines(200, 1.0)
     assert rounds_of(lines) == [1, 20, 40, 60, 80, 100, 120, 140, 160, 180, 200]
