@@ -127,7 +127,8 @@ class RolloutsConfig(Section):
     """Sampling of answers."""
 
     groups: int = Field(0, ge=0)
-    """Groups sampled in each round; 0 = 32 for policies below 20 million parameters on one machine, else 8."""
+    """Groups sampled in each round; 0 = 32 for policies below 20 million parameters on one machine, else 8. A member of
+    a swarm samples at most so many: `sharing.own`, and more while others' groups are missing (`sharing.fill`)."""
     group_size: int = Field(8, ge=2)
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256

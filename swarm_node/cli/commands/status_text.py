@@ -184,7 +184,10 @@ def _not_used(found: Mapping[str, Any]) -> Iterator[str]:
     sent = found["swarm"].get("sent", {})
     if unsent := reasons_in(sent, UNSENT):
         usual = all(name.removeprefix(UNSENT) in USUAL for name, n in sent.items() if name.startswith(UNSENT) and n)
-        yield f"not sent   {unsent}: {'nothing to do, ' if usual else ''}this node used them all the same"
+        alike = "no answer was right, so they teach nothing (`swarm-node samples` shows them)"
+        plain = f"{'nothing to do, ' if usual else ''}this node used them all the same"
+        nothing_right = sent.get(f"{UNSENT}zero") and (found["metrics"] or {}).get("reward") == 0
+        yield f"not sent   {unsent}: {alike if nothing_right else plain}"
     if reasons := _rejected(found["swarm"], unused=True):
         yield f"not used   {reasons}"
 

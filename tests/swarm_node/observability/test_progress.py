@@ -494,6 +494,16 @@ def test_nobody_there_is_said_as_such():
     assert "nobody else trains" in out.getvalue()
 
 
+@pytest.mark.parametrize(("reward", "words"), [(0.0, "no answer is right yet"), (1.0, "answers are rewarded alike")])
+def test_why_nothing_is_shared_is_in_view(reward, words):
+    out = io.StringIO()
+    progress = ProgressDisplay(2, stream=out)
+    progress.start()
+    alike = {"reward": reward, "frac_reward_zero_std": 1.0}
+    progress.update(1, {"swarm/trainers": 1.0, "swarm/groups_used": 0.0, **alike})
+    assert f"1 other; {words}, so there is nothing to share" in out.getvalue()
+
+
 def test_a_waiting_node_shows_total_traffic_only():
     assert in_view(80, waiting="paused: by `swarm-node pause`")[3] == "240 kB in, 180 kB out"
 
