@@ -225,6 +225,9 @@ class EvalConfig(Section):
 
     questions: int = Field(128, ge=0)
     """Held-out questions, over all tasks; 0 = no held-out figures."""
+    before_s: PositiveFloat = 30.0
+    """Most seconds that the questions before training take, but a first few are asked in any case. Where fewer than
+    `questions` fit in, the run asks only those later on."""
     samples: PositiveInt = 8
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
     tasks: list[str | TaskConfig] = []

@@ -37,11 +37,9 @@ from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
+from swarm_node.policy.sizes import SMALL
 from swarm_node.say import Warned
 from swarm_node.types import Group, Rollout, Sampling
-
-SMALL = 20_000_000
-"""Below this many trained parameters the default learning rate is that of a small model trained in full."""
 
 
 @dataclass

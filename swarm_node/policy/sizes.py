@@ -28,6 +28,9 @@ SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.4, "adapter over 16 bits": 1.3
 """The same for the C library's heap, whose gaps cost more with more tensors of different sizes (benchmarks/memory.py).
 There are none where large tensors are mapped one by one, see `oom`."""
 AVERAGING_COPIES = 5  # of what is trained in float32 during an exchange (docs/evidence.md)
+SMALL = 20_000_000
+"""Below this many trained parameters the defaults are those of a small model trained in full: learning rate, groups of
+a round, questions asked at a time."""
 GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
 PROMPT_TOKENS = 200  # of a question with its chat template
 PART = 0.8  # of the free memory that a proposal may take

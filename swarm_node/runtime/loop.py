@@ -30,6 +30,7 @@ from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, say_reach, show_saving
+from swarm_node.runtime.first_look import first_look
 from swarm_node.runtime.held_out import HeldOutFigures, tasks_of_run
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -242,14 +243,13 @@ class Run:
         """Check that a round fits into memory, and measure held-out figures before the first one."""
         config, node, stop = self.config, self.node, self.stop
         stop.allow()
-        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
-        asked = list(map(self.tasks.prompt, drawn))
-        prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
+        prompts = _prompts_of_a_round(node)
         self.limits.wait(stop)
         if self.crew is None:
             _fit(node, self.limits, prompts)
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
+            _say_first_look(self.held_out, node, prompts)
         self.held_out.begin()
         if node.round >= config.total_rounds:
             say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
@@ -359,6 +359,13 @@ class Run:
         return TrainResult(self.run.path, rounds, self.finished, report.figures, newest, now, self.own.not_used)
 
 
+def _prompts_of_a_round(node: Node) -> list[list[int]]:
+    """The encoded prompts of tasks as a round draws them. TokenizerError if none can be encoded."""
+    drawn = node.tasks.sample(random.Random(node.config.seed), node.config.rollouts.groups)
+    asked = list(map(node.tasks.prompt, drawn))
+    return [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
+
+
 def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
     """Make rounds fit into memory, and say what they take. UserError if they cannot."""
     config, policy = node.config, node.policy
@@ -371,6 +378,18 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
     say(Detail(needed.longest), "estimate")
     if not machine.gpu:
         limits.check_estimate(needed.bytes)
+
+
+def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int]]) -> None:
+    """Say what the policy answers before training, and how long a round with such answers takes."""
+    before, rollouts, grpo = held_out.figures.before, node.config.rollouts, node.config.grpo
+    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens):
+        say(line, "first_look")
+    if before.tokens and node.config.pipeline.stages == 0:
+        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s)
+        took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
+        so_far = f"with answers of {before.tokens:.0f} tokens, their mean length so far"
+        say(f"a round takes about {took} {so_far}", "estimate")
 
 
 def _say_completions(groups: Sequence[Group]) -> None:
