@@ -52,11 +52,12 @@ class TaskConfig(Section):
     config: dict[str, object] = {}
     """Options of the environment."""
     file: str | None = None
-    """File with a question and an answer on each line (JSONL) or in each row (CSV, if its name ends in .csv)."""
+    """File of questions and answers: JSON lines, a JSON array, CSV, TSV or Parquet; or a data set of the Hugging Face
+    hub, `hf:OWNER/NAME`, with `/CONFIGURATION`, `:SPLIT` and `@REVISION` where they matter."""
     question: str = "question"
-    """Column of the file that has the question."""
+    """Column of the file that has the question. `a.b` is a value inside column `a`; `{a}\\nA) {b.0}` is a template."""
     answer: str = "answer"
-    """Column of the file that has the answer, a text or a number."""
+    """Column of the file that has the answer."""
     weight: PositiveFloat = 1.0
     """Frequency of this source, relative to the others."""
 
@@ -69,14 +70,19 @@ class TaskConfig(Section):
 COLUMNS = TaskConfig().columns  # those of question files, unless their user names others
 
 
+HUB = "hf:"  # begins the name of a data set of the Hugging Face hub
+TABLES = (".csv", ".tsv")
+QUESTION_FILES = (".jsonl", ".json", ".parquet", *TABLES)
+
+
 def is_question_file(name: str) -> bool:
-    """Whether a name among `tasks` is one of a question file."""
-    return name.endswith(".jsonl") or is_csv(name)
+    """Whether a name among `tasks` is one of a question file, or of a data set of the hub."""
+    return name.startswith(HUB) or name.lower().endswith(QUESTION_FILES)
 
 
-def is_csv(name: str) -> bool:
-    """Whether the file of that name is a table with a header and commas between cells."""
-    return name.lower().endswith(".csv")
+def is_table(name: str) -> bool:
+    """Whether the file of that name is a table with a header and a character between cells."""
+    return name.lower().endswith(TABLES)
 
 
 class RewardFunctionConfig(Section):

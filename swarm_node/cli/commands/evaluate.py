@@ -70,6 +70,8 @@ def main(
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, note)
     fit_sampling(policy, hardware_of(policy.device), rollouts, samples)
+    for line in task_set.read_as:
+        note(line)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
