@@ -108,7 +108,7 @@ class QuestionFile(OneTurn):
             value = value_of(row, answered)
         except NoColumn as error:
             if answer_needed:
-                raise ValueError(f"{error}. {NO_ANSWER}") from error
+                raise ValueError(str(error)) from error  # which tells `_how` that it is the answer
             value = None
         answer = _answer(value, answered) if value is not None or answer_needed else None
         self.as_members_read &= found is question and (answer is None or answer == str(value))
@@ -162,7 +162,9 @@ def _answer(value: Any, column: str) -> str | list[str]:
         raise ValueError(f"`{column}` is null: leave the row out, or give its answer. {NO_ANSWER}")
     text = text_of(value)
     if text is None:
-        raise ValueError(f"`{column}` must be a text, a number, true or false, or a list of those{_instead(value, column)}")
+        raise ValueError(
+            f"`{column}` must be a text, a number, true or false, or a list of those{_instead(value, column)}"
+        )
     if extract(text) is None:
         raise ValueError(f"`{column}` is empty")
     return text
@@ -177,9 +179,11 @@ def _instead(value: Any, column: str) -> str:
 
 def _how(error: Exception, path: str) -> str:
     """How to name columns, if one is missing."""
-    if not isinstance(error.__cause__ or error, NoColumn):
+    is_answer = isinstance(error.__cause__, NoColumn)
+    if not is_answer and not isinstance(error, NoColumn):
         return ""
-    return f'. Name the columns of question and answer: --tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
+    table = f'{{file="{path}", question="COLUMN", answer="COLUMN"}}'
+    return f". Name the columns of question and answer: --tasks '{table}'{f'. {NO_ANSWER}' if is_answer else ''}"
 
 
 def _example(path: str) -> str:

@@ -83,7 +83,7 @@ def _array(path: str, data: bytes) -> list[tuple[str, dict[str, Any] | None]] | 
         if more and _is_json(first):
             return None
         line, why = _place(data)
-        raise wrong(path, f"line {line}" if line else "a JSON array", why or error) from error
+        raise wrong(path, f"line {line or 1}", why or error) from error
     return [(f"row {number}", _checked(row, path, f"row {number}")) for number, row in enumerate(found, 1)]
 
 
