@@ -63,6 +63,7 @@ def unknown_task(name: str, known: Collection[str]) -> UserError:
         return UserError(
             f"unknown task {name!r}: a data set of the Hugging Face hub is called {HUB}{name}; docs/tasks.md has more"
         )
+    endings = ", ".join(QUESTION_FILES)
     return UserError(
-        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in {', '.join(QUESTION_FILES)})"
+        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in one of {endings})"
     )
