@@ -11,7 +11,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_valid
 from protocol.answer_form import AnswerForm
 from swarm_node.config.section import Plugin, Section
 
-
 TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # what the node itself gives to a template
 
 
