@@ -34,6 +34,7 @@ METRICS: dict[str, dict[str, str]] = {
         "rewards/<function>/std": "Standard deviation of the same rewards. Missing as their mean is, and if that "
         "function scored a single answer.",
         "tasks/too_long": "Tasks skipped in this round because their prompts are too long. Missing while 0.",
+        "tasks/not_encoded": "Tasks skipped in this round as the tokenizer failed at their prompts. Missing while 0.",
         "tasks/scorer_errors": "Answers on which a checker raised, so far: they score 0. Missing while 0.",
     },
     "Answers": {
