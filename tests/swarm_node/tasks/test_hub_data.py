@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def hub() -> Iterator[Hub]:
                 return self.fail(404, "RevisionNotFound")
             if kind == "resolve":
                 content = files["/".join(parts[5:])]
-                return self.reply(content, {"ETag": f'"{len(content):040d}"', "X-Repo-Commit": commit})
+                return self.reply(content, {"ETag": f'"{sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
             if kind == "tree":
                 rows = [{"type": "file", "path": n, "size": len(files[n]), "oid": "0" * 40} for n in files]
                 return self.reply(json.dumps(rows).encode())
