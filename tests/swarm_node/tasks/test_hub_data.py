@@ -148,7 +148,7 @@ def test_the_hub_s_parquet_is_read_and_its_commit_kept(hub: Hub, tmp_path: Path)
     assert split[1:] == ["gsm8k-socratic-test", "socratic/test/0000.parquet?"]
     assert "several configurations; it has main, socratic: name one, as hf:openai/gsm8k/main" in several
     assert "no split 'dev'; it has train, test" in none
-    assert "accept it on the page" in gated and "no data set org/none" in missing
+    assert "accept it on the data set's page" in gated and "no data set org/none" in missing
     hub.asked.clear()
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
         assert read(hub, tmp_path, name, **offline) == [first], "a commit that is here is not asked for"
