@@ -146,6 +146,11 @@ class QuestionFile(OneTurn):
         """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""
         return text_or_number(answer, extract(task.answer or "") or "")
 
+    @property
+    def config_of_copy(self) -> str:
+        """`config` of the file that `as_jsonl` makes of this one, which is what members of a swarm have."""
+        return hashlib.sha256(self.as_jsonl()).hexdigest()[:CONFIG_HASH_CHARS]
+
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
