@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, option, refusals_in
+from swarm_node.cli.options import CommandSettings, Json, note, option, refusals_in
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 
@@ -72,7 +72,7 @@ def new(
         from swarm_node.swarm.base_weights.finding import describe_model
 
         rest["model"] = describe_model(model or STARTER)
-    tasks = with_usual_columns(config.tasks, path.parent)
+    tasks = with_usual_columns(config.tasks, path.parent, note)
     manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)
     copies = put_beside(manifest, tasks, path.parent)

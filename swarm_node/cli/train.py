@@ -81,7 +81,7 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
 
 def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> None:
-    from swarm_node.runtime.preflight import check_material, check_run_place
+    from swarm_node.runtime.preflight import check_material, check_run_place, with_commits
     from swarm_node.swarm.links import swarm_to_join
 
     check_run_place(config, member)
@@ -89,6 +89,7 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
     own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
+    config = with_commits(config)
     starting(note_for(config, "start", json_output))
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from protocol.answer_form import AnswerForm
 from swarm_node.config.section import Plugin, Section
+
+TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # what the node itself gives to a template
 
 
 class PolicyConfig(Section):
@@ -42,6 +45,22 @@ class PolicyConfig(Section):
     """System message for tokenizers whose chat template takes one; empty = none."""
     prompt_template: str = "{question}\n"
     """Prompt for tokenizers without a chat template; `{question}` is replaced."""
+    chat_template: str | None = None
+    """Name of a chat template, for tokenizers that have several; unset = that called `default`."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Arguments of the chat template, as {enable_thinking = false}."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_arguments(cls, value: dict[str, object]) -> dict[str, object]:
+        for name in value:
+            if not name.isidentifier() or name in TEMPLATE_OWN:
+                raise ValueError(f"{name!r} cannot be an argument: the node gives {', '.join(sorted(TEMPLATE_OWN))}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"values are texts, numbers, true or false, lists and tables: {error}") from None
+        return value
 
 
 class TaskConfig(Section):
@@ -52,11 +71,12 @@ class TaskConfig(Section):
     config: dict[str, object] = {}
     """Options of the environment."""
     file: str | None = None
-    """File with a question and an answer on each line (JSONL) or in each row (CSV, if its name ends in .csv)."""
+    """File of questions and answers: JSON lines, a JSON array, CSV, TSV or Parquet; or a data set of the Hugging Face
+    hub, `hf:OWNER/NAME`, with `/CONFIGURATION`, `:SPLIT` and `@REVISION` where they matter."""
     question: str = "question"
-    """Column of the file that has the question."""
+    """Column of the file that has the question. `a.b` is a value inside column `a`; `{a}\\nA) {b.0}` is a template."""
     answer: str = "answer"
-    """Column of the file that has the answer, a text or a number."""
+    """Column of the file that has the answer."""
     weight: PositiveFloat = 1.0
     """Frequency of this source, relative to the others."""
 
@@ -69,14 +89,19 @@ class TaskConfig(Section):
 COLUMNS = TaskConfig().columns  # those of question files, unless their user names others
 
 
+HUB = "hf:"  # begins the name of a data set of the Hugging Face hub
+TABLES = (".csv", ".tsv")
+QUESTION_FILES = (".jsonl", ".json", ".parquet", *TABLES)
+
+
 def is_question_file(name: str) -> bool:
-    """Whether a name among `tasks` is one of a question file."""
-    return name.endswith(".jsonl") or is_csv(name)
+    """Whether a name among `tasks` is one of a question file, or of a data set of the hub."""
+    return name.startswith(HUB) or name.lower().endswith(QUESTION_FILES)
 
 
-def is_csv(name: str) -> bool:
-    """Whether the file of that name is a table with a header and commas between cells."""
-    return name.lower().endswith(".csv")
+def is_table(name: str) -> bool:
+    """Whether the file of that name is a table with a header and a character between cells."""
+    return name.lower().endswith(TABLES)
 
 
 class RewardFunctionConfig(Section):

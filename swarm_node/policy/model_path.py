@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 
 from swarm_node.errors import UserError
+from swarm_node.storage.hub import hub_answers
 
-HUB_ANSWER_S = 6.0  # how long the hub may take to answer at all, before it counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")
 LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
@@ -73,18 +73,6 @@ def _is_downloaded(path: str, revision: str | None) -> bool:
     except HFValidationError:
         return True
     return any(isinstance(each, str) for each in found)
-
-
-def hub_answers() -> bool:
-    """Whether the hub can be reached now, whatever it answers."""
-    from huggingface_hub.constants import ENDPOINT
-    from huggingface_hub.utils import get_session
-
-    try:
-        get_session().head(ENDPOINT, timeout=HUB_ANSWER_S)
-    except Exception:  # of the library's HTTP client, which is not always the same one
-        return False
-    return True
 
 
 def hub_out_of_reach(path: str, why: str = "") -> UserError:

@@ -26,6 +26,7 @@ from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file
 from swarm_node.tasks.checking import check_specs
+from swarm_node.tasks.hub_data import pinned
 
 
 def check_run_place(config: NodeConfig, network: bool) -> None:
@@ -55,6 +56,17 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
         path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
         check_hub(path, config.policy.revision)
         _check_disk(config, path)
+
+
+def with_commits(config: NodeConfig) -> NodeConfig:
+    """`config`, in which each data set of the hub has its commit, so that a run that goes on asks the same questions.
+    Raises UserError."""
+    tasks, asked = pinned(config.tasks), pinned(config.eval.tasks)
+    if tasks != config.tasks:
+        config = config.model_copy(update={"tasks": tasks})
+    if asked != config.eval.tasks:
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": asked})})
+    return config
 
 
 def check_functions(functions: Sequence[RewardFunctionConfig]) -> None:

@@ -27,13 +27,15 @@ from protocol.limits import MAX_RESPONSE_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.training import COLUMNS, is_csv, is_question_file
+from swarm_node.config.training import HUB, TABLES, is_question_file
 from swarm_node.errors import UserError
+from swarm_node.say import Say
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
 
 PEERS_PER_SHARD = 32
+NOT_LINES = (*TABLES, ".parquet")  # endings of question files that are not lines of text
 MAX_FILE_BYTES = MAX_RESPONSE_BYTES  # the largest question file: members give it to each other in one response
 
 
@@ -42,7 +44,6 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
-    from swarm_node.tasks.files import has_messages
     from swarm_node.tasks.option_limits import check_options
 
     check_addresses(rest.get("bootstrap", []))
@@ -54,21 +55,17 @@ def make_manifest(
                 check_options(table.env or "", table.config)
                 made.append(ManifestTask(env=table.env or "", config=table.config, weight=table.weight))  # type: ignore[arg-type]
                 continue
-            if not _is_as_members_read(table):
-                raise UserError(
-                    f"members read JSON lines with the columns `question` and `answer`, and {table.file} is otherwise: "
-                    "`swarm-node new` converts such a file on this machine, `--stages` takes none"
-                )
-            data = read_questions(table.file)
-            if is_url(table.file) and has_messages(data):
-                raise UserError(
-                    f"questions in {table.file} are lists of messages, which members of earlier versions cannot read: "
-                    "download it and name the file here, so that `swarm-node new` converts it"
-                )
+            data = b"" if table.file.startswith(HUB) else read_questions(table.file)
             task = _of_file(table, data, licence)
             path = Path(folder) / task.sha256 / f"{task.name}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
+            if table.file.split("?")[0].lower().endswith(NOT_LINES) or not data or not _as_members_read(table, path):
+                raise UserError(
+                    f"members read JSON lines whose `question` and `answer` are texts, and {table.file} is otherwise: "
+                    "`swarm-node new` converts such a file on this machine; `--stages` takes none, and an address "
+                    "none either (download the file)"
+                )
             files[task.sha256] = path
             made.append(task)
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -81,11 +78,11 @@ def make_manifest(
     return manifest
 
 
-def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[str | TaskConfig]:
-    """`specs` in which each CSV file, each with named columns and each that asks in messages is replaced by a copy in
-    `folder` of JSON lines with `question` and `answer`, both texts. The copy is called as the file. Raises UserError,
+def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path, say: Say) -> list[str | TaskConfig]:
+    """`specs` in which each file that is not JSON lines with the texts `question` and `answer` is replaced by a copy of
+    such lines in `folder`. The copy is called as the file; `say` gets a sentence on what was read. Raises UserError,
     also if another file of that name is there."""
-    from swarm_node.tasks.files import QuestionFile, has_messages
+    from swarm_node.tasks.files import QuestionFile
 
     found: list[str | TaskConfig] = []
     for spec in specs:
@@ -93,11 +90,13 @@ def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[
         if table.file is None or is_url(table.file):
             found.append(spec)
             continue
-        if _is_as_members_read(table) and not has_messages(read_questions(table.file)):
+        file = QuestionFile(table.file, columns=table.columns)
+        say(file.was_read)
+        if file.as_members_read:
             found.append(spec)
             continue
-        data = QuestionFile(table.file, columns=table.columns).as_jsonl()
-        copy = folder / f"{Path(table.file).stem}-questions.jsonl"
+        data = file.as_jsonl()
+        copy = folder / f"{file.label}-questions.jsonl"
         with os_errors_explained(copy):
             if copy.exists() and copy.read_bytes() != data:
                 raise UserError(f"{copy} is to be {table.file} in the form that members read, but is another file")
@@ -106,8 +105,10 @@ def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path) -> list[
     return found
 
 
-def _is_as_members_read(table: TaskConfig) -> bool:
-    return table.columns == COLUMNS and not is_csv(table.file or "")
+def _as_members_read(table: TaskConfig, path: Path) -> bool:
+    from swarm_node.tasks.files import QuestionFile
+
+    return QuestionFile(str(path), columns=table.columns).as_members_read
 
 
 def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Path) -> list[Path]:

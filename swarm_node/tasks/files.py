@@ -1,4 +1,6 @@
-"""Tasks from a file with a question and an answer on each line (JSONL) or in each row (CSV).
+"""Tasks from a file of questions and answers, or from a data set of the hub.
+
+    file -> rows (`rows`, `hub_data`) -> question and answer (`columns`) -> tasks
 
 Its user may name the columns of both. Columns named otherwise, and all others, become metadata, which reward functions
 see. A question may be a list of messages, {"role": …, "content": …}, as TRL's conversational data sets have it.
@@ -6,10 +8,9 @@ see. A question may be a list of messages, {"role": …, "content": …}, as TRL
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-from collections.abc import Iterator
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,36 @@ import msgspec
 
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
-from swarm_node.config.training import COLUMNS, is_csv
+from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
+from swarm_node.tasks import hub_data
 from swarm_node.tasks.checkers import text_or_number
+from swarm_node.tasks.columns import (
+    CHOICES,
+    NoColumn,
+    described,
+    found_columns,
+    listed_names,
+    roots,
+    text_of,
+    text_of_messages,
+    unseen_choices,
+    value_kind,
+    value_of,
+)
 from swarm_node.tasks.one_turn import OneTurn, extract
+from swarm_node.tasks.rows import read_rows, wrong
 from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
-MAX_LISTED = 8  # columns in a message
-BOM = b"\xef\xbb\xbf"  # a mark that some editors write at the beginning
+LIKE = '{"question": "1+1?", "answer": "2"}'
 
 
 class QuestionFile(OneTurn):
     """The tasks of one file. UserError if it is missing, empty or malformed.
 
     Every line must have an answer if `answer_needed`, that is unless reward functions alone judge. `columns` are those
-    of question and answer.
+    of question and answer; where nobody named them and they are missing, those of a usual layout are taken.
     """
 
     environment = "jsonl"
@@ -40,28 +55,81 @@ class QuestionFile(OneTurn):
     finite = True
 
     def __init__(self, path: str, answer_needed: bool = True, columns: tuple[str, str] = COLUMNS) -> None:
-        try:
-            data = Path(path).expanduser().read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read task file {path}: {error.strerror}") from error
-        named = b"" if columns == COLUMNS else msgspec.json.encode(columns)
-        self.config = hashlib.sha256(data + named).hexdigest()[:CONFIG_HASH_CHARS]
-        self.label, self.path, self._columns = Path(path).stem, path, columns
-        data = data.removeprefix(BOM)
+        self.label, self.path, parts = _parts(path)
+        self.columns = columns
         self.size = 0
         self._rows: dict[int, dict[str, Any]] = {}
-        for line, row in _csv_rows(path, data) if is_csv(path) else enumerate(data.splitlines(), 1):
+        self._kinds: dict[str, None] = {}
+        self._left_out: dict[str, None] = {}
+        self._named: list[str] = []  # columns that became question and answer
+        self._choices_unseen = False
+        self.as_members_read = True
+        """Whether members of a swarm, of earlier versions too, read the same questions and answers in these bytes."""
+        for name, data in parts:
+            self._read(name, data, answer_needed)
+        if not self._rows:
+            raise UserError(f"task file {path} is empty: it needs lines like {_example(path)}")
+        named = b"" if self.columns == COLUMNS else msgspec.json.encode(self.columns)
+        self.config = hashlib.sha256(b"".join(data for _, data in parts) + named).hexdigest()[:CONFIG_HASH_CHARS]
+
+    def _read(self, path: str, data: bytes, answer_needed: bool) -> None:
+        """Take the rows of one file. Raises UserError."""
+        try:
+            wanted = [name for column in self.columns for name in roots(column)]
+        except ValueError as error:
+            raise UserError(f"task file {path}: {error}") from error
+        rows = read_rows(path, data, wanted)
+        self._kinds[rows.kind] = None
+        self._left_out |= dict.fromkeys(rows.left_out)
+        self.as_members_read &= rows.is_plain
+        for place, row in rows.rows:
             if self.size == TASK_INDICES:
                 raise UserError(f"task file {path} has more than {TASK_INDICES} lines")
-            if not isinstance(row, bytes) or row.strip():
+            if row is not None:
+                if not self._rows:
+                    self.columns = found_columns(self.columns, row)
+                    self._choices_unseen = unseen_choices(self.columns, row)
+                    self.as_members_read &= self.columns == COLUMNS
+                    self._named = [name for name in self.columns if name in row and name not in COLUMNS]
                 try:
-                    self._rows[self.size] = _row(row, answer_needed, columns, path)
+                    self._rows[self.size] = self._row(row, answer_needed)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"task file {path}, line {line}: {error}") from error
+                    raise wrong(path, place, f"{error}{_how(error, path)}") from error
             self.size += 1
-        if not self._rows:
-            like = "`question,answer` and `1+1?,2`" if is_csv(path) else '{"question": "1+1?", "answer": "2"}'
-            raise UserError(f"task file {path} is empty: it needs lines like {like}")
+
+    def _row(self, row: dict[str, Any], answer_needed: bool) -> dict[str, Any]:
+        """The columns of a row, with question and answer as texts. The ValueError says what is wrong."""
+        asked, answered = self.columns
+        found = value_of(row, asked)
+        question = text_of_messages(found, asked) if isinstance(found, list) else found
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"{described(asked)} must be a text, or a list of messages{_instead(found, asked)}")
+        try:
+            value = value_of(row, answered)
+        except NoColumn as error:
+            if answer_needed:
+                raise ValueError(str(error)) from error  # which tells `_how` that it is the answer
+            value = None
+        answer = _answer(value, answered) if value is not None or answer_needed else None
+        self.as_members_read &= found is question and (answer is None or answer == str(value))
+        rest = {name: cell for name, cell in row.items() if name not in self.columns}
+        return {**rest, "question": question.strip(), "answer": answer}
+
+    @property
+    def was_read(self) -> str:
+        """A sentence about what was read as what."""
+        question, answer = self.columns
+        kind = " and ".join(self._kinds)
+        count = len(self._rows)
+        told = f"{self.path}: {count:,} row{'' if count == 1 else 's'} of {kind}, question = {described(question)}"
+        if any(row["answer"] is not None for row in self._rows.values()):
+            told += f", answer = {described(answer)}"
+        if self._left_out:
+            told += f"; not read, since they hold bytes: {listed_names(self._left_out)}"
+        if self._choices_unseen:
+            shown = json.dumps(f"{{{question}}}\n{{{CHOICES}}}")
+            told += f"; the model does not see `{CHOICES}`, which question={shown} puts in"
+        return told
 
     def task(self, index: int) -> Task | None:
         """Task number `index`; None for an empty line."""
@@ -70,107 +138,73 @@ class QuestionFile(OneTurn):
         row = dict(self._rows[index])
         name = TaskName(self.environment, self.config, self.generator, seed=0, index=index)
         question, answer = row.pop("question"), row.pop("answer")
-        named = zip(self._columns, (question, answer), strict=True)
-        row |= {column: value for column, value in named if column not in COLUMNS}
-        return Task(name, self.label, question, answer, metadata=row)
+        named = dict(zip(self.columns, (question, answer), strict=True))
+        row |= {column: named[column] for column in self._named}
+        return Task(name, self.label, question, answer[0] if isinstance(answer, list) else answer, metadata=row)
 
     def check(self, task: Task, answer: str) -> float:
         """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""
         return text_or_number(answer, extract(task.answer or "") or "")
+
+    @property
+    def config_of_copy(self) -> str:
+        """`config` of the file that `as_jsonl` makes of this one, which is what members of a swarm have."""
+        return hashlib.sha256(self.as_jsonl()).hexdigest()[:CONFIG_HASH_CHARS]
 
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
 
 
-class _MessagesLine(msgspec.Struct):
-    """A line whose question is a list."""
-
-    question: list[Any]
-
-
-def has_messages(data: bytes) -> bool:
-    """Whether a `question` in these JSON lines is a list of messages. Lines that are not JSON are passed over."""
-    return any(map(_asks_in_messages, data.removeprefix(BOM).splitlines()))
-
-
-def _asks_in_messages(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line, type=_MessagesLine)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
-
-
-def _csv_rows(path: str, data: bytes) -> Iterator[tuple[int, dict[str, str]]]:
-    """(number of its last line, texts by column) of each row below the header; empty lines are no rows. Raises
-    UserError."""
-    try:
-        table = csv.reader(io.StringIO(data.decode(), newline=""), strict=True)
-    except UnicodeDecodeError as error:
-        raise UserError(f"task file {path} is not UTF-8 text: save it as such") from error
-    rows = filter(None, table)
-    try:
-        header = next(rows, [])
-        if len(set(header)) < len(header):
-            raise csv.Error("two columns have one name")
-        for row in rows:
-            if len(row) != len(header):
-                raise csv.Error(f"the row has {len(row)} cells, and the header {len(header)}")
-            yield table.line_num, dict(zip(header, row, strict=True))
-    except csv.Error as error:
-        raise UserError(f"task file {path}, line {table.line_num}: {error}") from error
-
-
-def _row(line: bytes | dict[str, str], answer_needed: bool, columns: tuple[str, str], path: str) -> dict[str, Any]:
-    """The columns of a line, with those of question and answer renamed. The ValueError says what is wrong."""
-    row = msgspec.json.decode(line) if isinstance(line, bytes) else line  # msgspec.DecodeError is a ValueError
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    missing = [column for column in columns[: 1 + answer_needed] if column not in row]
-    if missing:
-        needless = f". {NO_ANSWER}" if missing[0] == columns[1] else ""
-        raise ValueError(_no_column(missing[0], row, path) + needless)
-    question, answer = row.pop(columns[0]), row.pop(columns[1], None)
-    if isinstance(question, list):
-        question = _asked(question, columns[0])
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"`{columns[0]}` must be a text, or a list of messages")
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        answer = str(answer)
-    if not isinstance(answer, str) and not (answer is None and not answer_needed):
-        raise ValueError(f"`{columns[1]}` must be a text or a number")
-    if answer is not None and extract(answer) is None:
-        raise ValueError(f"`{columns[1]}` is empty")
-    return {**row, "question": question.strip(), "answer": answer}
-
-
-def _asked(messages: list[Any], column: str) -> str:
-    """The question in messages of the system, if there are any, and then of the user. The ValueError says what is
-    wrong."""
-    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
-    contents = [each.get("content") if isinstance(each, dict) else None for each in messages]
-    texts = [content.strip() for content in contents if isinstance(content, str)]
-    if "assistant" in roles or "tool" in roles:
+def _answer(value: Any, column: str) -> str | list[str]:
+    """The right answer as a text, or all accepted ones. The ValueError says what is wrong."""
+    if isinstance(value, list) and value and not any(isinstance(each, list) for each in value):
+        accepted = [text for each in value for text in [_answer(each, column)] if isinstance(text, str)]
+        return accepted if len(accepted) > 1 else accepted[0]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"`{column}` is {value}, which is no number: leave the row out, or give its answer")
+    if value is None:
+        raise ValueError(f"`{column}` is null: leave the row out, or give its answer. {NO_ANSWER}")
+    text = text_of(value)
+    if text is None:
         raise ValueError(
-            f"`{column}` has a turn of an assistant or a tool: a task is one question and one answer so far. Keep the "
-            f"messages of system and user in `{column}`, and put the right answer into a column of its own"
+            f"`{column}` must be a text, a number, true or false, or a list of those{_instead(value, column)}"
         )
-    others = roles[1:] if roles[:1] == ["system"] else roles
-    if not others or any(role != "user" for role in others):
-        raise ValueError(
-            f"`{column}` must be messages of the user, after one of the system at most, as "
-            '[{"role": "user", "content": "1+1?"}]'
-        )
-    if len(texts) < len(contents) or not all(texts):
-        raise ValueError(f"each `content` in `{column}` must be a text: images and empty messages are not read")
-    return "\n\n".join(texts)
+    if extract(text) is None:
+        raise ValueError(f"`{column}` is empty")
+    return text
 
 
-def _no_column(name: str, row: dict[str, Any], path: str) -> str:
-    """The message about a column that a line lacks."""
-    others = ", ".join(f"`{column[:40]}`" for column in list(row)[:MAX_LISTED])
-    return (
-        f"no column `{name}`; it has {others or 'none'}. Name the columns of question and answer: "
-        f'--tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
-    )
+def _instead(value: Any, column: str) -> str:
+    """What a value is that should be another, for the end of a message."""
+    if isinstance(value, dict):
+        return f"; it has {listed_names(value)}: name one, as `{column}.{next(iter(value), '…')}`"
+    return "" if isinstance(value, str) else f"; it is {value_kind(value)}"
+
+
+def _how(error: Exception, path: str) -> str:
+    """How to name columns, if one is missing."""
+    is_answer = isinstance(error.__cause__, NoColumn)
+    if not is_answer and not isinstance(error, NoColumn):
+        return ""
+    table = f'{{file="{path}", question="COLUMN", answer="COLUMN"}}'
+    return f". Name the columns of question and answer: --tasks '{table}'{f'. {NO_ANSWER}' if is_answer else ''}"
+
+
+def _example(path: str) -> str:
+    return "`question,answer` and `1+1?,2`" if path.lower().endswith(".csv") else LIKE
+
+
+def _parts(path: str) -> tuple[str, str, list[tuple[str, bytes]]]:
+    """(label, name to show, (name, content) of each file) of a file, or of a data set of the hub. Raises UserError."""
+    if path.startswith(HUB):
+        found = hub_data.files_of(path)
+        return hub_data.label_of(path), str(found.name), [(str(each), _bytes(str(each))) for each in found.paths]
+    return Path(path).stem, path, [(path, _bytes(path))]
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read task file {path}: {error.strerror}") from error

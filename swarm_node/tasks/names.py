@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Container, Iterable
 from itertools import chain, count, islice
 from pathlib import Path
 
+from swarm_node.config.training import HUB, QUESTION_FILES
 from swarm_node.errors import UserError
 from swarm_node.tasks.reasoning_gym import nearest
 
-OTHER_FILES = {".json", ".parquet", ".txt", ".arrow", ".xlsx"}
+TO_CSV = dict.fromkeys([".xlsx", ".xls", ".ods"], "save the sheet as CSV, with UTF-8 text, and name that file")
 ROW = '{"question": "1+1?", "answer": "2"}'
-FROM_TSV = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter='\\t')]"
 MAX_IN_METRICS, MAX_CHARS = 16, 60  # rewards that have a metric of their own, and most characters of their names
 DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -44,22 +45,25 @@ def endless(names: Collection[str]) -> UserError:
 def unknown_task(name: str, known: Collection[str]) -> UserError:
     """The error about a name that is neither a task nor a question file; `known` are the names of tasks and sets."""
     ending = Path(name).suffix.lower()
-    if ending == ".tsv":
-        quoted, out = shlex.quote(name), shlex.quote(str(Path(name).with_suffix(".jsonl")))
+    if ending in TO_CSV:
+        return UserError(f"task {name!r}: {TO_CSV[ending]}; see docs/tasks.md")
+    if ending == ".arrow" or (Path(name) / "dataset_info.json").is_file():
         return UserError(
-            f"task {name!r}: a question file is CSV, or JSON lines with a question and an answer each. If {name} has "
-            f'columns `question` and `answer`, this converts it:\npython3 -c "{FROM_TSV}" < {quoted} > {out}'
+            f"task {name!r}: a data set that `save_to_disk` wrote is read as JSON lines: "
+            f"`python -c 'import datasets, sys; datasets.load_from_disk(sys.argv[1]).to_json(sys.argv[2])' "
+            f"{shlex.quote(name)} questions.jsonl` writes them (pip install datasets)"
         )
-    if ending in OTHER_FILES or Path(name).is_file():
+    if ending == ".txt" or Path(name).is_file():
         return UserError(
-            f"task {name!r}: a question file ends in .csv, or in .jsonl and has lines such as {ROW}; see docs/tasks.md"
+            f"task {name!r}: a question file is called .jsonl, .json, .csv, .tsv or .parquet. If it has JSON lines "
+            f"such as {ROW}, name it as --tasks '{{file={json.dumps(name)}}}'; see docs/tasks.md"
         )
     match = nearest(name, set(known))
     if not match and DATA_SET.fullmatch(name):
         return UserError(
-            f"unknown task {name!r}: data sets of the Hugging Face hub are not read directly. Write the questions to a "
-            f"file of lines such as {ROW}, and name that file; docs/tasks.md shows how"
+            f"unknown task {name!r}: a data set of the Hugging Face hub is called {HUB}{name}; docs/tasks.md has more"
         )
+    endings = ", ".join(QUESTION_FILES)
     return UserError(
-        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in .jsonl or .csv)"
+        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in one of {endings})"
     )

@@ -26,8 +26,9 @@ from swarm_node.config.plugins import blamed
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.checkers import FULL_MARKS
+from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import endless, in_metrics
-from swarm_node.tasks.one_turn import OneTurn, extract, is_held_out, normalise
+from swarm_node.tasks.one_turn import EVALUATION_SHARE, OneTurn, extract, is_held_out, normalise
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
 from swarm_node.tasks.sources import chooses, make_labels_distinct, open_sources, task_table
@@ -83,6 +84,11 @@ class TaskSet:
     def names(self) -> list[str]:
         """Environment, options and generator of each source: equal for equal tasks."""
         return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
+
+    @property
+    def read_as(self) -> list[str]:
+        """A sentence for each question file: what was read as what."""
+        return [source.was_read for source in self._sources if isinstance(source, QuestionFile)]
 
     def only(self, specs: Sequence[str | TaskConfig]) -> TaskSet:
         """A set that draws and names only what `specs` choose of this one; it still judges answers to the rest.
@@ -148,6 +154,10 @@ class TaskSet:
         streams = [_each(s) if self._whole and s.finite else _evaluation_tasks(s) for s in self._sources]
         in_turn = chain.from_iterable(zip_longest(*streams))
         return list(islice((task for task in in_turn if task is not None), n))
+
+    def described(self, asked: TaskSet) -> list[str]:
+        """Sentences for the start of a run that is evaluated on `asked`: what was read as what, and `split`."""
+        return [*dict.fromkeys([*self.read_as, *asked.read_as]), *self.split(asked)]
 
     def split(self, asked: TaskSet) -> list[str]:
         """For each source with an end that is not too long to count: how many questions train, and how many do not.
@@ -297,9 +307,28 @@ def _draw(source: TaskSource, rng: random.Random, whole: bool = False) -> Task:
         task = source.task(rng.randrange(source.size))
         if task is not None and (whole or not is_held_out(task.question)):
             return task
-    raise UserError(
-        f"task {source.label!r} has no training question in {DRAWS} draws: all that its options allow are "
-        "unusable or belong to the evaluation split; widen the options or add questions"
+    raise _none_to_train(source)
+
+
+def _none_to_train(source: TaskSource) -> UserError:
+    """The error about a source whose questions are all for evaluation."""
+    if not source.finite:
+        return UserError(
+            f"task {source.label!r} has no training question in {DRAWS} draws: all that its options allow are "
+            "unusable or belong to the evaluation split; widen the options"
+        )
+    different = {normalise(task.question) for task in islice(_each(source), MOST_COUNTED)}
+    if len(different) == 1:
+        has = "one question only"
+    elif all(map(is_held_out, different)):
+        has = f"{len(different)} different questions"
+    else:  # a long file of few
+        has = f"hardly any training question, none in {DRAWS} draws"
+    return UserError(
+        f"task {source.label!r} has {has}, and one question in {EVALUATION_SHARE} (by a hash of its text) is held out "
+        "of training, here all of them: add questions, from about 20 different ones on some are trained on and some "
+        "held out; or name a file of other questions for the evaluation, --set 'eval.tasks=[\"test.jsonl\"]', and all "
+        "of this one are trained on"
     )
 
 

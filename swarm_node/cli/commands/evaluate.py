@@ -26,7 +26,8 @@ from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
-from swarm_node.rollouts import fit_length
+from swarm_node.rollouts import fit_length, too_long
+from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
 from swarm_node.say import Warned
 from swarm_node.storage.new_file import write_new_file
@@ -70,6 +71,8 @@ def main(
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, note)
     fit_sampling(policy, hardware_of(policy.device), rollouts, samples)
+    for line in task_set.read_as:
+        note(line)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
@@ -79,7 +82,8 @@ def main(
     groups = answers_to(asked, policy, task_set, rollouts, samples)
     table = summarise(groups, task_set.labels)
     if not table:
-        raise UserError("no question fits rollouts.max_prompt_tokens and the model")
+        lengths = [len(ids) for ids in encode_each(policy, list(map(task_set.prompt, asked))) if ids is not None]
+        raise UserError(f"no question fits: {too_long(lengths, rollouts, policy)}")
     if left_out := len(asked) - table["all"].questions:
         note(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
     rewards = _means(groups, task_set.reward_weights)

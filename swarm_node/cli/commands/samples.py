@@ -82,7 +82,8 @@ def show_questions(named: Sequence[str | TaskConfig], config: NodeConfig, json_o
     from swarm_node.tasks.one_turn import in_form
 
     config = in_form(config, config.rewards.answer)
-    tasks = load_tasks(named, config.rewards).sample(random.Random(0), QUESTIONS)
+    found = load_tasks(named, config.rewards)
+    tasks = found.sample(random.Random(0), QUESTIONS)
     if json_output:
         yield json.dumps([{"task": t.label, "question": t.question, "answer": t.answer} for t in tasks], indent=2)
         return
@@ -90,6 +91,8 @@ def show_questions(named: Sequence[str | TaskConfig], config: NodeConfig, json_o
     for name in [each for each in named if isinstance(each, str)]:
         if also := [f"{group}/{name}" for group, members in SETS.items() if name in members]:
             yield from _text("", f"{name} with its own options; {' and '.join(also)} has others", width)
+    for line in found.read_as:
+        yield from _text("", line, width)
     yield from _text("models are told  ", config.policy.system_prompt, width)
     several = len({task.label for task in tasks}) > 1
     for number, task in enumerate(tasks, 1):
