@@ -142,6 +142,8 @@ class BatchEngine(Engine):
 
 # u * total must stay below total after rounding, or the index would run past the last token with any probability.
 _BELOW_ONE = 1.0 - 1e-6
+SLICE_BYTES = 16 * 2**20
+"""Logits in float32 of the rows that a CPU samples at a time: the tensors of one step do not grow with the rows."""
 BLOCKS_ABOVE = 2**15
 """Vocabulary above which the sum is inverted in two levels: first over blocks of tokens, then inside one of them."""
 
@@ -154,6 +156,15 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     The log-probabilities are those of p. Inverting its sum is 10x cheaper than drawing an exponential for every entry
     of the vocabulary.
     """
+    rows = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
+    if logits.device.type == "cpu" and len(logits) > rows:
+        parts = [_sample(*part, sampling) for part in zip(logits.split(rows), uniform.split(rows), strict=True)]
+        tokens, logprobs = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+    return _sample(logits, uniform, sampling)
+
+
+def _sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
     probs = logprobs.exp()
     if sampling.top_p < 1.0:
