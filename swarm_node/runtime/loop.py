@@ -25,7 +25,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.collect import encode_each
-from swarm_node.rollouts.evaluate import Evaluation
+from swarm_node.rollouts.evaluate import QUESTIONS_PER_BATCH, Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
@@ -247,7 +247,7 @@ class Run:
         prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
         self.limits.wait(stop)
         if self.crew is None:
-            _fit(node, self.limits, prompts)
+            _fit(node, self.limits, prompts, self._asked())
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
         self.held_out.begin()
@@ -256,6 +256,12 @@ class Run:
             self.own.say_unused()
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
+
+    def _asked(self) -> list[list[int]]:
+        """The held-out questions that are not too long, encoded."""
+        asked = self.held_out.tasks.held_out(self.config.eval.questions) if self.config.eval.questions else []
+        encoded = self.policy.encode_questions([self.held_out.tasks.prompt(task) for task in asked])
+        return [prompt for prompt in encoded if len(prompt) <= self.config.rollouts.max_prompt_tokens]
 
     def _is_time_over(self, started: float) -> bool:
         if self.crew is not None:
@@ -359,14 +365,18 @@ class Run:
         return TrainResult(self.run.path, rounds, self.finished, report.figures, newest, now, self.own.not_used)
 
 
-def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
-    """Make rounds fit into memory, and say what they take. UserError if they cannot."""
+def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: list[list[int]]) -> None:
+    """Make rounds and the evaluations on the `asked` questions fit into memory, and say what they take. UserError if
+    they cannot."""
     config, policy = node.config, node.policy
     copies = 0 if node.averager is None else AVERAGING_COPIES
     machine = hardware_of(policy.device, limits.own_memory)
-    bytes = Fitting(node.trainer, prompts, config, machine, copies).fit()
+    fitting = Fitting(node.trainer, prompts, config, machine, copies)
+    bytes = fitting.fit()
+    if asked:
+        bytes = max(bytes, fitting.asking(asked, config.eval.samples, QUESTIONS_PER_BATCH))
     bytes = bytes if machine.gpu else limits.with_network(bytes)
-    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu)
+    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu, bool(asked))
     say(str(needed), "estimate")
     say(Detail(needed.longest), "estimate")
     if not machine.gpu:

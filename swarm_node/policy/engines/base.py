@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarm_node.policy.sizes import SLICE_BYTES
 from swarm_node.types import Sampling
 
 End = Literal["stop", "length", "cancelled"]
@@ -142,8 +143,6 @@ class BatchEngine(Engine):
 
 # u * total must stay below total after rounding, or the index would run past the last token with any probability.
 _BELOW_ONE = 1.0 - 1e-6
-SLICE_BYTES = 16 * 2**20
-"""Logits in float32 of the rows that a CPU samples at a time: the tensors of one step do not grow with the rows."""
 BLOCKS_ABOVE = 2**15
 """Vocabulary above which the sum is inverted in two levels: first over blocks of tokens, then inside one of them."""
 
