@@ -1,8 +1,8 @@
 """Memory of a round, from the shape of a model; and which open models a machine carries. Loads no torch.
 
     memory   = program + weights + optimiser + reference + copies for averaging + what is larger of
-    sampling = a merged copy of the weights + what is larger of
-               keys and values of all tokens + logits of one step, and of prompts + one layer's work on them
+    sampling = a merged copy of the weights + keys and values of all tokens + logits of one step
+               + what is larger of the draw and of one layer's work on the prompts
     update   = what is larger of activations of one microbatch + logits of one chunk, and gradients
 
 A loaded policy measures its activations (`activations`); `Shape.activations` computes the same numbers for a decoder of
@@ -170,17 +170,15 @@ def sampling_bytes(
     """Bytes of sampling `answers` answers that have `tokens` tokens together, prompts included, of which `prefilled`
     are computed at once.
 
-    A CPU draws from slices of the logits. The native engine holds the logits of two steps, `generate` those of one and
+    Memory for keys and values of all tokens is taken before prompts are computed. A CPU draws from slices of the
+    logits. The native engine holds the logits of two steps, `generate` those of one and
     copies of two in float32."""
     if gpu:
         return shape.cached * tokens + 16 * shape.vocabulary * answers
     logits = shape.vocabulary * answers * (2 * shape.width if native else shape.width + 8)
     head = 0 if shape.width == 4 else shape.vocabulary * shape.hidden * shape.width
     drawn = 3 * min(4 * shape.vocabulary * answers, SLICE_BYTES)
-    return max(
-        shape.cached * tokens + logits + head + drawn,
-        (shape.cached + prefill_bytes(shape, native)) * prefilled + logits,
-    )
+    return shape.cached * tokens + logits + max(head + drawn, prefill_bytes(shape, native) * prefilled)
 
 
 def prefill_bytes(shape: Shape, native: bool) -> int:
