@@ -215,9 +215,7 @@ class Run:
             stop.safe()
         finish_mirror(self._mirror, stop)
         if self.limits.over:
-            error = TemporaryError(self.limits.over)
-            error.logged = True
-            raise error
+            raise TemporaryError(self.limits.over)
 
     def _rounds(self) -> None:
         """Do the rounds that are left, until the time is over. Raises StopRequested."""
