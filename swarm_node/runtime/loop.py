@@ -45,6 +45,7 @@ from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
+from swarm_node.tasks import TaskSet
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.types import Group
 
@@ -247,7 +248,7 @@ class Run:
         prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
         self.limits.wait(stop)
         if self.crew is None:
-            _fit(node, self.limits, prompts, self._asked())
+            _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
         self.held_out.begin()
@@ -256,12 +257,6 @@ class Run:
             self.own.say_unused()
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
-
-    def _asked(self) -> list[list[int]]:
-        """The held-out questions that are not too long, encoded."""
-        asked = self.held_out.tasks.held_out(self.config.eval.questions) if self.config.eval.questions else []
-        encoded = self.policy.encode_questions([self.held_out.tasks.prompt(task) for task in asked])
-        return [prompt for prompt in encoded if len(prompt) <= self.config.rollouts.max_prompt_tokens]
 
     def _is_time_over(self, started: float) -> bool:
         if self.crew is not None:
@@ -363,6 +358,13 @@ class Run:
         newest = None if self.crew is not None else self.checkpoints.newest
         rounds, now = self.node.round, self.node.round - self.began_at
         return TrainResult(self.run.path, rounds, self.finished, report.figures, newest, now, self.own.not_used)
+
+
+def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:
+    """The held-out questions that are not too long, encoded."""
+    number, longest = node.config.eval.questions, node.config.rollouts.max_prompt_tokens
+    asked = [tasks.prompt(task) for task in tasks.held_out(number)] if number else []
+    return [prompt for prompt in node.policy.encode_questions(asked) if len(prompt) <= longest]
 
 
 def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: list[list[int]]) -> None:

@@ -25,7 +25,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-
 from transformers.cache_utils import DynamicLayer
 
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
@@ -73,16 +72,21 @@ class _Reserved(DynamicLayer):
     def __init__(self, room: int) -> None:
         super().__init__()
         self._room = room
+        self._taken: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
-        if not self.is_initialized:
+        if self._taken is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            new = (x.new_empty(*x.shape[:2], self._room, x.shape[-1]) for x in (key_states, value_states))
-            self._keys, self._values = new
-        self._keys[:, :, start:stop], self._values[:, :, start:stop] = key_states, value_states
-        self.keys, self.values = self._keys[:, :, :stop], self._values[:, :, :stop]
+            shapes = ((*x.shape[:2], self._room, x.shape[-1]) for x in (key_states, value_states))
+            keys, values = (key_states.new_empty(shape) for shape in shapes)
+            self._taken = keys, values
+        keys, values = self._taken
+        keys[:, :, start:stop], values[:, :, start:stop] = key_states, value_states
+        self.keys, self.values = keys[:, :, :stop], values[:, :, :stop]
         return self.keys, self.values
 
 

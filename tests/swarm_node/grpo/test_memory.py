@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from transformers import LlamaConfig
@@ -13,6 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.memory import (
     Estimate,
     Fitting,
+    bytes_of_sampling,
     check_plan,
     fit_sampling,
     hardware_of,
@@ -144,7 +146,7 @@ def test_questions_are_sampled_in_turn_if_memory_asks_for_it(policy: Policy, mon
 
 def test_held_out_questions_keep_to_the_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are cut into as many parts as the room asks for, with the same answers, and the estimate counts them."""
-    config = NodeConfig.model_validate({"tasks": ["small/gcd"], "rollouts": {"max_new_tokens": 4}})
+    config = NodeConfig.model_validate({"tasks": ["small/gcd"], "rollouts": {"max_new_tokens": 4, "groups": 4}})
     tasks, sizes = load_tasks(config.tasks, config.rewards), []
     prompts = policy.encode_questions([tasks.prompt(task) for task in tasks.held_out(40)])
     decode = policy.engine.decode
@@ -154,15 +156,15 @@ def test_held_out_questions_keep_to_the_room(policy: Policy, monkeypatch: pytest
     sizes.clear()
     each = fitting(policy, 64 * GIB, config)
     each.fit()
-    whole, longest = each.asking(prompts, 2, 32), max(map(len, prompts))
-    per_question = (whole - each.asking(prompts[:1], 2, 32)) / 31
-    room = whole - 28.5 * per_question
-    policy.prompts_at_once = lambda prompt, n, new: questions_at_once(
-        policy, each.shape, room - each._lasting, prompt, n, new
-    )
-    assert 1 <= policy.prompts_at_once(longest, 2, 4) <= 4
-    assert each.asking(prompts, 2, 32) <= room
-    assert evaluate(policy, tasks, config.rollouts, 40, 2) == ample and max(sizes) <= 4
+    longest = max(map(len, prompts))
+    room = bytes_of_sampling(policy, each.shape, 3, longest, 2, 4)
+    policy.prompts_at_once = partial(questions_at_once, policy, each.shape, room)
+    assert policy.prompts_at_once(longest, 2, 4) == 3
+    assert each.asking(prompts, 2, 32) <= each._lasting + room
+    policy.prompts_at_once, cut = lambda prompt, n, new: 2**16, policy.prompts_at_once
+    assert each.asking(prompts, 2, 32) > each._lasting + room
+    policy.prompts_at_once = cut
+    assert evaluate(policy, tasks, config.rollouts, 40, 2) == ample and sum(sizes) == 40 and 3 <= max(sizes) <= 4
 
 
 def test_the_sentence_of_memory_names_what_it_counts() -> None:

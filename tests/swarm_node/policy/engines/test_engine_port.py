@@ -14,7 +14,7 @@ from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, base, find_engine
 from swarm_node.policy.engines.base import Engine, Request, Sample, sample
-from swarm_node.policy.engines.transformers import _reserved, _Reserved
+from swarm_node.policy.engines.transformers import _Reserved, _reserved
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
