@@ -364,7 +364,7 @@ def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:
     """The held-out questions that are not too long, encoded."""
     number, longest = node.config.eval.questions, node.config.rollouts.max_prompt_tokens
     asked = [tasks.prompt(task) for task in tasks.held_out(number)] if number else []
-    return [prompt for prompt in node.policy.encode_questions(asked) if len(prompt) <= longest]
+    return [prompt for prompt in encode_each(node.policy, asked) if prompt is not None and len(prompt) <= longest]
 
 
 def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: list[list[int]]) -> None:
