@@ -243,8 +243,7 @@ class Run:
         """Check that a round fits into memory, and measure held-out figures before the first one."""
         config, node, stop = self.config, self.node, self.stop
         stop.allow()
-        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
-        asked = list(map(self.tasks.prompt, drawn))
+        asked = [*map(self.tasks.prompt, self.tasks.sample(random.Random(config.seed), config.rollouts.groups))]
         prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
         self.limits.wait(stop)
         if self.crew is None:
