@@ -118,6 +118,11 @@ def answers_to(
     return asked.groups
 
 
+def part_size(policy: Policy) -> int:
+    """Held-out questions that are asked of a policy at a time."""
+    return QUESTIONS_PER_SEED if policy.num_parameters() < SMALL else PART
+
+
 def ask_in_parts(
     held_out: Sequence[Task],
     policy: Policy,
@@ -130,7 +135,7 @@ def ask_in_parts(
     """Ask these questions of `tasks`, and add the scored answers to `asked` after each part: the first part, and then
     as many as `most_s` seconds allow."""
     config, began = rollouts.model_copy(update={"group_size": samples}), time.monotonic()
-    size = QUESTIONS_PER_SEED if policy.num_parameters() < SMALL else PART
+    size = part_size(policy)
     for start in range(0, len(held_out), size):
         parts = start // size
         if parts and (time.monotonic() - began) * (parts + 1) / parts > most_s:

@@ -25,7 +25,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.collect import encode_each
-from swarm_node.rollouts.evaluate import Evaluation
+from swarm_node.rollouts.evaluate import Evaluation, part_size
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
@@ -46,6 +46,7 @@ from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
+from swarm_node.tasks import TaskSet
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.types import Group
 
@@ -246,7 +247,7 @@ class Run:
         prompts = _prompts_of_a_round(node)
         self.limits.wait(stop)
         if self.crew is None:
-            _fit(node, self.limits, prompts)
+            _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
             _say_first_look(self.held_out, node, prompts)
@@ -366,14 +367,25 @@ def _prompts_of_a_round(node: Node) -> list[list[int]]:
     return [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
 
 
-def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
-    """Make rounds fit into memory, and say what they take. UserError if they cannot."""
+def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:
+    """The held-out questions that are not too long, encoded."""
+    number, longest = node.config.eval.questions, node.config.rollouts.max_prompt_tokens
+    asked = [tasks.prompt(task) for task in tasks.held_out(number)] if number else []
+    return [prompt for prompt in encode_each(node.policy, asked) if prompt is not None and len(prompt) <= longest]
+
+
+def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: list[list[int]]) -> None:
+    """Make rounds and the evaluations on the `asked` questions fit into memory, and say what they take. UserError if
+    they cannot."""
     config, policy = node.config, node.policy
     copies = 0 if node.averager is None else AVERAGING_COPIES
     machine = hardware_of(policy.device, limits.own_memory)
-    bytes = Fitting(node.trainer, prompts, config, machine, copies).fit()
+    fitting = Fitting(node.trainer, prompts, config, machine, copies)
+    bytes = fitting.fit()
+    if asked:
+        bytes = max(bytes, fitting.asking(asked, config.eval.samples, part_size(policy)))
     bytes = bytes if machine.gpu else limits.with_network(bytes)
-    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu)
+    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu, bool(asked))
     say(str(needed), "estimate")
     say(Detail(needed.longest), "estimate")
     if not machine.gpu:
