@@ -62,7 +62,7 @@ def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeText:
     """Token ids on which all ways of computing are tried: two rows, `prompt + one` and `prompt + two`."""
 
     prompt: list[int]
@@ -70,8 +70,8 @@ class Probe:
     two: list[int]  # two tokens longer than `one`
 
     @classmethod
-    def of(cls, policy: Policy) -> Probe:
-        """A question with two answers in the policy's own tokens. Random ones fill up what its tokenizer has none for."""
+    def of(cls, policy: Policy) -> ProbeText:
+        """A question with two answers in the policy's own tokens, filled up with random ones."""
         text = policy.base.config.get_text_config()
         words = min(largest(text, "vocab_size", policy.vocabulary), policy.vocabulary)
         rng = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
     windowed = is_windowed(policy.base.config.get_text_config(), longest)
-    probe = Probe.of(policy)
+    probe = ProbeText.of(policy)
     native, known, layout = False, policy.family in SUPPORTED, layout_of(policy.base)
     if not known:
         check_architecture(policy, longest)
@@ -143,7 +143,7 @@ def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tens
     return policy.base.get_output_embeddings()(hidden)
 
 
-def _packed_agrees(policy: Policy, probe: Probe, rows: list[OwnNumbers]) -> bool:
+def _packed_agrees(policy: Policy, probe: ProbeText, rows: list[OwnNumbers]) -> bool:
     """Whether one row [prompt, one, two] with a block mask gives the numbers of the two rows apart."""
     p, a, b = len(probe.prompt), len(probe.one), len(probe.two)
     mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
@@ -164,7 +164,7 @@ def _packed_agrees(policy: Policy, probe: Probe, rows: list[OwnNumbers]) -> bool
     return found.agrees
 
 
-def _native_agrees(policy: Policy, probe: Probe, rows: list[OwnNumbers], layout: Layout) -> bool:
+def _native_agrees(policy: Policy, probe: ProbeText, rows: list[OwnNumbers], layout: Layout) -> bool:
     """Whether the native engine, fed with given tokens, gives the model's own numbers.
 
     It has two prompts with two samples each: `prompt`, which goes on as the first row, and `prompt` with two tokens
@@ -189,7 +189,7 @@ def _native_agrees(policy: Policy, probe: Probe, rows: list[OwnNumbers], layout:
     return found.agrees
 
 
-def graphs_agree(policy: Policy, probe: Probe, layout: Layout) -> bool:
+def graphs_agree(policy: Policy, probe: ProbeText, layout: Layout) -> bool:
     """Whether recorded steps sample with the model's own log-probabilities."""
     engine = GraphEngine(policy.model, [], policy.pad_id, layout)
     try:

@@ -30,7 +30,7 @@ MOST = 0.25  # nats that are never explained by rounding
 DRAWS = 2  # times that a row is computed with random rounding
 
 
-class Verdict(NamedTuple):
+class Agreement(NamedTuple):
     """How far numbers are from a model's own, and how far rounding may take them, in nats."""
 
     found: float
@@ -44,10 +44,10 @@ class Verdict(NamedTuple):
         return f"{self.found:.2g} nats from this model's own numbers, rounding explains {self.allowed:.2g}"
 
 
-def worst(verdicts: Iterator[Verdict]) -> Verdict:
-    """The first verdict that does not agree, else the one that comes nearest to that."""
-    kept = list(verdicts)
-    return next((v for v in kept if not v.agrees), max(kept, key=lambda v: v.found / v.allowed))
+def worst(found: Iterator[Agreement]) -> Agreement:
+    """The first that does not agree, else the one that comes nearest to that."""
+    kept = list(found)
+    return next((each for each in kept if not each.agrees), max(kept, key=lambda each: each.found / each.allowed))
 
 
 def tolerance() -> float:
@@ -79,13 +79,13 @@ class OwnNumbers:
                 moved = policy.model(input_ids=row.expand(DRAWS, -1), use_cache=False).logits
         return cls(logits, moved)
 
-    def judge(self, found: Tensor, start: int = 0, stop: int | None = None) -> Verdict:
+    def judge(self, found: Tensor, start: int = 0, stop: int | None = None) -> Agreement:
         """Compare other logits [t, V] with those at the positions from `start` to `stop`."""
         own, moved = self.logits[start:stop], self.moved[:, start:stop]
         if not len(moved):
-            return Verdict(float((_log(own) - _log(found)).abs().max()), tolerance())
-        by = torch.stack([distance(own, each) for each in moved]).mean()
-        return Verdict(float(distance(own, found).mean()), allowed(float(by), own.dtype, FACTOR))
+            return Agreement(float((_log(own) - _log(found)).abs().max()), tolerance())
+        by = torch.stack([divergence(own, each) for each in moved]).mean()
+        return Agreement(float(divergence(own, found).mean()), allowed(float(by), own.dtype, FACTOR))
 
     def of_tokens(self, start: int, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] of the N tokens `ids` at the positions from `start` on, and how far random rounding
@@ -99,15 +99,15 @@ class OwnNumbers:
 
 def judge_tokens(
     differences: Tensor, moved: Tensor, dtype: torch.dtype, middle: Callable[[Tensor], Tensor] = torch.mean
-) -> Verdict:
+) -> Agreement:
     """Compare how far log-probabilities of some tokens are from a model's own with how far random rounding moves them,
     [N] both. Below float32 the `middle` of each counts."""
     if dtype == torch.float32:
-        return Verdict(float(differences.max()), tolerance())
-    return Verdict(float(middle(differences)), allowed(float(middle(moved)), dtype, FACTOR_OF_TOKENS))
+        return Agreement(float(differences.max()), tolerance())
+    return Agreement(float(middle(differences)), allowed(float(middle(moved)), dtype, FACTOR_OF_TOKENS))
 
 
-def distance(own: Tensor, other: Tensor) -> Tensor:
+def divergence(own: Tensor, other: Tensor) -> Tensor:
     """Nats [T] by which log-probabilities differ, of logits [T, V], in the mean over what `own` would sample."""
     p = _log(own)
     return (p.exp() * (p - _log(other)).abs()).sum(-1)

@@ -20,7 +20,7 @@ from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.rounding import OwnNumbers, Verdict, judge_tokens, worst
+from swarm_node.policy.rounding import Agreement, OwnNumbers, judge_tokens, worst
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
@@ -147,7 +147,7 @@ def generate_engine(policy: Policy, prompt: list[int], more: list[int]) -> Trans
 
 
 @torch.no_grad()
-def judge_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]]) -> Verdict:
+def judge_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]]) -> Agreement:
     """Compare an engine's log-probabilities of a few samples after each prompt with the model's own."""
     sampling, n = Sampling(6), 2
     drawn = uniforms(list(range(len(prompts))), n, sampling.max_new_tokens)

@@ -13,8 +13,8 @@ from swarm_node.policy import probes
 from swarm_node.policy.engines.native import Cache, Decoder, NativeEngine
 from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.probes import Probe
-from swarm_node.policy.rounding import OwnNumbers, Verdict, distance, random_rounding, worst
+from swarm_node.policy.probes import ProbeText
+from swarm_node.policy.rounding import Agreement, OwnNumbers, divergence, random_rounding, worst
 from swarm_node.policy.starter import build_tokenizer
 from tests.support.tiny_models import make
 
@@ -49,7 +49,7 @@ def policy_of(kind, dtype, sharpness, seed=0, said=None):
 
 
 def rows_of(policy):
-    probe = Probe.of(policy)
+    probe = ProbeText.of(policy)
     return probe, [OwnNumbers.of(policy, probe.prompt + tail) for tail in (probe.one, probe.two)]
 
 
@@ -86,9 +86,9 @@ def capped(decoder):
 
 
 def scaled(decoder):
-    """Logits that are a quarter too large."""
+    """Logits that are twice as large."""
     head = decoder.head
-    decoder.head = lambda x: 1.25 * head(x)
+    decoder.head = lambda x: 2 * head(x)
 
 
 def without_a_norm(decoder):
@@ -164,8 +164,8 @@ def test_random_rounding_moves_a_model_as_far_as_rounding_does(sharpness):
         with torch.no_grad():
             exact = copy.deepcopy(policy.model).float()(input_ids=ids).logits[0]
             assert torch.equal(policy.model(input_ids=ids, use_cache=False).logits[0], own.logits)
-        moved = torch.stack([distance(own.logits, each) for each in own.moved]).mean()
-        ratios.append(float(moved / distance(own.logits, exact).mean()))
+        moved = torch.stack([divergence(own.logits, each) for each in own.moved]).mean()
+        ratios.append(float(moved / divergence(own.logits, exact).mean()))
     assert all(0.5 < ratio < 4 for ratio in ratios), ratios
 
 
@@ -181,13 +181,13 @@ def test_infinite_numbers_stay_as_they_are():
         assert mask(torch.zeros(1)).tolist() == mask(torch.zeros(1)).tolist(), "another dtype is not moved"
 
 
-def test_the_worst_verdict_is_one_that_does_not_agree():
-    near, wrong = Verdict(0.09, 0.1), Verdict(0.02, 0.01)
-    assert worst(iter([near, wrong])) == wrong and worst(iter([Verdict(0.0, 1.0), near])) == near
-    assert not Verdict(float("nan"), 0.1).agrees
+def test_the_worst_agreement_is_one_that_does_not_agree():
+    near, wrong = Agreement(0.09, 0.1), Agreement(0.02, 0.01)
+    assert worst(iter([near, wrong])) == wrong and worst(iter([Agreement(0.0, 1.0), near])) == near
+    assert not Agreement(float("nan"), 0.1).agrees
 
 
-def test_each_verdict_is_told_with_its_figures():
+def test_each_path_is_told_with_its_figures():
     said = []
     probes.choose_paths(policy_of("mistral_window", torch.bfloat16, 3.0, said=said), ROLLOUTS)
     assert any("a window is shorter than 28 tokens: no native engine, plain rows" in line for line in said)
