@@ -21,6 +21,7 @@ from swarm_node.grpo.memory import Estimate, Fitting, check_plan, hardware_of
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.legend import running_legend
+from swarm_node.policy.dtypes import with_dtype
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
@@ -42,7 +43,7 @@ from swarm_node.runtime.threads import Threads
 from swarm_node.runtime.weight_changes import WeightChanges
 from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.run_settings import RunSettings
+from swarm_node.storage.run_settings import RunSettings, with_kept_dtype
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
@@ -98,8 +99,11 @@ class Run:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
+            config = with_kept_dtype(config, run)
             check = partial(check_plan, config)
             self.policy = load_policy(config.policy, config.rollouts, say, check=check) if crew is None else crew.policy
+        if crew is None:
+            config = with_dtype(config, self.policy)
         self.config = fitted(config, self.policy, say)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)

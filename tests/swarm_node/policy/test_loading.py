@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.policy import loading, probes
+from swarm_node.policy import dtypes, loading, probes
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.loading import load_policy, prepare, refusing
 from swarm_node.policy.probes import bf16_slowdown
@@ -253,7 +253,7 @@ def test_the_slowdown_is_of_the_best_times(monkeypatch):
 
 def test_crews_choose_a_type_without_measuring(tmp_path, monkeypatch):
     save("llama", tmp_path)
-    monkeypatch.setattr(loading, "bf16_slowdown", lambda hidden: 0.1)
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 0.1)
     config = PolicyConfig(model=str(tmp_path), device="cpu", lora=True)
     assert prepare(config).dtype == torch.bfloat16
     plan = prepare(config, alone=False)
