@@ -6,8 +6,7 @@ In float32, rounding changes no entry by more than `tolerance`, so the worst ent
 changes entries of small probability by several tenths of a nat in a trained model, and hardly any in one with random
 weights. So a model is its own measure there: it is computed again with the output of each of its modules moved at
 random by up to half a unit in the last place (Monte Carlo arithmetic). That takes no second copy of the weights, holds
-for quantised ones, and moves SmolLM2-135M in bfloat16 1.2 to 2 times as far as rounding does, as its float32 numbers
-show. Another computation may be `FACTOR` times as far off as that.
+for quantised ones, and moves SmolLM2-135M in bfloat16 1.5 to 2.4 times as far as it is from its float32 numbers. Another computation may be `FACTOR` times as far off as that.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 from swarm_node.policy.policy import Policy
 
 FACTOR = 1.5
-"""Fast paths of SmolLM2-135M are 0.5 to 0.7 times as far off as a model computed with random rounding, a wrong base of
-rotary embeddings 2.3 times or more."""
+"""`benchmarks.rounding`: fast paths of SmolLM2-135M are 0.4 to 0.8 times as far off as itself with random rounding, a
+decoder whose rotary base is a tenth as large 2.7 times or more."""
 FACTOR_OF_TOKENS = 3.0  # where a dozen tokens stand for whole distributions, their mean may be twice as far off
 MOST = 0.25  # nats that are never explained by rounding
 DRAWS = 2  # times that a row is computed with random rounding
