@@ -33,6 +33,12 @@ def adapter_base(path: str) -> str | None:
         raise UserError(f"{file} does not name its base model") from exc
 
 
+def trains_layers(folder: str) -> bool:
+    """Whether the adapter saved there trains whole layers (`modules_to_save`) or biases of its base as well."""
+    found = json.loads((Path(folder) / "adapter_config.json").read_text())
+    return bool(found.get("modules_to_save")) or found.get("bias", "none") != "none"
+
+
 def lora_config(config: PolicyConfig) -> LoraConfig:
     """The settings of a new adapter."""
     return LoraConfig(

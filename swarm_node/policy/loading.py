@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ from transformers.utils import logging as transformers_logging
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
-from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
-from swarm_node.policy.architecture import beside_text, largest
+from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, trains_layers, with_adapter
+from swarm_node.policy.architecture import beside_text
 from swarm_node.policy.chat_template import named_template, unused_arguments
+from swarm_node.policy.dtypes import TIMED_BELOW, Choice, expected, fastest, name_of
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
@@ -44,7 +45,7 @@ from swarm_node.policy.extras import check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, starter_path
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory, return_freed_memory
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.probes import bf16_slowdown, choose_paths
+from swarm_node.policy.probes import choose_paths
 from swarm_node.policy.quantised import (
     check_quantisable,
     linear_values,
@@ -62,9 +63,7 @@ ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
-MEASURED_WIDTH = 4096  # widest layer for which the speed of bfloat16 is measured: a gigabyte or so
 COPY_AGAIN = "download or copy it again"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(
@@ -80,8 +79,68 @@ def load_policy(
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
     plan = prepare(config, report=report)
+    if plan.choice.timed and not samples:  # no round will be
+        plan = replace(plan, choice=Choice(torch.float32, "nothing is sampled"))
     check(plan)
     tokenizer = load_tokenizer(config)
+    if plan.choice.timed:
+        policy, choice = _fastest(plan, tokenizer, config, rollouts, report, check)
+        plan = replace(plan, choice=choice)
+    else:
+        policy = _policy_of(plan, tokenizer, config, rollouts, report)
+    count = policy.num_parameters(trainable=True)
+    trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
+    trained = f"LoRA: {trained}" if plan.lora else trained
+    trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
+    report(f"policy {config.model}: {policy.num_parameters():,} parameters in {name_of(plan.dtype)} ({trained})")
+    report(Detail(plan.where))
+    if not samples:
+        return policy
+    rows = "packed" if policy.packing else "plain"
+    full = "" if policy.split_head else ", full logits (this architecture alters its logits after the head)"
+    report(Detail(f"decoding with {_engine_name(policy)}, {rows} rows in updates{full}"))
+    if tokenizer.chat_template:
+        _ = policy.frame  # a template that is refused is refused now
+        if unused := unused_arguments(tokenizer.chat_template, config):
+            report(Warned(f"the chat template of {config.model} does not use {', '.join(unused)}"))
+    elif config.chat_template or config.chat_template_kwargs:
+        named_template(None, config)
+    else:
+        template = f"prompts are {config.prompt_template!r} (policy.prompt_template)"
+        report(Detail(f"no chat template in this tokenizer: {template}"))
+    return policy
+
+
+def _fastest(
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PolicyConfig,
+    rollouts: RolloutsConfig,
+    report: Callable[[str], None],
+    check: Callable[[Plan], None],
+) -> tuple[Policy, Choice]:
+    """The policy of `plan` in the type in which a round takes less time, if float32 passes `check` as well."""
+    try:
+        check(replace(plan, choice=Choice(torch.float32, "")))
+    except UserError:
+        choice = Choice(torch.bfloat16, "float32 does not fit into memory")
+        return _policy_of(replace(plan, choice=choice), tokenizer, config, rollouts, report), choice
+
+    def made(dtype: torch.dtype) -> Policy:
+        return _policy_of(replace(plan, choice=Choice(dtype, "")), tokenizer, config, rollouts, report)
+
+    report(Detail("timing a short round in float32 and in bfloat16"))
+    return fastest(plan.choice, made, rollouts)
+
+
+def _policy_of(
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PolicyConfig,
+    rollouts: RolloutsConfig,
+    report: Callable[[str], None],
+) -> Policy:
+    """The policy of `plan`, with the fast paths that it may take."""
     model, files = load_base(plan)
     if not plan.lora and type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
@@ -108,27 +167,6 @@ def load_policy(
     choose_paths(policy, rollouts)
     if plan.device.type == "cpu":
         return_freed_memory()  # of weights in another dtype: as much again as a model in 16 bits takes
-    count = policy.num_parameters(trainable=True)
-    trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
-    trained = f"LoRA: {trained}" if plan.lora else trained
-    trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
-    in_words = str(plan.dtype).removeprefix("torch.")
-    report(f"policy {config.model}: {policy.num_parameters():,} parameters in {in_words} ({trained})")
-    report(Detail(plan.where))
-    if not samples:
-        return policy
-    rows = "packed" if policy.packing else "plain"
-    full = "" if policy.split_head else ", full logits (this architecture alters its logits after the head)"
-    report(Detail(f"decoding with {_engine_name(policy)}, {rows} rows in updates{full}"))
-    if tokenizer.chat_template:
-        _ = policy.frame  # a template that is refused is refused now
-        if unused := unused_arguments(tokenizer.chat_template, config):
-            report(Warned(f"the chat template of {config.model} does not use {', '.join(unused)}"))
-    elif config.chat_template or config.chat_template_kwargs:
-        named_template(None, config)
-    else:
-        template = f"prompts are {config.prompt_template!r} (policy.prompt_template)"
-        report(Detail(f"no chat template in this tokenizer: {template}"))
     return policy
 
 
@@ -175,11 +213,15 @@ class Plan:
     size: int  # parameters of the whole model
     lora: bool
     device: torch.device
-    dtype: torch.dtype
-    why: str  # why this dtype
+    choice: Choice  # of the dtype
     quantize: str | None = None  # how linear layers are quantised
     linear: int = 0  # values of those layers
     tensors: frozenset[str] = frozenset()  # names of the parameters of the whole model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of its weights, apart from quantised ones."""
+        return self.choice.dtype
 
     @property
     def saved(self) -> int:
@@ -189,7 +231,7 @@ class Plan:
     @property
     def where(self) -> str:
         """Device and dtype in words."""
-        return f"device {_device_name(self.device)}, {str(self.dtype).removeprefix('torch.')} ({self.why})"
+        return f"device {_device_name(self.device)}, {name_of(self.dtype)} ({self.choice.why})"
 
 
 def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], None] | None = None) -> Plan:
@@ -224,10 +266,12 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape, and updates have new ones
     if config.threads or size < ONE_THREAD_BELOW:
         torch.set_num_threads(config.threads or 1)
-    dtype, why = _dtype(config.dtype, device, lora, model_config, alone)
     folder = None if adapter is None else str(Path(path).expanduser())
+    factors = lora and not (folder and trains_layers(folder))
+    small = size < TIMED_BELOW and config.quantize is None
+    choice = expected(config.dtype, device, factors, model_config, small, alone)
     return Plan(
-        *(base, revision, folder, model_config, size, lora, device, dtype, why, config.quantize),
+        *(base, revision, folder, model_config, size, lora, device, choice, config.quantize),
         linear=linear_values(empty),
         tensors=frozenset(name for name, _ in empty.named_parameters()),
     )
@@ -401,22 +445,3 @@ def _device_name(device: torch.device) -> str:
         return f"cuda ({torch.cuda.get_device_name(device)})"
     threads = torch.get_num_threads()
     return f"cpu ({threads} thread{'s' if threads > 1 else ''})" if device.type == "cpu" else device.type
-
-
-def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone: bool) -> tuple[torch.dtype, str]:
-    if name != "auto":
-        return _DTYPES[name], "as asked"
-    if not lora:
-        return torch.float32, "full training: bfloat16 weights would lose small updates"
-    if device.type == "cuda":
-        good = torch.cuda.is_bf16_supported()
-        return (torch.bfloat16, "this GPU has it") if good else (torch.float32, "no bfloat16 on this GPU")
-    if device.type == "mps":
-        return torch.float32, "the safe choice on mps"
-    if not alone:
-        return torch.float32, "as on every machine of a crew without a GPU"
-    width = largest(model_config.get_text_config(), "hidden_size", MEASURED_WIDTH)
-    ratio = bf16_slowdown(min(MEASURED_WIDTH, width))
-    if ratio < 0.9:
-        return torch.bfloat16, f"measured {1 / ratio:.1f}x faster than float32 here"
-    return torch.float32, f"bfloat16 measured {ratio:.1f}x slower here"

@@ -1,13 +1,14 @@
 """Measurements on a loaded model: which fast paths give its own numbers, is bfloat16 faster, what does a round cost?
 
-Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few random tokens. It
-is taken only if it gives the model's own numbers, so an unknown architecture is slow, never wrong.
+Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few tokens of text. It
+is taken only if it gives the model's own numbers up to `rounding`, so an unknown architecture is slow, never wrong.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -23,22 +24,29 @@ from swarm_node.policy.engines.products import Layout, layout_of
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.rounding import OwnNumbers, worst
 from swarm_node.policy.suitability import (
     check_architecture,
     check_causal,
     check_training,
-    differences_of_samples,
     generate_engine,
+    judge_samples,
     naming,
     own_logits,
-    same,
-    tolerance,
 )
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
+TEXT = (
+    "Question: Tom has 3 apples and buys 4 more. How many apples does he have?",
+    " 3 + 4 = 7, so it is 7.",
+    " He had three, so now he has seven apples.",
+)
+LENGTHS = 11, 5, 7
+"""Tokens of the prompt and the two answers. Both rows stay below the windows of the tiny models in the tests."""
 
-def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
+
+def bf16_slowdown(hidden: int, seconds: float = 1.0) -> float:
     """Time of a bfloat16 layer over that of a float32 one on this CPU, [256, hidden] x [hidden, 4 hidden]."""
     times = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -53,42 +61,63 @@ def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
     return times[torch.bfloat16] / times[torch.float32]
 
 
+@dataclass(frozen=True)
+class ProbeText:
+    """Token ids on which all ways of computing are tried: two rows, `prompt + one` and `prompt + two`."""
+
+    prompt: list[int]
+    one: list[int]
+    two: list[int]  # two tokens longer than `one`
+
+    @classmethod
+    def of(cls, policy: Policy) -> ProbeText:
+        """A question with two answers in the policy's own tokens, filled up with random ones."""
+        text = policy.base.config.get_text_config()
+        words = min(largest(text, "vocab_size", policy.vocabulary), policy.vocabulary)
+        rng = torch.Generator().manual_seed(0)
+        parts = []
+        for sentence, length in zip(TEXT, LENGTHS, strict=True):
+            found = policy.tokenizer(sentence, add_special_tokens=False)["input_ids"]
+            known = [i for i in found if i < words and i != policy.tokenizer.unk_token_id][:length]
+            parts.append(known + torch.randint(words, (length - len(known),), generator=rng).tolist())
+        return cls(*parts)
+
+
 def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """Set `packing`, `split_head` and `engine` from comparisons with the model's own forward pass.
 
     UserError if `rollouts.engine` names an engine that does not serve this model, or that cannot be loaded.
     """
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
-    text = policy.base.config.get_text_config()
-    windowed = is_windowed(text, longest)
-    rng = torch.Generator().manual_seed(0)
-    words = min(largest(text, "vocab_size", policy.vocabulary), policy.vocabulary)
-    prompt, one, two = (torch.randint(words, (k,), generator=rng).tolist() for k in (7, 3, 5))
+    windowed = is_windowed(policy.base.config.get_text_config(), longest)
+    probe = ProbeText.of(policy)
     native, known, layout = False, policy.family in SUPPORTED, layout_of(policy.base)
     if not known:
         check_architecture(policy, longest)
     with torch.no_grad():
         with naming(policy, "a forward pass"):
-            rows = [own_logits(policy, prompt + tail) for tail in (one, two)]
+            rows = [OwnNumbers.of(policy, probe.prompt + tail) for tail in (probe.one, probe.two)]
         if not known:
-            check_causal(policy, rows, len(prompt))
+            check_causal(policy, rows, len(probe.prompt))
         # the very same operations, unless something happens to the logits afterwards: no room for rounding
-        policy.split_head = _head_is_apart(policy, prompt + one, rows[0])
-        policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
+        policy.split_head = _head_is_apart(policy, probe.prompt + probe.one, rows[0].logits)
+        policy.packing = not windowed and policy.split_head and _packed_agrees(policy, probe, rows)
         if rollouts.engine in ("auto", "native") and not windowed and known:
-            native = _native_agrees(policy, prompt, one, two, rows, layout)
+            native = _native_agrees(policy, probe, rows, layout)
+    if windowed:
+        policy.report(Detail(f"a window is shorter than {longest} tokens: no native engine, plain rows"))
     if not known:
-        check_training(policy, prompt, one, two, rows)
+        check_training(policy, probe.prompt, probe.one, probe.two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
     kind = TransformersEngine if rollouts.engine in ("auto", "native") else find_engine(rollouts.engine)
     if native:
-        recorded = policy.device.type == "cuda" and graphs_agree(policy, prompt, two, layout)
+        recorded = policy.device.type == "cuda" and graphs_agree(policy, probe, layout)
         engine = GraphEngine if recorded else NativeEngine
         policy.engine = engine(policy.model, policy.eos_ids, policy.pad_id, layout)
         policy.report(Detail(f"sampling multiplies with {layout.name} weights: {layout.why}"))
     elif kind is TransformersEngine and not known:
-        policy.engine = generate_engine(policy, prompt, two)
+        policy.engine = generate_engine(policy, probe.prompt, probe.two)
     else:
         policy.engine = policy.engine_of(kind)
 
@@ -96,12 +125,15 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
 def _head_is_apart(policy: Policy, ids: list[int], logits: Tensor) -> bool:
     """Whether the logits are exactly what the head makes of the backbone's output."""
     try:
-        return torch.equal(_head_of_backbone(policy, ids), logits)
+        apart = torch.equal(_head_of_backbone(policy, ids), logits)
     except Exception as exc:  # a model without such parts, or with others under their names
         if is_out_of_memory(exc):
             raise
         policy.report(Detail(f"this architecture has no backbone of its own ({type(exc).__name__}): full logits"))
         return False
+    if not apart:
+        policy.report(Detail("this architecture alters its logits after the head: full logits, plain rows"))
+    return apart
 
 
 def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
@@ -111,61 +143,62 @@ def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tens
     return policy.base.get_output_embeddings()(hidden)
 
 
-def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
-    """Whether one row [prompt, one, two] with a block mask gives the logits of the two rows apart."""
-    p, a, b = len(prompt), len(one), len(two)
+def _packed_agrees(policy: Policy, probe: ProbeText, rows: list[OwnNumbers]) -> bool:
+    """Whether one row [prompt, one, two] with a block mask gives the numbers of the two rows apart."""
+    p, a, b = len(probe.prompt), len(probe.one), len(probe.two)
     mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
     mask[p + a :, p : p + a] = False
     positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=policy.device)
+    ids = probe.prompt + probe.one + probe.two
     try:
         packed = _head_of_backbone(
-            policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
+            policy, ids, attention_mask=mask[None, None].to(policy.device), position_ids=positions
         )
     except Exception as exc:  # many forward passes refuse such a mask, each in its own way
         if is_out_of_memory(exc):
             raise
         policy.report(Detail(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows"))
         return False
-    return same(packed[: p + a], rows[0]) and same(packed[p + a :], rows[1][p:])
+    found = worst(iter([rows[0].judge(packed[: p + a]), rows[1].judge(packed[p + a :], p)]))
+    policy.report(Detail(f"packed rows: {found}: {'taken' if found.agrees else 'plain rows'}"))
+    return found.agrees
 
 
-def _native_agrees(
-    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor], layout: Layout
-) -> bool:
-    """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
-    prompts = [prompt, prompt + two[:2]]
-    own_rows = [rows[0], own_logits(policy, prompts[1] + one)]
+def _native_agrees(policy: Policy, probe: ProbeText, rows: list[OwnNumbers], layout: Layout) -> bool:
+    """Whether the native engine, fed with given tokens, gives the model's own numbers.
+
+    It has two prompts with two samples each: `prompt`, which goes on as the first row, and `prompt` with two tokens
+    more, which goes on as the second.
+    """
+    prompts, tails = [probe.prompt, probe.prompt + probe.two[:2]], [probe.one, probe.two[2:]]
     try:
         decoder = Decoder(policy.model, layout.name)
-        cache = decoder.slice.cache([len(p) for p in prompts], 2, len(one))
+        cache = decoder.slice.cache([len(p) for p in prompts], 2, len(probe.one))
         ours = [decoder.prefill(cache, prompts).repeat_interleave(2, 0)]
-        for step, token in enumerate(one):
-            ours.append(decoder.forward(cache, torch.full((4,), token, device=policy.device), step))
+        for step, tokens in enumerate(zip(*tails, strict=True)):
+            fed = torch.tensor(tokens, device=policy.device).repeat_interleave(2)
+            ours.append(decoder.forward(cache, fed, step))
     except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
         if is_out_of_memory(exc):
             raise
         policy.report(Detail(f"the native engine does not suit this model ({type(exc).__name__}: {exc})"))
         return False
     logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
-    return all(
-        same(logits[2 * i + j], own[len(p) - 1 :])
-        for i, (p, own) in enumerate(zip(prompts, own_rows, strict=True))
-        for j in range(2)
-    )
+    found = worst(rows[i].judge(logits[2 * i + j], len(prompts[i]) - 1) for i in range(2) for j in range(2))
+    policy.report(Detail(f"the native engine: {found}: {'taken' if found.agrees else 'transformers samples'}"))
+    return found.agrees
 
 
-def graphs_agree(policy: Policy, prompt: list[int], more: list[int], layout: Layout) -> bool:
+def graphs_agree(policy: Policy, probe: ProbeText, layout: Layout) -> bool:
     """Whether recorded steps sample with the model's own log-probabilities."""
     engine = GraphEngine(policy.model, [], policy.pad_id, layout)
     try:
-        differences = differences_of_samples(policy, engine, [prompt, prompt + more])
+        found = judge_samples(policy, engine, [probe.prompt, probe.prompt + probe.two])
     except Exception as exc:  # an operation that cannot be recorded, or not on this device
         policy.report(Detail(f"steps of sampling cannot be recorded here ({type(exc).__name__}: {exc})"))
         return False
-    agree = all(bool(each.max() <= tolerance(policy.dtype)) for each in differences)
-    if not agree:
-        policy.report(Detail("recorded steps of sampling give other numbers than the model: they are not used"))
-    return agree
+    policy.report(Detail(f"recorded steps of sampling: {found}: {'taken' if found.agrees else 'not recorded'}"))
+    return found.agrees
 
 
 def round_seconds(
@@ -207,14 +240,18 @@ def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tup
         made = policy.generate([prompt], n, sampling, [0])[0]
         times.append((_now(policy) - start) / sum(len(r.token_ids) for r in made))
     row = (prompt * (n * length // len(prompt) + 1))[: min(n * length, policy.max_positions)]
-    for _ in range(2):
-        start = _now(policy)
-        logits = _head_of_backbone(policy, row) if policy.split_head else own_logits(policy, row)
-        logits.float().logsumexp(-1).mean().backward()
-        for p in policy.trainable_parameters():
-            p.grad = None
-        times.append((_now(policy) - start) / len(row))
+    times += [update_seconds(policy, row) / len(row) for _ in range(2)]
     return times[1], times[3]
+
+
+def update_seconds(policy: Policy, row: list[int]) -> float:
+    """Seconds of a forward and a backward pass over one row of tokens (weights stay as they are)."""
+    start = _now(policy)
+    logits = _head_of_backbone(policy, row) if policy.split_head else own_logits(policy, row)
+    logits.float().logsumexp(-1).mean().backward()
+    for p in policy.trainable_parameters():
+        p.grad = None
+    return _now(policy) - start
 
 
 def _now(policy: Policy) -> float:

@@ -20,6 +20,7 @@ from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.rounding import Agreement, OwnNumbers, judge_tokens, worst
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
@@ -36,22 +37,6 @@ WAYS: tuple[tuple[str, dict[str, bool]], ...] = (
     ("one length of prompts after the other, without a cache", {"padded": False, "cached": False}),
 )
 """Options of `TransformersEngine`, the fastest first, and what there is to say about them."""
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Difference of log-probabilities that rounding explains."""
-    if dtype != torch.float32:
-        return 0.25
-    return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 2e-2
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
-    return bool(_difference(a, b).max() <= tolerance(b.dtype))
-
-
-def _difference(a: Tensor, b: Tensor) -> Tensor:
-    return (a.float().log_softmax(-1) - b.float().log_softmax(-1)).abs()
 
 
 def own_logits(policy: Policy, ids: list[int]) -> Tensor:
@@ -87,29 +72,32 @@ def check_architecture(policy: Policy, longest: int) -> None:
         )
 
 
-def check_causal(policy: Policy, rows: list[Tensor], shared: int) -> None:
-    """UserError if the logits of two rows that begin with the same `shared` tokens [T, V] differ there."""
-    difference, dtype = _difference(rows[0][:shared], rows[1][:shared]), rows[0].dtype
-    if (difference.max() if dtype == torch.float32 else difference.mean()) <= tolerance(dtype):
+def check_causal(policy: Policy, rows: list[OwnNumbers], shared: int) -> None:
+    """UserError if the numbers of two rows that begin with the same `shared` tokens differ there."""
+    found = rows[0].judge(rows[1].logits[:shared], 0, shared)
+    if found.agrees:
         return
     remedy = OTHER
     if getattr(policy.base.config, "is_decoder", None) is False:
         remedy = f'set "is_decoder": true in its config.json if it was trained as a decoder; else {OTHER}'
-    raise UserError(f"{_name(policy)} is not causal: it sees the tokens behind the one that it predicts; {remedy}")
+    raise UserError(
+        f"{_name(policy)} is not causal: it sees the tokens behind the one that it predicts ({found}); {remedy}"
+    )
 
 
-def check_training(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> None:
-    """UserError unless rows of an update have the log-probabilities of `rows`, the logits of the two rows prompt + one
+def check_training(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[OwnNumbers]) -> None:
+    """UserError unless rows of an update have the log-probabilities of `rows`, the numbers of the two rows prompt + one
     and prompt + two, and a gradient of them reaches the weights."""
-    batch, expected = _update(policy, prompt, one, two, rows)
+    batch, expected, moved = _update(policy, prompt, one, two, rows)
     try:
         with naming(policy, "an update"), torch.enable_grad():
             logprobs, _ = token_logprobs(policy.model, batch, 1.0, full_logits=not policy.split_head)
             logprobs.mean().backward()
-        difference = (logprobs.detach() - expected).abs()
-        worst = difference.max() if policy.dtype == torch.float32 else difference.median()
-        if not worst <= tolerance(policy.dtype):
-            raise UserError(f"{_name(policy)} cannot be trained: other rows beside it change its numbers; {OTHER}")
+        found = judge_tokens((logprobs.detach() - expected).abs(), moved, policy.dtype, torch.median)
+        if not found.agrees:
+            raise UserError(
+                f"{_name(policy)} cannot be trained: other rows beside it change its numbers ({found}); {OTHER}"
+            )
         if all(p.grad is None for p in policy.trainable_parameters()):
             raise UserError(f"{_name(policy)} cannot be trained: no gradient reaches its weights; {OTHER}")
     finally:
@@ -118,9 +106,9 @@ def check_training(policy: Policy, prompt: list[int], one: list[int], two: list[
 
 
 def _update(
-    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
-) -> tuple[TokenBatch, Tensor]:
-    """Two plain rows of an update, and the log-probabilities of their completions."""
+    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[OwnNumbers]
+) -> tuple[TokenBatch, Tensor, Tensor]:
+    """Two plain rows of an update, the log-probabilities of their completions, and how far rounding moves those."""
     device, p, width = policy.device, len(prompt), len(prompt) + max(len(one), len(two)) - 1
     ids = [(prompt + tail)[:-1] for tail in (one, two)]
     padded = [row + [policy.pad_id] * (width - len(row)) for row in ids]
@@ -128,8 +116,9 @@ def _update(
     row = torch.tensor([0] * len(one) + [1] * len(two), device=device)
     col = torch.tensor([*range(p - 1, p - 1 + len(one)), *range(p - 1, p - 1 + len(two))], device=device)
     batch = TokenBatch(torch.tensor(padded, device=device), None, None, row, col, target, row, torch.arange(len(row)))
-    logits = torch.cat([rows[0][p - 1 : -1], rows[1][p - 1 : -1]])
-    return batch, logits.float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+    parts = [own.of_tokens(p - 1, tail) for own, tail in zip(rows, (one, two), strict=True)]
+    expected, moved = map(torch.cat, zip(*parts, strict=True))
+    return batch, expected, moved
 
 
 def generate_engine(policy: Policy, prompt: list[int], more: list[int]) -> TransformersEngine:
@@ -141,32 +130,34 @@ def generate_engine(policy: Policy, prompt: list[int], more: list[int]) -> Trans
     for words, options in WAYS[policy.family in COUNTS_PADDING :]:
         engine = TransformersEngine(policy.model, policy.eos_ids, policy.pad_id, **options)
         try:
-            differences = differences_of_samples(policy, engine, [prompt, prompt + more])
+            found = judge_samples(policy, engine, [prompt, prompt + more])
         except Exception as exc:  # as in `naming`
             if is_out_of_memory(exc):
                 raise
             why = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
             continue
-        exact = policy.dtype == torch.float32
-        if all((each.max() if exact else each.mean()) <= tolerance(policy.dtype) for each in differences):
+        if found.agrees:
             if words:
                 policy.report(Detail(f"{_name(policy)} is sampled {words}, which is slow"))
             return engine
+        why = f"the log-probabilities of its samples are {found}"
+        policy.report(Detail(f"sampling{f' {words}' if words else ''}: {found}: not so"))
     remedy = OTHER if policy.dtype == torch.float32 else f"set policy.dtype = float32, or {OTHER}"
     raise UserError(f"{_name(policy)} cannot be sampled ({why}); {remedy}")
 
 
 @torch.no_grad()
-def differences_of_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]]) -> list[Tensor]:
-    """For each prompt, how far an engine's log-probabilities of its samples [N] are from the model's own."""
+def judge_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]]) -> Agreement:
+    """Compare an engine's log-probabilities of a few samples after each prompt with the model's own."""
     sampling, n = Sampling(6), 2
     drawn = uniforms(list(range(len(prompts))), n, sampling.max_new_tokens)
     rows = []
     for i, (ids, logprobs, _) in enumerate(engine.decode(prompts, n, sampling, drawn, tuple)):
-        own = own_logits(policy, prompts[i // n] + ids)[-len(ids) - 1 : -1]
-        expected = own.float().log_softmax(-1).gather(1, torch.tensor(ids, device=own.device)[:, None])[:, 0]
-        rows.append((torch.tensor(logprobs, device=own.device) - expected).abs())
-    return [torch.cat(rows[i : i + n]) for i in range(0, len(rows), n)]
+        prompt = prompts[i // n]
+        own, moved = OwnNumbers.of(policy, prompt + ids).of_tokens(len(prompt) - 1, ids)
+        rows.append(((torch.tensor(logprobs, device=own.device) - own).abs(), moved))
+    pairs = ((torch.cat(part) for part in zip(*rows[i : i + n], strict=True)) for i in range(0, len(rows), n))
+    return worst(judge_tokens(differences, moved, policy.dtype) for differences, moved in pairs)
 
 
 def _name(policy: Policy) -> str:

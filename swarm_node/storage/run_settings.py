@@ -114,6 +114,17 @@ class RunSettings:
         return f"config-{max(numbers, default=0) + 1:04}.toml"
 
 
+def with_kept_dtype(config: NodeConfig, run: RunDir) -> NodeConfig:
+    """`config` with the number format that an earlier start of this run has chosen for the same model, in place of
+    `auto`: what is measured may come out differently each time. Raises UserError."""
+    if config.policy.dtype != "auto" or not run.exists:
+        return config
+    before = read_own(run.config).policy
+    if before.model != config.policy.model:
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": before.dtype})})
+
+
 def not_used(settings: Sequence[str]) -> str:
     """The sentence about settings for which no round was left."""
     return f"{listed(settings)} {'was' if len(settings) == 1 else 'were'} not used: nothing was left to train"

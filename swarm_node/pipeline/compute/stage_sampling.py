@@ -23,6 +23,7 @@ from swarm_node.policy.engines.base import sample
 from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, head_of, last_of
 from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import ModelSlice
+from swarm_node.policy.rounding import FACTOR, allowed, random_rounding
 from swarm_node.types import Sampling
 
 
@@ -128,11 +129,23 @@ def is_native_exact(stage: Stage, rollouts: RolloutsConfig) -> bool:
         return False
     x = torch.randn(1, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
     x = x.to(stage.device, stage.dtype)
-    outs = []
-    for engine in (Slice(backbone, "own"), ModelSlice(backbone)):
-        cache = engine.cache([5], 2, 2)
-        outs.append([cache.prefill(x), cache.forward(x[:, :2].flatten(0, 1), 0)])
-    tolerance = 1e-3 if stage.dtype == torch.float32 else 0.25
-    return all(
-        bool((a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))) for a, b in zip(*outs, strict=True)
-    )
+    native, own = _decoded(Slice(backbone, "own"), x), _decoded(ModelSlice(backbone), x)
+    if stage.dtype == torch.float32:
+        return all(
+            bool((a - b).abs().max() <= 1e-3 * max(1.0, float(b.abs().max()))) for a, b in zip(native, own, strict=True)
+        )
+    with random_rounding(backbone, stage.dtype):
+        moved = _decoded(ModelSlice(backbone), x)
+    far = [allowed(_apart(c, b), stage.dtype, FACTOR) for b, c in zip(own, moved, strict=True)]
+    return all(_apart(a, b) <= most for a, b, most in zip(native, own, far, strict=True))
+
+
+def _decoded(layers: Slice | ModelSlice, x: Tensor) -> list[Tensor]:
+    """What layers give for a prompt [1, T, hidden], and for two of its tokens after it."""
+    cache = layers.cache([x.shape[1]], 2, 2)
+    return [cache.prefill(x), cache.forward(x[:, :2].flatten(0, 1), 0)]
+
+
+def _apart(found: Tensor, own: Tensor) -> float:
+    """Length of the difference of hidden states, as a part of their own length."""
+    return float((found.float() - own.float()).norm() / own.float().norm())

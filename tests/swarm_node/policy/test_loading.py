@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.policy import loading, probes
+from swarm_node.policy import dtypes, loading, probes
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.loading import load_policy, prepare, refusing
 from swarm_node.policy.probes import bf16_slowdown
@@ -48,7 +48,7 @@ def test_fast_paths_are_taken_only_where_right(kind, tmp_path):
     policy, said = load(save(kind, tmp_path))
     native = isinstance(policy.engine, NativeEngine)
     assert (native, policy.packing, policy.split_head) == PATHS[kind], said
-    assert ("native engine" in said) == native
+    assert ("decoding with the native engine" in said) == native
     assert f"{policy.num_parameters():,} parameters in float32 (all trained)" in said
     groups = policy.generate([[5, 6, 7], [8]], 2, Sampling(8), [1, 2])
     assert [len(g) for g in groups] == [2, 2]
@@ -253,7 +253,7 @@ def test_the_slowdown_is_of_the_best_times(monkeypatch):
 
 def test_crews_choose_a_type_without_measuring(tmp_path, monkeypatch):
     save("llama", tmp_path)
-    monkeypatch.setattr(loading, "bf16_slowdown", lambda hidden: 0.1)
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 0.1)
     config = PolicyConfig(model=str(tmp_path), device="cpu", lora=True)
     assert prepare(config).dtype == torch.bfloat16
     plan = prepare(config, alone=False)

@@ -10,9 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarm_node.cli.commands.export import policy_of_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.evaluations import newest_checkpoint
+from swarm_node.policy import dtypes
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
@@ -61,6 +63,24 @@ def test_changed_settings_are_written_with_the_first_round() -> None:
     assert "config-0002.toml" in changes(start(4))[0]
     assert changes(start(5, price_per_hour=0.5)) == [], "nothing about what is learned"
     assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}
+
+
+def test_the_type_that_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start, `eval` and `export` have it, whatever a measurement would say now."""
+    seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 1.0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: seconds[policy.dtype])
+    of_adapter = {"policy": {"lora": True, "lora_rank": 2, "device": "cpu"}, "averaging": {"method": "none"}}
+    start(1, **of_adapter)
+    assert load_config(Path("run/config.toml")).policy.dtype == "bfloat16"
+    seconds[torch.bfloat16] = 2.0
+    assert changes(start(2, **of_adapter)) == []
+    checkpoint = read_checkpoint(Path("run/checkpoints/round-00000002"), lambda state: None)
+    assert checkpoint.state["settings"]["policy"]["dtype"] == "bfloat16"
+    policy, config = policy_of_run(Path("run"), lambda text: None)
+    assert policy.dtype == torch.bfloat16 and config.policy.dtype == "bfloat16"
+    start(1, run_dir="anew", **of_adapter)
+    assert load_config(Path("anew/config.toml")).policy.dtype == "float32"
 
 
 def test_moments_in_8_bits_resume_bit_for_bit() -> None:
