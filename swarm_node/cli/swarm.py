@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, option, refusals_in
+from swarm_node.cli.options import CommandSettings, Json, note, option, refusals_in
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 
@@ -67,7 +67,7 @@ def new(
         from swarm_node.swarm.base_weights.files import STARTER
         from swarm_node.swarm.base_weights.finding import describe_model
 
-        rest["model"] = describe_model(model or STARTER)
+        rest["model"] = describe_model(model or STARTER, note)
     tasks = with_usual_columns(config.tasks, path.parent)
     manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)
