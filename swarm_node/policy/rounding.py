@@ -6,7 +6,8 @@ In float32, rounding changes no entry by more than `tolerance`, so the worst ent
 changes entries of small probability by several tenths of a nat in a trained model, and hardly any in one with random
 weights. So a model is its own measure there: it is computed again with the output of each of its modules moved at
 random by up to half a unit in the last place (Monte Carlo arithmetic). That takes no second copy of the weights, holds
-for quantised ones, and moves SmolLM2-135M in bfloat16 1.5 to 2.4 times as far as it is from its float32 numbers. Another computation may be `FACTOR` times as far off as that.
+for quantised ones, and moves SmolLM2-135M in bfloat16 1.5 to 2.4 times as far as it is from its float32 numbers.
+Another computation may be `FACTOR` times as far off as that.
 """
 
 from __future__ import annotations
