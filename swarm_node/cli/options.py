@@ -28,8 +28,9 @@ from typer.core import TyperCommand
 
 from protocol.errors import printable
 from swarm_node.config import NodeConfig, TaskConfig, load_config
-from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
+from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
+from swarm_node.config.measuring import of_a_measurement
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.config.plugins import blamed
@@ -178,6 +179,11 @@ class CommandSettings:
     def load(self, **flags: object) -> NodeConfig:
         """The configuration, with more values from the command. Raises UserError."""
         return load_config(self.file, os.environ, self.flags | flags, self.sets, COMMAND_VARIABLES)
+
+    def of_a_measurement(self, is_run: bool) -> Table:
+        """The settings of a measurement, of a run or of a model; see `measuring`. Raises UserError."""
+        layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
+        return of_a_measurement(layers, is_run, note)
 
     def load_run(self, member: bool, usual_name: str = "", err: bool = True) -> NodeConfig:
         """The configuration for a start in a directory that may have a run. `usual_name` names the node, and so its

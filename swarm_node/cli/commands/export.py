@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +22,19 @@ from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_che
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 
+DTYPES = "float32", "bfloat16", "float16"
 Which = Literal["newest", "best"]  # the checkpoint of a run that is taken
 
 
 def policy_of_run(
-    path: Path, report: Callable[[str], None], samples: bool = True, which: Which = "newest"
+    path: Path,
+    report: Callable[[str], None],
+    samples: bool = True,
+    which: Which = "newest",
+    alter: Callable[[NodeConfig], NodeConfig] = lambda config: config,
 ) -> tuple[Policy, NodeConfig]:
     """The policy of a valid checkpoint of a run, which may be active, and the settings of its training. Without
-    `samples` the policy cannot generate. Raises UserError if there is no run or no such checkpoint yet."""
+    `samples` the policy cannot generate. `alter` changes the settings before the model is loaded. Raises UserError if there is no run or no such checkpoint yet."""
     run = RunDir(path)
     run.check_exists()
     config = read_own(run.config, report)
@@ -38,12 +43,14 @@ def policy_of_run(
             raise UserError(f"{path} is of a crew, which keeps no best checkpoint: leave out --checkpoint")
         from swarm_node.pipeline.staged_run import find_stages
 
+        config = alter(as_trained(config, None))
         policy = load_policy(config.policy, config.rollouts, report, samples)
         staged = find_stages([run], report)
         policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
         policy.version = staged.updates
-        return policy, as_trained(config, None)
+        return policy, config
     checkpoint, config = (best_of if which == "best" else newest_of)(run, config, report)
+    config = alter(config)
     policy = load_policy(config.policy, config.rollouts, report, samples)
     if checkpoint.state["model"]["base"] != policy.base_digest:
         raise UserError(f"the checkpoints of {path} were trained from another {config.policy.model} than the one here")
@@ -58,7 +65,7 @@ def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tu
     checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(_foreign)
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
-    return checkpoint, as_trained(config, checkpoint.state.get("settings"))
+    return checkpoint, settings_in(checkpoint.state, config)
 
 
 def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
@@ -74,13 +81,23 @@ def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tupl
         told = f"best held-out {WORDS[best.figure]} {best.value:.3f}, after round {best.round}"
         start = _at_start(checkpoint, best)
         say(told if start is None or best.value >= start else Warned(f"{told}: below the start's {start:.3f}"))
-        return checkpoint, as_trained(config, checkpoint.state.get("settings"))
+        return checkpoint, settings_in(checkpoint.state, config)
     if tried is not None:
         raise UserError(f"the best checkpoint of {run.path}, {problem}; leave out --checkpoint to take the newest")
     raise UserError(
         f"{run.path} has no best checkpoint: it has measured no held-out questions while it trained (eval.every); "
         "leave out --checkpoint to take the newest"
     )
+
+
+def settings_in(state: Mapping[str, Any], config: NodeConfig) -> NodeConfig:
+    """`config` of a run with the settings in the state of a checkpoint, and with the dtype in which it was trained,
+    which a short test may have chosen. Raises UserError."""
+    config, chosen = as_trained(config, state.get("settings")), state.get("in_effect")
+    dtype = chosen.get("policy.dtype") if isinstance(chosen, dict) else None
+    if config.policy.dtype != "auto" or dtype not in DTYPES:
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
 
 
 def _at_start(checkpoint: Checkpoint, best: Best) -> float | None:
