@@ -2,15 +2,16 @@
 
     base + adapter, loaded once  ->  each layer's weight becomes W + scale * B A, in place  ->  a transformers model
 
-Layers in 4 or 8 bits are dequantised one at a time: what was trained over rounded weights is merged into those, so the
-answers stay the same. Embedding and head of a base that ties them stay one matrix unless the adapter changes one of them
-alone. A few tokens are scored before and after.
+Layers in 4 or 8 bits are dequantised one at a time: what was trained over rounded weights is merged into those, so
+the answers stay the same. Embedding and head of a base that ties them stay one matrix unless the adapter changes one
+of them alone. A few tokens are scored before and after.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -84,7 +85,10 @@ def merged_model(policy: Policy, dtype: torch.dtype) -> PreTrainedModel:
     before, before_dtype = _scores(policy.model), policy.dtype
     _untie(policy.base)
     _unpack(policy.base, dtype)
-    model = policy.model.merge_and_unload().to(dtype)
+    with warnings.catch_warnings():
+        for told in ("Model with .tie_word_embeddings=True", "Input and output embeddings are no longer tied"):
+            warnings.filterwarnings("ignore", told)  # `_untie` does what PEFT advises
+        model = policy.model.merge_and_unload().to(dtype)
     _tell_tied(model)
     difference = (before.exp() * (before - _scores(model)).abs()).sum(-1).mean().item()
     if not difference <= (TOLERANCE if before_dtype == dtype == torch.float32 else COARSE):
@@ -126,7 +130,11 @@ def _tell_tied(model: PreTrainedModel) -> None:
 
 def _unpack(base: PreTrainedModel, dtype: torch.dtype) -> None:
     """Replace linear layers in 4 or 8 bits by plain ones in `dtype`, with their adapters merged in."""
-    packed = [name for name, m in base.named_modules() if isinstance(getattr(m, "weight", None), Tensor) and is_packed(m.weight)]
+    packed = [
+        name
+        for name, m in base.named_modules()
+        if isinstance(getattr(m, "weight", None), Tensor) and is_packed(m.weight)
+    ]
     for name in sorted({name.removesuffix(".base_layer") for name in packed}):
         module = base.get_submodule(name)
         own = _plain(module)

@@ -1,7 +1,7 @@
 """The card of an exported model: README.md, as a hub shows it.
 
-    front matter    what programs read: library, tags, base model, licence
-    What was trained, Held-out figures, Settings, How to ask it, How to repeat it
+front matter    what programs read: library, tags, base model, licence
+What was trained, Held-out figures, Settings, How to ask it, How to repeat it
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def sections(about: About, adapter: bool) -> str:
     files = about.question_files
     own = "" if not files else "a question file" if files == 1 else f"{files} question files"
     tasks = " and ".join(filter(None, (named, own))) or "its user's own tasks"
-    parts = [
-        f"This is {kind}, trained {rounds}with GRPO by swarm-node on {tasks}. It started from {base}."
-    ]
+    parts = [f"This is {kind}, trained {rounds}with GRPO by swarm-node on {tasks}. It started from {base}."]
     if about.changes:
         parts.append(_figures(about))
     if about.settings:
@@ -104,9 +102,7 @@ def _figures(about: About) -> str:
     for each in about.changes:
         name = NAMES[each.figure].format(about.samples)
         between = "-" if each.interval is None else f"{each.interval[0]:+.3f} to {each.interval[1]:+.3f}"
-        rows.append(
-            f"| {name} | {each.before:.3f} | {each.after:.3f} | {each.after - each.before:+.3f} | {between} |"
-        )
+        rows.append(f"| {name} | {each.before:.3f} | {each.after:.3f} | {each.after - each.before:+.3f} | {between} |")
     table = "\n".join(rows)
     after = f"after round {about.measured:,}" if about.measured else "after"
     return (

@@ -81,7 +81,12 @@ def write_prompt_format(
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     about = about or About(tasks=[_name(task) for task in public], question_files=len(tasks) - len(public))
-    parts = [front_matter(about, adapter), f"# {out.name}", sections(about, adapter), _words(config, tokenizer, adapter)]
+    parts = [
+        front_matter(about, adapter),
+        f"# {out.name}",
+        sections(about, adapter),
+        _words(config, tokenizer, adapter),
+    ]
     (out / "README.md").write_text("\n\n".join(parts) + repeated(about), encoding="utf-8")
 
 

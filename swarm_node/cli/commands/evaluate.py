@@ -193,7 +193,9 @@ class _Wanted:
             policy = config.policy.model_copy(update={key: getattr(own.policy, key) for key in kept})
             config = config.model_copy(update={"policy": policy})
             if policy.dtype == "auto":
-                note(Warned(f"{self.like.path} does not say in which dtype it computes: --set policy.dtype=float32 does"))
+                note(
+                    Warned(f"{self.like.path} does not say in which dtype it computes: --set policy.dtype=float32 does")
+                )
         config = over(config, self.given)
         if "answer" in self.given.get("rewards", {}):
             config = in_form(config, config.rewards.answer)

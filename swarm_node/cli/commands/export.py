@@ -41,8 +41,9 @@ def policy_of_run(
     which: Which = "newest",
     alter: Callable[[NodeConfig], NodeConfig] = lambda config: config,
 ) -> tuple[Policy, NodeConfig]:
-    """The policy of a valid checkpoint of a run, which may be active, and the settings of its training. Without
-    `samples` the policy cannot generate. `alter` changes the settings before the model is loaded. Raises UserError if there is no run or no such checkpoint yet."""
+    """The policy of a valid checkpoint of a run, which may be active, and the settings of its training, which `alter`
+    changes before the model is loaded. Without `samples` the policy cannot generate. Raises UserError if there is no
+    run or no such checkpoint yet."""
     run = RunDir(path)
     run.check_exists()
     config = read_own(run.config, report)

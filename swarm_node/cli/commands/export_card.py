@@ -97,8 +97,8 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
         document["base_model_name_or_path"] = place
         say(
             Warned(
-                f"{file} names the base by its place on this machine, {place}; before you give the adapter away, export "
-                "it with --base OWNER/NAME, which names the base on the hub, or with --merged, which needs no base"
+                f"{file} names the base by its place on this machine, {place}; before you give the adapter away, "
+                "export it with --base OWNER/NAME, the base's name on the hub, or with --merged, which needs no base"
             )
         )
     file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -151,7 +151,7 @@ def _changes(held: HeldOut) -> Iterable[Change]:
     for figure, interval in HELD.items():
         pair = getattr(held, figure)
         if pair is not None and not (figure == "pass_k" and held.samples == 1):
-            yield Change(figure, *pair, getattr(held, interval))
+            yield Change(figure, pair[0], pair[1], getattr(held, interval))
 
 
 def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +171,11 @@ def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
         "answers in a round": f"{groups} questions, {rollouts.group_size} answers each" if groups else None,
         "seed": config.seed,
     }
-    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in found.items() if value is not None}
+    return {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str) -> str:

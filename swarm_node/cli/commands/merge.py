@@ -99,7 +99,8 @@ class Merged(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """Options of `swarm-node merge`; the three before the last are of a swarm. Raises UserError for a scale that means nothing."""
+    """Options of `swarm-node merge`; the three before the last are of a swarm. Raises UserError for a scale that means
+    nothing."""
 
     out: Path  # new directory for the merged model
     method: Method = "uniform"

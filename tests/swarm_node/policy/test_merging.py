@@ -19,6 +19,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.policy import save as save_model
 from tests.support.tiny_models import make, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # of PEFT
 IDS = torch.tensor([[5, 80, 130, 7, 220, 91, 33, 12]])
 
 
@@ -74,7 +75,9 @@ def test_an_adapter_of_one_tied_matrix_unties_them(tmp_path: Path, targets: list
 def test_whole_layers_beside_an_adapter_are_merged(tmp_path: Path) -> None:
     save("llama", tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM"
+    )
     get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
     policy_of(save("llama", tmp_path / "tokenizer")).tokenizer.save_pretrained(tmp_path / "adapter")
     policy = policy_of(tmp_path / "adapter", lora=None)
