@@ -17,7 +17,7 @@ NAMES = {"pass_1": "share of right answers (pass@1)", "pass_k": "any answer righ
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     """A held-out figure before and after training."""
 
     figure: str  # a key of `NAMES`
@@ -37,7 +37,7 @@ class About:
     rounds: int = 0
     tasks: Sequence[str] = ()
     question_files: int = 0
-    changes: Sequence[Change] = ()
+    changes: Sequence[FigureChange] = ()
     questions: int = 0
     samples: int = 0
     measured: int = 0  # the round after which the later figures were measured

@@ -189,7 +189,7 @@ class _Wanted:
     def _altered(self, own: NodeConfig, kept: set[str]) -> NodeConfig:
         config = own
         if self.like is not None:
-            config = settings_of(self.like, note)
+            config = settings_with_weights(self.like, note)
             policy = config.policy.model_copy(update={key: getattr(own.policy, key) for key in kept})
             config = config.model_copy(update={"policy": policy})
             if policy.dtype == "auto":
@@ -202,7 +202,7 @@ class _Wanted:
         return with_named_functions(config, self.functions, note)
 
 
-def settings_of(run: RunDir, say: Callable[[str], None]) -> NodeConfig:
+def settings_with_weights(run: RunDir, say: Callable[[str], None]) -> NodeConfig:
     """The settings with which a run measures itself, by its newest checkpoint. Raises UserError."""
     run.check_exists()
     return settings_in(newest_checkpoint(run)[1], read_own(run.config, say))

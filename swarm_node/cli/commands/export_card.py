@@ -24,7 +24,7 @@ from swarm_node.config.training import is_question_file
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.adapters import adapter_base
-from swarm_node.policy.model_card import About, Change, licence_of
+from swarm_node.policy.model_card import About, FigureChange, licence_of
 from swarm_node.policy.model_path import is_place, starter_path
 from swarm_node.runtime.held_out import compared
 from swarm_node.say import Warned
@@ -147,11 +147,11 @@ def _held(config: NodeConfig, state: Mapping[str, Any]) -> HeldOut | None:
     return None if found is None else msgspec.structs.replace(found, round=record.round)
 
 
-def _changes(held: HeldOut) -> Iterable[Change]:
+def _changes(held: HeldOut) -> Iterable[FigureChange]:
     for figure, interval in HELD.items():
         pair = getattr(held, figure)
         if pair is not None and not (figure == "pass_k" and held.samples == 1):
-            yield Change(figure, pair[0], pair[1], getattr(held, interval))
+            yield FigureChange(figure, pair[0], pair[1], getattr(held, interval))
 
 
 def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
