@@ -133,12 +133,9 @@ def _weights(
 
 
 def save_staged(staged: Staged, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`, in `dtype`; None = in that of
-    the checkpoints."""
-    tokenizing.save_tokenizer(load_tokenizer(staged.config.policy), out)
     """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`, in `dtype`; None = in that
     of the checkpoints."""
-    load_tokenizer(staged.config.policy).save_pretrained(out)
+    tokenizing.save_tokenizer(load_tokenizer(staged.config.policy), out)
     if staged.plan.lora:
         _save_adapter(staged, out, dtype)
     else:
