@@ -31,7 +31,7 @@ class About:
     """What a card tells of a training. It names no place on the machine that trained."""
 
     base: str = ""  # name of the base on the hub, or one that the package knows; empty = not known
-    base_in_words: str = ""  # the same for people; empty = a directory on that machine
+    base_in_words: str | None = None  # the same for people; empty = a directory on that machine, None = not said
     licence: str = ""  # the base's, as the hub writes it
     merged: bool = False  # whether an adapter was trained and merged into the base
     rounds: int = 0
@@ -75,13 +75,15 @@ def licence_of(card: Path) -> str:
 def sections(about: About, adapter: bool) -> str:
     """The sections about the training of an `adapter`, or of a whole model."""
     kind = "an adapter (LoRA)" if adapter else "a model with an adapter (LoRA) merged in" if about.merged else "a model"
-    base = about.base_in_words or "a model in a directory of the machine that trained"
+    base = about.base_in_words
+    if base is not None:
+        base = f" It started from {base or 'a model in a directory of the machine that trained'}."
     rounds = f"in {about.rounds:,} rounds " if about.rounds else ""
     named = ", ".join(f"`{task}`" for task in about.tasks)
     files = about.question_files
     own = "" if not files else "a question file" if files == 1 else f"{files} question files"
     tasks = " and ".join(filter(None, (named, own))) or "its user's own tasks"
-    parts = [f"This is {kind}, trained {rounds}with GRPO by swarm-node on {tasks}. It started from {base}."]
+    parts = [f"This is {kind}, trained {rounds}with GRPO by swarm-node on {tasks}.{base or ''}"]
     if about.changes:
         parts.append(_figures(about))
     if about.settings:
@@ -94,7 +96,9 @@ def repeated(about: About) -> str:
     """The section with the command; empty without one."""
     if not about.command:
         return ""
-    return f"\n## How to repeat it\n\n```sh\n{about.command}\n```\n\nNames in capitals stand for files of your own.\n"
+    fence = "````" if "```" in about.command else "```"
+    told = "Names in capitals stand for files of your own."
+    return f"\n## How to repeat it\n\n{fence}sh\n{about.command}\n{fence}\n\n{told}\n"
 
 
 def _figures(about: About) -> str:

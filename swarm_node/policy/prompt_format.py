@@ -80,7 +80,7 @@ def write_prompt_format(
         "eval": config.eval.model_dump(include=set(EVALUATION)),
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    about = about or About(tasks=[_name(task) for task in public], question_files=len(tasks) - len(public))
+    about = about or About()
     parts = [
         front_matter(about, adapter),
         f"# {out.name}",
@@ -88,10 +88,6 @@ def write_prompt_format(
         _words(config, tokenizer, adapter),
     ]
     (out / "README.md").write_text("\n\n".join(parts) + repeated(about), encoding="utf-8")
-
-
-def _name(task: str | TaskConfig) -> str:
-    return task if isinstance(task, str) else task.env or ""
 
 
 def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,15 +109,10 @@ def about_run(
     run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: Base, state: Mapping[str, Any]
 ) -> About:
     """What a card tells of a run; `state` is that of the exported checkpoint."""
-    public = [task for task in tasks if not _is_file(task)]
     held = _held(config, state)
-    return About(
-        base=base.hub_id,
-        base_in_words=base.in_words,
-        licence=base.licence,
+    return replace(
+        about_tasks(tasks, base),
         rounds=_round(state),
-        tasks=[task if isinstance(task, str) else str(task.env) for task in public],
-        question_files=len(tasks) - len(public),
         changes=[] if held is None else list(_changes(held)),
         questions=0 if held is None else held.questions,
         samples=0 if held is None else held.samples,
@@ -124,6 +120,13 @@ def about_run(
         settings=_settings(config, state),
         command=_command(run, config, tasks, base.name),
     )
+
+
+def about_tasks(tasks: Sequence[str | TaskConfig], base: Base) -> About:
+    """What a card tells of tasks and base alone."""
+    public = [task if isinstance(task, str) else str(task.env) for task in tasks if not _is_file(task)]
+    files = len(tasks) - len(public)
+    return About(base.hub_id, base.in_words, base.licence, tasks=public, question_files=files)
 
 
 def _round(state: Mapping[str, Any]) -> int:

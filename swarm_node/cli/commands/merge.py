@@ -26,6 +26,7 @@ from rich.table import Table
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.evaluate import say_trained, with_named_functions
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
+from swarm_node.cli.commands.export_card import about_tasks, base_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.figures import WORDS, Figure, figure_of
@@ -166,7 +167,9 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
     policy.load_trainable_state(merged)
     with os_errors_explained(out):
         policy.save(out)
-        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
+        base = base_of(cohort.config.policy, None)
+        about = about_tasks(cohort.tasks, base)
+        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora, about)
     _check_written(out, cohort)
     if exam is not None:
         say(f"testing the merged model and each of its {len(sources)} sources on {len(asked)} held-out questions")
