@@ -30,7 +30,7 @@ from protocol.errors import printable
 from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
-from swarm_node.config.measuring import of_a_measurement
+from swarm_node.config.measuring import is_measured, of_a_measurement
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.config.plugins import blamed
@@ -312,8 +312,11 @@ def _hint(option: str, command: str) -> str:
 
         if name in HOLDING_UP:
             return f": it is not for {NOT_ON_A_BOOTSTRAP}"
-    if keys := [key for key in all_keys() if key.endswith(f".{name}") and "[]" not in key]:
+    known = [key for key in all_keys() if "[]" not in key and (command != "eval" or is_measured(key, is_run=True))]
+    if keys := [key for key in known if key.endswith(f".{name}")]:
         return f"; did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
+    if command == "eval":
+        return ""
     flags = {row.key: row.flag for row in OPTIONS if command in row.commands.split() and not row.value}
     return trl_hint(name, lambda key: flags.get(key, f"--set {key}=VALUE"))
 

@@ -37,7 +37,7 @@ def of_a_measurement(layers: Layers, is_run: bool, say: Callable[[str], None]) -
     left_out = []
     for source, layer in layers:
         for key, value in flat(layer).items():
-            if _is_measured(key, is_run):
+            if is_measured(key, is_run):
                 found = merged(found, nest(key, value))
             elif source in ("--set", SETS_VARIABLE) or (source.startswith(VARIABLE_PREFIX) and _is_near(key)):
                 hint = INSTEAD.get(key, "it belongs to training or to a node, and `eval` does neither")
@@ -61,7 +61,8 @@ def over(config: NodeConfig, table: Table) -> NodeConfig:
     return config
 
 
-def _is_measured(key: str, is_run: bool) -> bool:
+def is_measured(key: str, is_run: bool) -> bool:
+    """Whether a measurement, of a run or else of a model, uses the key."""
     return key.partition(".")[0] in MEASURED and key not in ONLY_TRAINED and (is_run or key != "policy.model")
 
 
