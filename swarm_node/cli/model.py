@@ -56,6 +56,7 @@ def get_model(
 
 
 def evaluate_model(
+    settings: CommandSettings,
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run directory, model path or hub id.")],
     tasks: Annotated[
         list[str] | None,
@@ -70,8 +71,17 @@ def evaluate_model(
         list[str] | None,
         option(
             "--reward",
-            explanation("rewards.functions") + " They take the place of the run's. Repeatable or comma-separated.",
+            explanation("rewards.functions") + " Those that only the run names are left out. Repeatable or "
+            "comma-separated.",
             metavar="FILE.py:FUNCTION",
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        option(
+            "--like",
+            "Measure as this run measures itself: its prompt, answers, sampling, tasks, questions, samples and dtype.",
+            metavar="RUN",
         ),
     ] = None,
     samples: Annotated[
@@ -87,7 +97,10 @@ def evaluate_model(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file."""
+    """Measure pass@1, pass@k and rewards on held-out questions, or on all of a test file.
+
+    --config, --set and variables change how it is asked, for this measurement.
+    """
     from swarm_node.policy.model_path import checked
     from swarm_node.runtime.preflight import check_functions
     from swarm_node.tasks.checking import check_end, check_specs
@@ -99,10 +112,14 @@ def evaluate_model(
         check_end(named or [])
         if questions is not None:
             raise UserError("--all asks every question, and --questions some: leave out one of them")
+    is_run = RunDir(target).exists
     if Path(target).parts[:1] == ("runs",):
         RunDir(target).check_exists()
-    elif not RunDir(target).exists:
+    elif not is_run:
         checked(target)
+    if like is not None:
+        RunDir(like).check_exists()
+    given = settings.of_a_measurement(is_run)
     if out is not None:
         check_new_file(out)
     starting()
@@ -118,6 +135,8 @@ def evaluate_model(
         every=every,
         out=out,
         functions=functions,
+        like=like,
+        given=given,
     )
 
 
@@ -128,15 +147,30 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="New directory for the model.")],
     checkpoint: WhichCheckpoint = "newest",
+    merged: Annotated[
+        bool, option("--merged", "Merge a trained adapter into its base: one model that needs nothing else.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        option("--dtype", "Number format of the files; by default that of the checkpoint, or of the base if merged."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        option("--base", "Name of the base on the hub, for the card and the adapter.", metavar="OWNER/NAME"),
+    ] = None,
 ) -> None:
     """Write the trained model for transformers (or PEFT, if it is an adapter)."""
     for run in runs:
         RunDir(run).check_exists()
+    if base is not None:
+        from swarm_node.policy.model_path import check_hub_id
+
+        check_hub_id(base)
     check_new_directory(out, make=False)
     starting()
     from swarm_node.cli.commands.export import export_run
 
-    export_run(runs, out, partial(note, err=False), checkpoint)
+    export_run(runs, out, partial(note, err=False), checkpoint, merged=merged, dtype=dtype, base=base)
 
 
 def merge_models(
@@ -159,6 +193,15 @@ def merge_models(
         option("--scale", "For task arithmetic; by default the best of a few, on half of the held-out questions."),
     ] = None,
     questions: Annotated[int | None, option("--questions", f"{HELD_OUT_HELP} 0 = none.", min=0)] = None,
+    reward: Annotated[
+        list[str] | None,
+        option(
+            "--reward",
+            explanation("rewards.functions") + " Those that only the runs name are left out. Repeatable or "
+            "comma-separated.",
+            metavar="FILE.py:FUNCTION",
+        ),
+    ] = None,
     cohort: Annotated[
         str | None,
         option(
@@ -202,14 +245,22 @@ def merge_models(
         raise UserError("a merge is of one swarm, or of run directories")
     runs = [] if with_swarm else runs_of(sources)
     check_new_directory(out, make=False)
+    from swarm_node.runtime.preflight import check_functions
+
+    functions = rewards_in(reward)
+    check_functions(functions or [])
     starting()
     from swarm_node.cli.commands.merge import MergeRequest, main
 
-    request = MergeRequest(out, method, scale, questions, json_output, timeout, cohort, split_names(without) or [])
+    left_out = split_names(without) or []
+    request = MergeRequest(out, method, scale, questions, json_output, timeout, cohort, left_out, functions)
     if with_swarm:
         from swarm_node.cli.commands.merge_swarm import main as merge_members
 
-        merge_members(sources[0], settings.load(), request)
+        config = settings.load()
+        if functions is not None:
+            config = config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
+        merge_members(sources[0], config, request)
     else:
         main(runs, request)
 

@@ -28,8 +28,9 @@ from typer.core import TyperCommand
 
 from protocol.errors import printable
 from swarm_node.config import NodeConfig, TaskConfig, load_config
-from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, alternatives
+from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
+from swarm_node.config.measuring import is_measured, of_a_measurement
 from swarm_node.config.options import OPTIONS, KeyOption, explanation
 from swarm_node.config.own import read_own
 from swarm_node.config.plugins import blamed
@@ -179,6 +180,11 @@ class CommandSettings:
         """The configuration, with more values from the command. Raises UserError."""
         return load_config(self.file, os.environ, self.flags | flags, self.sets, COMMAND_VARIABLES)
 
+    def of_a_measurement(self, is_run: bool) -> Table:
+        """The settings of a measurement, of a run or of a model; see `measuring`. Raises UserError."""
+        layers = read_layers(self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES)
+        return of_a_measurement(layers, is_run, note)
+
     def load_run(self, member: bool, usual_name: str = "", err: bool = True) -> NodeConfig:
         """The configuration for a start in a directory that may have a run. `usual_name` names the node, and so its
         directory, where nothing else names either. `err`: the log goes to standard error. Raises UserError."""
@@ -306,8 +312,11 @@ def _hint(option: str, command: str) -> str:
 
         if name in HOLDING_UP:
             return f": it is not for {NOT_ON_A_BOOTSTRAP}"
-    if keys := [key for key in all_keys() if key.endswith(f".{name}") and "[]" not in key]:
+    known = [key for key in all_keys() if "[]" not in key and (command != "eval" or is_measured(key, is_run=True))]
+    if keys := [key for key in known if key.endswith(f".{name}")]:
         return f"; did you mean {' or '.join(f'--set {key}=VALUE' for key in keys)}?"
+    if command == "eval":
+        return ""
     flags = {row.key: row.flag for row in OPTIONS if command in row.commands.split() and not row.value}
     return trl_hint(name, lambda key: flags.get(key, f"--set {key}=VALUE"))
 

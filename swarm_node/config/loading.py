@@ -55,7 +55,7 @@ def load_config(
 def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) -> NodeConfig:
     """The configuration for the start of a run, as a `member` of a swarm or alone. If the directory has a run, that
     run's own settings come right above the defaults. Raises UserError; also if a member's run would go on alone."""
-    table = _together(layers)
+    table = together(layers)
     where = {key: table[key] for key in ("run_dir", "name") if key in table}
     directory = NodeConfig.model_validate(where | {"swarm": "any" if member else None}).directory
     there = directory / "config.toml"
@@ -79,7 +79,7 @@ def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) ->
     return config
 
 
-def _together(layers: Layers) -> Table:
+def together(layers: Layers) -> Table:
     """All layers in one. Raises UserError for a value that is wrong without regard to others."""
     table: Table = {}
     for source, layer in layers:
@@ -93,7 +93,7 @@ def _together(layers: Layers) -> Table:
 
 
 def _resolved(layers: Layers) -> NodeConfig:
-    table = _together(layers)
+    table = together(layers)
     try:
         config = NodeConfig.model_validate(table)
     except ValidationError as error:  # each layer is right by itself
@@ -161,6 +161,11 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"--quantize {quantize} freezes the model's weights: leave out --no-lora, or --quantize")
         if config.pipeline.stages:
             raise UserError(f"--quantize {quantize} is not for policies in stages (--stages), which load plain weights")
+    check_prompt(config)
+
+
+def check_prompt(config: NodeConfig) -> None:
+    """Raises UserError for a prompt without the question."""
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
 

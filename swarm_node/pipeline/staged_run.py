@@ -132,21 +132,22 @@ def _weights(
     return stages
 
 
-def save_staged(staged: Staged, out: Path) -> None:
-    """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`."""
+def save_staged(staged: Staged, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`, in `dtype`; None = in that
+    of the checkpoints."""
     tokenizing.save_tokenizer(load_tokenizer(staged.config.policy), out)
     if staged.plan.lora:
-        _save_adapter(staged, out)
+        _save_adapter(staged, out, dtype)
     else:
-        _save_model(staged, out)
+        _save_model(staged, out, dtype)
     for file in out.glob("*.safetensors"):
         file.chmod((out / "tokenizer_config.json").stat().st_mode)
 
 
-def _save_model(staged: Staged, out: Path) -> None:
+def _save_model(staged: Staged, out: Path, dtype: torch.dtype | None) -> None:
     plan = staged.plan
     config = copy.deepcopy(plan.config)
-    config.dtype = plan.dtype
+    config.dtype = dtype or next(tensor.dtype for stage in staged.stages for tensor in stage.values())
     config.architectures = [type(skeleton(plan.config)).__name__]
     config.save_pretrained(out)
     generation = model_file(plan, "generation_config.json")
@@ -157,7 +158,7 @@ def _save_model(staged: Staged, out: Path) -> None:
     size = 0
     for number, stage in enumerate(staged.stages, 1):
         file = f"model-{number:05}-of-{len(staged.stages):05}.safetensors"
-        tensors = {name: tensor.to(plan.dtype).contiguous() for name, tensor in stage.items()}
+        tensors = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in stage.items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -165,7 +166,7 @@ def _save_model(staged: Staged, out: Path) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _save_adapter(staged: Staged, out: Path) -> None:
+def _save_adapter(staged: Staged, out: Path, dtype: torch.dtype | None) -> None:
     plan, policy = staged.plan, staged.config.policy
     if plan.adapter is not None:
         shutil.copyfile(Path(plan.adapter) / "adapter_config.json", out / "adapter_config.json")
@@ -175,7 +176,7 @@ def _save_adapter(staged: Staged, out: Path) -> None:
         lora.base_model_name_or_path, lora.revision, lora.inference_mode = plan.base, plan.revision, True
         lora.save_pretrained(out)
     tensors = {
-        name.replace(".default", ""): tensor.to(plan.dtype).contiguous()
+        name.replace(".default", ""): tensor.to(dtype or tensor.dtype).contiguous()
         for stage in staged.stages
         for name, tensor in stage.items()
     }

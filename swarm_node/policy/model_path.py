@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -86,6 +87,12 @@ def is_place(path: str) -> bool:
 def is_particular(named: str) -> bool:
     """Whether a user who names a model so means one model, whatever a swarm calls its own."""
     return named == SMOLLM2 or "/" in named or Path(named).expanduser().exists()
+
+
+def check_hub_id(name: str) -> None:
+    """Raise UserError unless `name` can be that of a model on the hub."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", name, re.ASCII):
+        raise UserError(f"--base {name}: a model of the hub is named OWNER/NAME, as on its page")
 
 
 def _is_cached(name: str) -> bool:

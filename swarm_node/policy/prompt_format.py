@@ -25,6 +25,7 @@ from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.policy.chat_template import frame_around, named_template, tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
+from swarm_node.policy.model_card import About, front_matter, repeated, sections
 from swarm_node.policy.tokenizing import guarded
 
 PROMPT_FORMAT = "swarm-node.json"
@@ -55,8 +56,10 @@ def write_prompt_format(
     config: NodeConfig,
     tasks: Sequence[str | TaskConfig],
     adapter: bool = False,
+    about: About | None = None,
 ) -> None:
     """Write the prompt format of a run with `config` and `tasks` into `out`, a model or adapter in Hugging Face layout.
+    `about`: what the card tells of the training.
 
     Question files and reward functions are paths on one machine, so they are left out.
     """
@@ -69,7 +72,7 @@ def write_prompt_format(
     public = [task for task in tasks if not _is_file(task)]
     document = {
         "format": FORMAT,
-        "policy": config.policy.model_dump(include={*PROMPTS, ARGUMENTS}),
+        "policy": config.policy.model_dump(include={*PROMPTS, ARGUMENTS, "dtype"}),
         "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
         "answer": config.rewards.answer,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
@@ -77,11 +80,14 @@ def write_prompt_format(
         "eval": config.eval.model_dump(include=set(EVALUATION)),
     }
     (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    card = out / "README.md"  # of an adapter, PEFT has begun one
-    library = "peft" if adapter else "transformers"
-    front = f"---\nlibrary_name: {library}\ntags:\n- swarm-node\n- grpo\n---\n\n# {out.name}\n"
-    begun = card.read_text(encoding="utf-8") if card.is_file() else front
-    card.write_text(f"{begun.rstrip()}\n\n{_words(config, tokenizer)}", encoding="utf-8")
+    about = about or About()
+    parts = [
+        front_matter(about, adapter),
+        f"# {out.name}",
+        sections(about, adapter),
+        _words(config, tokenizer, adapter),
+    ]
+    (out / "README.md").write_text("\n\n".join(parts) + repeated(about), encoding="utf-8")
 
 
 def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
@@ -99,7 +105,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         if document["format"] != FORMAT:
             raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
         config = NodeConfig(
-            policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}, **_arguments(document["policy"])),
+            policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}, **_more(document["policy"])),
             rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
             eval=EvalConfig(**{key: document["eval"][key] for key in EVALUATION}),
             rewards=RewardsConfig(answer=document.get("answer", "any")),
@@ -112,9 +118,10 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         raise UserError(f"cannot use {file}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _arguments(policy: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the chat template in an export, if it has any."""
-    return {ARGUMENTS: policy[ARGUMENTS]} if policy.get(ARGUMENTS) else {}
+def _more(policy: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template in an export, if it has any, and the dtype in which the run computed, if the
+    version that wrote it says so."""
+    return {key: policy[key] for key in (ARGUMENTS, "dtype") if policy.get(key)}
 
 
 def template_of_training(tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig) -> str:
@@ -201,7 +208,7 @@ def _is_left_out(tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig) -> bo
     return one == another
 
 
-def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase, adapter: bool) -> str:
     policy, rollouts = config.policy, config.rollouts
     has_template = bool(tokenizer.chat_template)
     text = policy.system_prompt if has_template else policy.prompt_template
@@ -222,9 +229,33 @@ def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     if has_template and policy.chat_template_kwargs:
         given = ", ".join(f"{name} = {json.dumps(value)}" for name, value in policy.chat_template_kwargs.items())
         how += f"\n\nThe chat template was given {given}, which it takes here where it is not told otherwise."
+    read = "give it to `generate`, which reads that of the base only" if adapter else "`generate` reads it"
     return (
         f"## How to ask it\n\n{how}\n\n"
         f"Answers were sampled at temperature {rollouts.temperature:g} and top_p {rollouts.top_p:g}, with up to "
-        f"{rollouts.max_new_tokens} tokens. `generation_config.json` says so, too; `{PROMPT_FORMAT}` is for "
-        "`swarm-node eval DIR`, which asks in the same way.\n"
+        f"{rollouts.max_new_tokens} tokens. `generation_config.json` says so, too ({read}); `{PROMPT_FORMAT}` is for "
+        f"`swarm-node eval DIR`, which asks in the same way.\n\n```python\n{_code(has_template, adapter)}\n```\n"
     )
+
+
+def _code(has_template: bool, adapter: bool) -> str:
+    """The lines of Python that ask the model in the directory DIR."""
+    more, given = (", GenerationConfig", ", generation_config=settings") if adapter else ("", "")
+    asked = (
+        'messages = [{"role": "user", "content": QUESTION}]\n'
+        "inputs = tokenizer.apply_chat_template(\n"
+        '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)'
+        if has_template
+        else 'inputs = tokenizer(PROMPT, return_tensors="pt")'
+    )
+    lines = [
+        f"from transformers import AutoModelForCausalLM, AutoTokenizer{more}\n",
+        *(["# with the package peft; the base is the one that adapter_config.json names"] if adapter else []),
+        'model = AutoModelForCausalLM.from_pretrained("DIR")',
+        'tokenizer = AutoTokenizer.from_pretrained("DIR")',
+        *(['settings = GenerationConfig.from_pretrained("DIR")'] if adapter else []),
+        asked,
+        f"answer = model.generate(**inputs{given})",
+        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    return "\n".join(lines)

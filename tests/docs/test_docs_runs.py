@@ -115,8 +115,9 @@ class Reader:
 
     def run(self, command: Command) -> None:
         self.provide(command)
-        every = {"SWARM_NODE_QUESTIONS": None} if "--all" in command.words else {}
-        done = CliRunner().invoke(app, list(command.words[1:]), env=every)
+        unset = ["SWARM_NODE_QUESTIONS"] if "--all" in command.words else []
+        unset += ["SWARM_NODE_ROLLOUTS__GROUP_SIZE"] if command.words[1] == "eval" else []  # it refuses that one
+        done = CliRunner().invoke(app, list(command.words[1:]), env=dict.fromkeys(unset))
         assert done.exit_code in ENDS_WELL.get(command.words[1], (0,)), f"{command}\n{done.output}\n{done.exception!r}"
 
     def provide(self, command: Command) -> None:

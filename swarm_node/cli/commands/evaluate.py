@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from statistics import fmean
@@ -14,17 +16,21 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.cli.commands.export import Which, policy_of_run, tasks_of
+from swarm_node.cli.commands.export import Which, policy_of_run, settings_in, tasks_of
 from swarm_node.cli.options import note
-from swarm_node.config import NodeConfig, RewardsConfig, TaskConfig
+from swarm_node.config import NodeConfig, RewardsConfig, RolloutsConfig, TaskConfig
+from swarm_node.config.keys import Table as Settings
+from swarm_node.config.measuring import over
+from swarm_node.config.own import read_own
 from swarm_node.config.plugins import only_in_a_program
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import fit_sampling, hardware_of
-from swarm_node.observability.evaluations import Held
+from swarm_node.observability.evaluations import Held, newest_checkpoint
 from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length, too_long
 from swarm_node.rollouts.collect import encode_each
@@ -33,8 +39,12 @@ from swarm_node.say import Warned
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.one_turn import in_form
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.types import Group, Task
+
+OF_WEIGHTS = {"model", "revision", "lora", "lora_rank", "lora_alpha", "lora_targets"}
+"""Keys of `policy` that say which weights are measured; the others say how."""
 
 
 def main(
@@ -48,22 +58,27 @@ def main(
     every: bool = False,
     out: Path | None = None,
     functions: Sequence[RewardFunctionConfig] | None = None,
+    like: Path | None = None,
+    given: Settings | None = None,
 ) -> None:
     """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document. A run and
     an exported model are measured with the tasks and the sampling settings of their training. `every`: ask each
     question of the tasks once, in their order. `out`: a new file for the answers, a line for each question.
-    `functions`: reward functions in place of the run's; a question without an answer is then judged by them alone."""
-    run = RunDir(target)
+    `functions`: the only reward functions that judge; a question without an answer is then judged by them alone.
+    `like`: a run, as which everything is measured. `given`: settings of the user's own (`of_a_measurement`)."""
+    run, asked_as = RunDir(target), None if like is None else RunDir(like)
+    wanted = _Wanted(asked_as, given or {}, functions)
     if run.exists:
-        policy, config = policy_of_run(Path(target), note, which=which)
-        config = _with_functions_at_hand(config, note) if functions is None else _with_functions(config, functions)
-        task_set = _tasks_of_run(run, config, tasks, answers=functions is None)
+        policy, config = policy_of_run(Path(target), note, which=which, alter=wanted.of_run)
     else:
         if which != "newest":
             raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
-        config = _with_functions(_of_model(target, bool(tasks), note), functions or [])
+        has_tasks = bool(tasks or asked_as or "tasks" in wanted.given)
+        config = wanted.of_model(_of_model(target, has_tasks, note))
         policy = load_policy(config.policy, config.rollouts, note)
-        task_set = load_tasks(tasks or config.tasks, config.rewards, answers=functions is None)
+    of_tasks = asked_as or (run if run.exists else None)
+    tasks = tasks or (config.tasks if "tasks" in wanted.given else None)
+    task_set = _tasks(of_tasks, config, tasks, answers=wanted.functions is None)
     samples = samples or config.eval.samples
     most = questions or config.eval.questions or EvalConfig().questions
     asked = task_set.every() if every else task_set.held_out(most)
@@ -77,7 +92,7 @@ def main(
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     many = f"all {number} questions" if every else f"{number} held-out questions"
     note(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
-    if run.exists and tasks and config.eval.tasks and not config.swarm:
+    if of_tasks is not None and tasks and config.eval.tasks and not config.swarm:
         say_trained("the run", config, asked, note)
     groups = answers_to(asked, policy, task_set, rollouts, samples)
     table = summarise(groups, task_set.labels)
@@ -87,7 +102,13 @@ def main(
     if left_out := len(asked) - table["all"].questions:
         note(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
     rewards = _means(groups, task_set.reward_weights)
-    document = {"target": target, "samples": samples, "rewards": rewards, "held_out": msgspec.to_builtins(table)}
+    document = {
+        "target": target,
+        "samples": samples,
+        "settings": _conditions(policy, config, rollouts),
+        "rewards": rewards,
+        "held_out": msgspec.to_builtins(table),
+    }
     try:
         if not json_output:
             _show(table, title, samples, config.rewards, rewards)
@@ -142,14 +163,95 @@ def _is_file(task: str | TaskConfig) -> bool:
     return is_question_file(task) if isinstance(task, str) else task.file is not None
 
 
-def _tasks_of_run(
-    run: RunDir, config: NodeConfig, named: Sequence[str | TaskConfig] | None, answers: bool = True
+@dataclass(frozen=True)
+class _Wanted:
+    """How the user wants something to be measured."""
+
+    like: RunDir | None  # the run as which it is measured
+    given: Settings  # settings from --config, variables and --set
+    named: Sequence[RewardFunctionConfig] | None  # by --reward
+
+    @property
+    def functions(self) -> Sequence[RewardFunctionConfig] | None:
+        """The reward functions that the user names; None if no option or setting does."""
+        if self.named is None and "functions" in self.given.get("rewards", {}):
+            return NodeConfig.model_validate({"rewards": self.given["rewards"]}).rewards.functions
+        return self.named
+
+    def of_run(self, own: NodeConfig) -> NodeConfig:
+        """The settings to measure a run with that has its `own`."""
+        return self._altered(own, OF_WEIGHTS | {"quantize"})
+
+    def of_model(self, own: NodeConfig) -> NodeConfig:
+        """The settings to measure a model with that has its `own`. Whoever made it chose no code."""
+        return self._altered(own, OF_WEIGHTS)
+
+    def _altered(self, own: NodeConfig, kept: set[str]) -> NodeConfig:
+        config = own
+        if self.like is not None:
+            config = settings_with_weights(self.like, note)
+            policy = config.policy.model_copy(update={key: getattr(own.policy, key) for key in kept})
+            config = config.model_copy(update={"policy": policy})
+            if policy.dtype == "auto":
+                note(
+                    Warned(f"{self.like.path} does not say in which dtype it computes: --set policy.dtype=float32 does")
+                )
+        config = over(config, self.given)
+        if "answer" in self.given.get("rewards", {}):
+            config = in_form(config, config.rewards.answer)
+        return with_named_functions(config, self.functions, note)
+
+
+def settings_with_weights(run: RunDir, say: Callable[[str], None]) -> NodeConfig:
+    """The settings with which a run measures itself, by its newest checkpoint. Raises UserError."""
+    run.check_exists()
+    return settings_in(newest_checkpoint(run)[1], read_own(run.config, say))
+
+
+def with_named_functions(
+    config: NodeConfig, named: Sequence[RewardFunctionConfig] | None, say: Callable[[str], None]
+) -> NodeConfig:
+    """`config` of a run with the reward functions that the user has `named`. Those that only the run's directory names
+    are left out: they are code, and the directory may be a stranger's. Raises UserError if nothing judges then."""
+    lost = config.rewards.functions
+    if named is not None or not lost:
+        return _with_functions(config, named or [])
+    again = " ".join(f"--reward {shlex.quote(_option_of(each))}" for each in lost)
+    names = ", ".join(each.path for each in lost)
+    why = f"since they are code that only the run's directory names: {names}; {again} counts them, if you trust them"
+    if not config.rewards.checker_weight:
+        raise UserError(f"nothing is left to judge answers: reward functions are left out, {why}")
+    say(Warned(f"left out, {why}"))
+    return _with_functions(config, [])
+
+
+def _option_of(function: RewardFunctionConfig) -> str:
+    """The value of --reward for a function of a run; one that only a program has must be written into a file."""
+    path = "FILE.py:FUNCTION" if only_in_a_program(function.path) else function.path
+    return path if function.weight == 1 else f"{{path={json.dumps(path)}, weight={function.weight:g}}}"
+
+
+def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) -> dict[str, Any]:
+    """What two measurements must share to be compared, besides questions and samples."""
+    has_template = bool(policy.tokenizer.chat_template)
+    return {
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "prompt": config.policy.system_prompt if has_template else config.policy.prompt_template,
+        "answer": config.rewards.answer,
+        **rollouts.model_dump(include={"max_new_tokens", "max_prompt_tokens", "temperature", "top_p"}),
+    }
+
+
+def _tasks(
+    run: RunDir | None, config: NodeConfig, named: Sequence[str | TaskConfig] | None, answers: bool = True
 ) -> TaskSet:
-    """The tasks `named`, else those that the run is evaluated with. `answers`: as for `load_tasks`."""
+    """The tasks `named`, else those that the `run` is evaluated with; `run` None: those of a model's `config`.
+    `answers`: as for `load_tasks`."""
     if not named and config.eval.tasks:
         return load_tasks(config.eval.tasks, config.rewards, whole=True, answers=answers)
-    found = load_tasks(named or tasks_of(run, config), config.rewards, answers=answers)
-    return found.only(config.tasks) if config.swarm and config.tasks and not named else found
+    usual = config.tasks if run is None else tasks_of(run, config)
+    found = load_tasks(named or usual, config.rewards, answers=answers)
+    return found.only(config.tasks) if run is not None and config.swarm and config.tasks and not named else found
 
 
 def say_trained(run: str, config: NodeConfig, asked: Sequence[Task], say: Callable[[str], None]) -> None:
@@ -169,16 +271,6 @@ def say_trained(run: str, config: NodeConfig, asked: Sequence[Task], say: Callab
 def _with_functions(config: NodeConfig, functions: Sequence[RewardFunctionConfig]) -> NodeConfig:
     """`config` with these reward functions."""
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": list(functions)})})
-
-
-def _with_functions_at_hand(config: NodeConfig, say: Callable[[str], None]) -> NodeConfig:
-    """`config` without the reward functions of a program, which are not here, if the checker judges as well."""
-    lost = [each for each in config.rewards.functions if only_in_a_program(each.path)]
-    if not lost or not config.rewards.checker_weight:
-        return config
-    names = ", ".join(each.path for each in lost)
-    say(f"left out, since only the program that trained has them: {names}; --reward FILE.py:FUNCTION takes their place")
-    return _with_functions(config, [each for each in config.rewards.functions if each not in lost])
 
 
 def _record(group: Group) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -24,13 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
-from swarm_node.cli.commands.evaluate import say_trained
+from swarm_node.cli.commands.evaluate import say_trained, with_named_functions
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
+from swarm_node.cli.commands.export_card import about_tasks, base_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.figures import WORDS, Figure, figure_of
 from swarm_node.config.own import read_own
-from swarm_node.config.training import EvalConfig
+from swarm_node.config.training import EvalConfig, RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
@@ -99,7 +100,8 @@ class Merged(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """Options of `swarm-node merge`; the last three are of a swarm. Raises UserError for a scale that means nothing."""
+    """Options of `swarm-node merge`; the three before the last are of a swarm. Raises UserError for a scale that means
+    nothing."""
 
     out: Path  # new directory for the merged model
     method: Method = "uniform"
@@ -109,6 +111,7 @@ class MergeRequest:
     timeout_s: float = 1800.0  # most seconds to find members, and again to fetch all weights
     cohort: str | None = None  # None = the largest one of the model
     without: Sequence[str] = ()  # members to leave out: names, or ends of peer ids
+    functions: Sequence[RewardFunctionConfig] | None = None  # reward functions that the user names
 
     def __post_init__(self) -> None:
         if self.scale is not None and (self.method == "uniform" or not math.isfinite(self.scale)):
@@ -118,7 +121,10 @@ class MergeRequest:
 def main(runs: Sequence[RunDir], request: MergeRequest) -> None:
     """Merge runs. A table, or a JSON document, goes to standard output."""
     check_new_directory(request.out)
-    merge_and_show(cohort_of_runs(runs, note), request, note)
+    cohort = cohort_of_runs(runs, note)
+    if request.questions != 0:
+        cohort = replace(cohort, config=with_named_functions(cohort.config, request.functions, note))
+    merge_and_show(cohort, request, note)
 
 
 def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
@@ -161,7 +167,9 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
     policy.load_trainable_state(merged)
     with os_errors_explained(out):
         policy.save(out)
-        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
+        base = base_of(cohort.config.policy, None)
+        about = about_tasks(cohort.tasks, base)
+        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora, about)
     _check_written(out, cohort)
     if exam is not None:
         say(f"testing the merged model and each of its {len(sources)} sources on {len(asked)} held-out questions")

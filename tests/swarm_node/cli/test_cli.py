@@ -357,6 +357,7 @@ def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
         ("local --learning-rate 1e-4", "; did you mean --set grpo.learning_rate=VALUE?"),
         ("join swarm.toml --nmae alice", "No such option: --nmae"),
         ("eval starter --learning-rate 1", "No such option: --learning-rate"),
+        ("eval starter --temperature 1", "; did you mean --set rollouts.temperature=VALUE?"),
         ("bootstrap swarm.toml --max-cpu 50", "No such option: --max-cpu: it is not for a bootstrap, which others"),
     ],
 )

@@ -22,6 +22,7 @@ from swarm_node.cli.commands.export import export_run
 from swarm_node.cli.commands.merge import MergeRequest, cohort_of_runs, halves, main, scales
 from swarm_node.cli.model import runs_of
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_toml, load_config
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
 from swarm_node.storage.checkpoints import CheckpointStore
@@ -64,7 +65,11 @@ def mean(states):
     return {name: torch.stack([s[name].double() for s in states]).mean(0).float() for name in states[0]}
 
 
+OWN = [RewardFunctionConfig(path=f"{__file__}:parity")]
+
+
 def quietly(sources, out, *args, **options):
+    options = {"functions": OWN} | options
     main(runs_of([str(source) for source in sources]), MergeRequest(out, *args, json_output=True, **options))
 
 
@@ -131,11 +136,9 @@ def test_figures_are_those_of_eval(full, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     figures = [*result["runs"].values(), result["merged"]]
     for target, held in zip([*full[:2], tmp_path / "out"], figures, strict=True):
-        evaluate_main(str(target), tasks=["small/gcd"], samples=2, questions=12, json_output=True)
-        again = json.loads(capsys.readouterr().out)["held_out"]
-        if target not in full:  # an exported model does not know the run's reward functions
-            again = {label: figures | {"reward": held[label]["reward"]} for label, figures in again.items()}
-        assert again == held
+        functions = {"functions": OWN, "given": {"rewards": {"checker_weight": 0.0}}}
+        evaluate_main(str(target), tasks=["small/gcd"], samples=2, questions=12, json_output=True, **functions)
+        assert json.loads(capsys.readouterr().out)["held_out"] == held
     assert result["questions"] == 12 and result["samples"] == 2
     ones = [held["all"]["reward"] for held in figures]
     assert max(ones) > 0
@@ -177,6 +180,7 @@ def test_one_over_k_comes_first_and_once():
 
 def test_without_json_tables_show_runs_and_merge(full, tmp_path):
     args = ["merge", *map(str, full[:2]), "--out", "out", "--method", "task-arithmetic", "--questions", "8"]
+    args += ["--reward", f"{__file__}:parity"]
     result = CliRunner().invoke(app, args, env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "scale tried" in result.stdout and "4 held-out questions" in result.stdout
@@ -184,6 +188,11 @@ def test_without_json_tables_show_runs_and_merge(full, tmp_path):
         assert row in result.stdout
     assert "are clipped to it" in result.stderr and "from_pretrained" in result.stderr
     assert "are clipped to it" not in result.stdout
+
+
+def test_code_that_only_runs_name_does_not_run(full, tmp_path):
+    with pytest.raises(UserError, match=r"nothing is left to judge answers.*--reward .*:parity"):
+        quietly(full[:2], tmp_path / "out", questions=8, functions=None)
 
 
 def test_the_order_of_runs_does_not_matter(full, tmp_path):

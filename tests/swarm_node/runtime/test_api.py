@@ -158,7 +158,9 @@ def test_functions_of_the_program_reward_answers(capsys: pytest.CaptureFixture[s
     evaluate_main("run", samples=1, questions=4, json_output=True)
     out, words = capsys.readouterr()
     assert json.loads(out)["held_out"]["all"]["questions"] == 4
-    assert "left out, since only the program that trained has" in " ".join(words.split())
+    words = " ".join(words.split())
+    assert "left out, since they are code that only the run's directory names" in words
+    assert '{path="FILE.py:FUNCTION", weight=0.5}' in words and '{path="rew.py:ones", weight=2}' in words
 
 
 def test_reward_functions_that_cannot_be_taken_are_refused() -> None:

@@ -16,6 +16,7 @@ from protocol.messages import TaskName
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import NodeConfig
+from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.observability.comparing import read_run
 from swarm_node.observability.evaluations import newest_checkpoint
@@ -98,7 +99,7 @@ def test_a_run_with_own_rewards_goes_by_mean_reward(capsys: pytest.CaptureFixtur
     assert [x for x in read_run(Path("run")).curves["round", "held_out_reward"][0]] == [0, 1, 2]
     answers = [answer for record in read_jsonl(Path("run/samples.jsonl")) for answer in record["answers"]]
     assert answers and all(answer["correct"] is None for answer in answers)
-    evaluate_main("run", json_output=True, which="best")
+    evaluate_main("run", json_output=True, which="best", functions=[RewardFunctionConfig(path="poems.py:vowels")])
     out, words = capsys.readouterr()
     assert json.loads(out)["held_out"]["all"] == {
         "questions": held["questions"],

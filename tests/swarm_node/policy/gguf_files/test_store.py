@@ -18,7 +18,7 @@ from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.gguf_files import converting, store
 from swarm_node.policy.gguf_files.header import read_header
-from swarm_node.policy.gguf_files.store import folder_of, kept, kept_as, kept_from, swarm_name, sha256_of
+from swarm_node.policy.gguf_files.store import folder_of, kept, kept_as, kept_from, sha256_of, swarm_name
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.model_path import checked, local_folder, located
 from swarm_node.say import Warned

@@ -1,0 +1,246 @@
+"""`swarm-node export` of an adapter, as it is and merged into its base, and `eval` of what came of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from swarm_node.cli.commands.evaluate import main as evaluate_main
+from swarm_node.cli.commands.export import export_run
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.policy import loading
+from swarm_node.say import Warned
+from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
+from tests.support.tiny_models import save
+
+REWARD = "def parity(completions, **columns):\n    return [float(len(c) % 2) for c in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trained an adapter of a tiny model, whose base and reward function lie beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    save("llama", folder / "base")
+    (folder / "base/README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
+    (folder / "mine.py").write_text(REWARD)
+    config = {
+        "run_dir": str(folder / "run"),
+        "rounds": 2,
+        "tasks": ["small/gcd"],
+        "policy": {"model": str(folder / "base"), "lora": True, "lora_rank": 4, "dtype": "float32"},
+        "rollouts": {"groups": 4, "group_size": 4, "max_new_tokens": 6, "temperature": 0.9, "top_p": 0.95},
+        "rewards": {"functions": [{"path": f"{folder / 'mine.py'}:parity", "weight": 0.5}]},
+        "eval": {"questions": 12, "samples": 2},
+        "grpo": {"learning_rate": 1e-2},
+    }
+    train_locally(NodeConfig.model_validate(config), json_output=True)
+    return folder
+
+
+def quietly(trained: Path, out: str, **options: Any) -> list[str]:
+    said: list[str] = []
+    export_run(trained / "run", out, said.append, **options)
+    return said
+
+
+def answers(target: object, file: str, **options: Any) -> list[list[str]]:
+    """The texts of all answers to the questions of an evaluation."""
+    evaluate_main(str(target), json_output=True, out=Path(file), **options)
+    return [[answer["text"] for answer in line["answers"]] for line in read_jsonl(Path(file))]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def newest(trained: Path) -> dict[str, Tensor]:
+    return load_file(max((trained / "run/checkpoints").glob("round-*")) / "policy.safetensors")
+
+
+def test_exports_answer_as_their_run_does(trained: Path) -> None:
+    quietly(trained, "adapter")
+    quietly(trained, "merged", merged=True)
+    run = answers(trained / "run", "run.jsonl")
+    assert len(run) == 12 and len(run[0]) == 2 and len({text for each in run for text in each}) > 12
+    assert answers("adapter", "adapter.jsonl") == run
+    assert answers("merged", "merged.jsonl") == run
+    assert answers(trained / "base", "base.jsonl", like=trained / "run") != run
+
+
+def test_a_merged_export_is_one_ordinary_model(trained: Path) -> None:
+    said = quietly(trained, "merged", merged=True)
+    assert said[-1].endswith("load it with AutoModelForCausalLM.from_pretrained('merged')")
+    assert not Path("merged/adapter_config.json").exists()
+    model = AutoModelForCausalLM.from_pretrained("merged")
+    assert model.dtype == torch.float32 and model.lm_head.weight is model.model.embed_tokens.weight
+    used = model.generation_config
+    assert (used.do_sample, used.temperature, used.top_p, used.max_new_tokens) == (True, 0.9, 0.95, 6)
+    assert (used.eos_token_id, used.pad_token_id) == (2, 0)
+    quietly(trained, "half", merged=True, dtype="bfloat16")
+    assert {tensor.dtype for tensor in tensors(Path("half")).values()} == {torch.bfloat16}
+    assert json.loads(Path("half/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_generate_reads_the_sampling_of_an_adapter_if_it_is_given(trained: Path) -> None:
+    quietly(trained, "adapter")
+    model = AutoModelForCausalLM.from_pretrained("adapter")
+    assert model.generation_config.max_new_tokens is None, "transformers reads the settings of the base"
+    tokenizer, settings = AutoTokenizer.from_pretrained("adapter"), GenerationConfig.from_pretrained("adapter")
+    message = [{"role": "user", "content": "2 + 2?"}]
+    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    answer = model.generate(**inputs, generation_config=settings)
+    assert answer.shape[1] - inputs["input_ids"].shape[1] <= 6
+    assert "generation_config=settings" in Path("adapter/README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_no_tensor_is_rounded_unless_asked(trained: Path, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short test chooses the dtype of a start; an export must not round what a start in float32 trained."""
+    monkeypatch.setattr(loading, "bf16_slowdown", lambda width: 0.1)
+    config = (trained / "run/config.toml").read_text()
+    Path("run").symlink_to(trained / "run", target_is_directory=True)
+    assert 'dtype = "float32"' in config
+    export_run("run", "out", lambda sentence: None, dtype=dtype)
+    found, there = tensors(Path("out")), newest(trained)
+    assert len(found) == len(there) == 28
+    for name, tensor in there.items():
+        written = found[name.replace(".default", "")]
+        assert written.dtype == (torch.float32 if dtype is None else torch.bfloat16)
+        assert torch.equal(written, tensor.to(written.dtype))
+
+
+def test_the_card_tells_of_the_training_and_of_no_machine(trained: Path) -> None:
+    said = quietly(trained, "adapter")
+    card = ModelCard.load("adapter/README.md")
+    assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "apache-2.0" and card.data.base_model is None and "lora" in card.data.tags
+    assert "More Information Needed" not in card.content and str(trained) not in card.content
+    assert "trained in 2 rounds" in card.text and "`small/gcd`" in card.text
+    assert "12 questions that were not trained on, 2 answers to each, before training and after round 2" in card.text
+    assert "| mean reward | 0." in card.text and "| trained | LoRA, rank 4, alpha 32 |" in card.text
+    assert (
+        "swarm-node local --model MODEL --tasks small/gcd" in card.text and "--set grpo.learning_rate=0.01" in card.text
+    )
+    assert "REWARD.py:FUNCTION" in card.text and "mine.py" not in card.text
+    named = json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(trained / "base"), "it loads from any directory here"
+    warned = [sentence for sentence in said if isinstance(sentence, Warned)]
+    assert len(warned) == 1 and "--base OWNER/NAME" in warned[0] and "--merged" in warned[0]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_base_is_named_as_the_user_says(trained: Path, merged: bool) -> None:
+    said = quietly(trained, "out", merged=merged, base="me/my-base")
+    card = ModelCard.load("out/README.md")
+    assert card.data.base_model == "me/my-base" and card.data.library_name == ("transformers" if merged else "peft")
+    assert "--model me/my-base" in card.text and not any("--base" in sentence for sentence in said)
+    if not merged:
+        assert json.loads(Path("out/adapter_config.json").read_text())["base_model_name_or_path"] == "me/my-base"
+    assert str(trained) not in "".join(file.read_text() for file in Path("out").glob("*.json"))
+
+
+def test_all_weights_need_no_merge() -> None:
+    config = {"run_dir": "run", "rounds": 1, "tasks": ["small/gcd"], "rollouts": {"groups": 2, "max_new_tokens": 4}}
+    train_locally(NodeConfig.model_validate(config | {"eval": {"questions": 0}}), json_output=True)
+    said: list[str] = []
+    export_run("run", "out", said.append, merged=True, dtype="bfloat16")
+    assert any("--merged changes nothing" in sentence for sentence in said)
+    assert {tensor.dtype for tensor in tensors(Path("out")).values()} == {torch.bfloat16}
+    card = ModelCard.load("out/README.md")
+    assert "It started from the starter" in card.text and card.data.base_model is None
+
+
+@pytest.mark.parametrize("name", ["base", "./base", "a/b/c", "me/../base", ""])
+def test_a_base_has_the_name_of_a_hub_s_model(trained: Path, name: str) -> None:
+    done = CliRunner().invoke(app, ["export", str(trained / "run"), "out", "--base", name])
+    assert done.exit_code == 2 and "a model of the hub is named OWNER/NAME" in done.output and not Path("out").exists()
+
+
+def measured(*words: object) -> tuple[dict[str, Any], str]:
+    done = CliRunner().invoke(app, ["eval", *map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_base_is_measured_as_a_run_measures_itself(trained: Path) -> None:
+    """The first figures of a run are those of its base."""
+    before = json.loads(max((trained / "run/checkpoints").glob("round-*")).joinpath("state.json").read_text())
+    start = before["state"]["held_out_figures"]["before"]["table"]["all"]
+    reward = "--reward", f'{{path="{trained}/mine.py:parity", weight=0.5}}'
+    base, said = measured(trained / "base", "--like", trained / "run", *reward)
+    assert base["held_out"]["all"] == start and base["samples"] == 2
+    run, _ = measured(trained / "run", "--like", trained / "run", *reward)
+    assert run["settings"] == base["settings"] and base["settings"]["max_new_tokens"] == 6
+    assert base["settings"]["dtype"] == "float32" and "left out" not in said
+
+
+def test_code_that_only_a_run_names_does_not_run(trained: Path) -> None:
+    """A run directory may be a stranger's."""
+    trap = f"from pathlib import Path\nPath({str(Path.cwd() / 'ran')!r}).touch()\n{REWARD}"
+    file = trained / "mine.py"
+    before = file.read_text()
+    try:
+        file.write_text(trap)
+        for words in ([trained / "run"], [trained / "base", "--like", trained / "run"]):
+            found, said = measured(*words)
+            assert found["rewards"].keys() == {"checker"} and not Path("ran").exists()
+            again = f"""--reward '{{path="{file}:parity", weight=0.5}}'"""
+            assert "since they are code that only the run's directory names" in said and again in " ".join(said.split())
+        measured(trained / "run", "--set", f'rewards.functions=["{file}:parity"]')
+        assert Path("ran").exists(), "it runs if its user names it"
+    finally:
+        file.write_text(before)
+
+
+def test_settings_change_one_measurement(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("short.toml").write_text("rounds = 3\n[rollouts]\nmax_new_tokens = 3\ntemperature = 0.5\n[grpo]\nk = 2\n")
+    monkeypatch.setenv("SWARM_NODE_EVAL__QUESTIONS", "5")
+    monkeypatch.setenv("SWARM_NODE_HEALTH__PORT", "31390")
+    words = "--config", "short.toml", "--set", "rollouts.temperature=0.7", "--set", "policy.system_prompt=Be brief."
+    for target in ([trained / "run"], [trained / "base", "--tasks", "small/gcd"]):
+        found, said = measured(*target, *words)
+        assert found["settings"] | {"max_new_tokens": 3, "temperature": 0.7, "prompt": "Be brief."} == found["settings"]
+        assert found["held_out"]["all"]["questions"] == 5
+        left_out = "not used by a measurement: rounds, grpo.k, SWARM_NODE_HEALTH__PORT"
+        assert left_out in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "message"),
+    [
+        (["--set", "grpo.loss=gspo"], {}, "--set grpo.loss: `eval` does not use it"),
+        (["--set", "rollouts.group_size=4"], {}, "eval.samples is the number of answers"),
+        (["--set", "policy.model=other"], {}, "name the model itself"),
+        (["--set", "seed=3"], {}, "samples with the same seeds"),
+        (["--set", "rollouts.temprature=1"], {}, "temprature"),
+        (["--set", "rollouts.temperature=hot"], {}, "rollouts.temperature"),
+        (["--set", "policy.prompt_template=none"], {}, "lacks {question}"),
+        ([], {"SWARM_NODE_ROLLOUTS__GROUPS": "4"}, "SWARM_NODE_ROLLOUTS__GROUPS rollouts.groups: `eval` does not use"),
+        ([], {"SWARM_NODE_SET": "eval.every=3"}, "SWARM_NODE_SET eval.every: `eval` does not use it"),
+        (["--like", "nowhere"], {}, "no run in nowhere"),
+    ],
+)
+def test_settings_that_mean_nothing_to_it_are_refused(
+    words: list[str], variable: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["eval", "starter", "--tasks", "small/gcd", "--questions", "2", *words])
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+def test_functions_alone_must_be_named(trained: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing is left to judge answers.*--reward .*mine.py:parity"):
+        evaluate_main(str(trained / "run"), given={"rewards": {"checker_weight": 0.0}})
