@@ -5,13 +5,14 @@
     python -m benchmarks.real_learning --report
     python -m benchmarks.real_learning --quick                      # two minutes each, few questions; nothing is stored
 
-`node` is `swarm-node local --model smollm2 --tasks FILE --minutes M --seed S`: its defaults are what is measured. `trl …`
-is `benchmarks.real_trl`, by rate and dtype. Runs follow one another, each alone on all cores: leave the machine idle.
-Both save an adapter a minute. They are kept as the run writes them, and measured when it has ended
+`node` is `swarm-node local --model smollm2 --tasks FILE --minutes M --seed S`: its defaults are what is measured.
+`trl …` is `benchmarks.real_trl`, by rate and dtype. Runs follow one another, each alone on all cores: leave the machine
+idle. Both save an adapter a minute. They are kept as the run writes them, and measured when it has ended
 (`benchmarks.real_held_out`): the share of right answers to held-out questions, alike for both.
 
-`first reward` is when the first round's reward could be read; seconds count from the start of the command. Memory is the
-largest sum over the run's processes. Each row is kept as soon as it is there.
+Seconds count from the start of the command, which has as many as TRL, loading and questions before training included.
+`first reward` is when the first round's could be read. Memory is the largest sum over the run's processes. Each row is
+kept as soon as it is there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import psutil
 
 from benchmarks import real_judge, real_trl
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, folder_of, machine
 from benchmarks.processes import end, mind_signals, other_load, tree
 from benchmarks.real_held_out import Asked, measure
 from benchmarks.real_report import report
@@ -229,14 +230,6 @@ def run(args: argparse.Namespace, name: str, who: str, seed: int, part: Part) ->
         "load": load,
         "machine": machine(),
     }
-
-
-def folder_of(model: str) -> str:
-    """The directory of a model, for TRL."""
-    from swarm_node.policy import model_path
-
-    located = getattr(model_path, "located", model_path.checked)
-    return str(located(model))
 
 
 def file_of(name: str, who: str, seed: int) -> Path:

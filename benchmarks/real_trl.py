@@ -1,4 +1,4 @@
-"""GRPO of a real model with TRL, as its documentation has it: LoRA on all linear layers, everything else TRL's defaults.
+"""GRPO of a real model with TRL, as its documentation has it: LoRA on all linear layers, and TRL's defaults.
 
     python -m benchmarks.real_trl '{"model": DIR, "file": JSONL, "out": DIR, "seed": 1, "rate": 2e-4, …}'
 

@@ -1,4 +1,4 @@
-"""Questions for real models, made before any setting was searched on them: `python -m benchmarks.real_sets` writes them.
+"""Questions for real models, made before a setting was searched on them. `python -m benchmarks.real_sets` writes them.
 
     sums    numbers only: "What is 11 + 18? Answer with the number only."
     steps   three numbers, steps written out; the last number counts
