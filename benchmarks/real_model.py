@@ -1,27 +1,28 @@
-"""GRPO steps of models of real shapes, with an adapter, on this machine's GPU or CPU: this package and TRL.
+"""GRPO steps of models of real shapes or with real weights, on this machine's GPU or CPU: this package and TRL.
 
     python -m benchmarks.real_model [--shape 0.5B] [--prompts 8] [--new 256] [--steps 3]
     python -m benchmarks.real_model --shape 0.5B 1.7B 4B --weights bfloat16 nf4 --memory 24 16 12 8 --missing
     python -m benchmarks.real_model --real --missing --minutes 60       # SmolLM2 with real weights, on a CPU
     python -m benchmarks.real_model --quick          # a tiny shape, few tokens; nothing is stored
 
-Without `--real`, weights are random, in the shape of Qwen models, so nothing is downloaded and every answer runs to its full length. LoRA
-of rank 16 on all linear layers, bfloat16 or linear layers in 4 bits, 8 answers a prompt, rewards 0, 1, 0, 1 in each
-group, AdamW, no KL. `without graphs` is this package with the engine that CPUs use. `TRL, checkpointed` computes
-activations again, and is measured where TRL runs out of memory. Each contestant runs in a process of its own.
+Without `--real`, weights are random, in the shape of Qwen models, so nothing is downloaded and every answer runs to its
+full length. LoRA of rank 16 on all linear layers, bfloat16 or linear layers in 4 bits, 8 answers a prompt, rewards 0,
+1, 0, 1 in each group, AdamW, no KL. `without graphs` is this package with the engine that CPUs use. `TRL, checkpointed`
+computes activations again, and is measured where TRL runs out of memory. Each contestant runs in a process of its own.
 
 `--real`: the model `smollm2`, or the one of `--model`, 8 answers to one question a step, each of exactly 16, 64 or 200
-tokens; float32, bfloat16 and what `policy.dtype = auto` takes; LoRA and all weights. Both sides have all cores: leave the
-machine idle. `benchmarks.real_sampling` samples from it, beside vLLM.
+tokens; float32, bfloat16 and what `policy.dtype = auto` takes; LoRA and all weights. Both sides have all cores: leave
+the machine idle. `benchmarks.real_sampling` samples from it, beside vLLM.
 
 `--memory` is what torch may take of a GPU, in GiB. A contestant that fails with more memory is not tried with less, and
 TRL, which does not look at what is free, makes the same step with every limit that it stays below. `--missing` leaves
 out what is stored already, and after `--minutes` no contestant begins: the whole table can be made in several runs.
 
-Figures are medians of the steps after two, with the range of whole steps. Memory is the most that torch reserved on the GPU, or that of the process.
-`of the limit` compares the tokens sampled a second with those of a machine that only reads the weights, once for a
-token of each answer, or only multiplies with them, at the rates measured here. `x the limit` compares the whole step with such a machine; its
-update takes two products for each weight and token, or three if all weights are trained.
+Figures are medians of the steps after two, with the range of whole steps. Memory is the most that torch reserved on the
+GPU, or that of the process. `of the limit` compares the tokens sampled a second with those of a machine that only reads
+the weights, once for a token of each answer, or only multiplies with them, at the rates measured here. `x the limit`
+compares the whole step with such a machine; its update takes two products for each weight and token, or three if all
+weights are trained.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ COLUMNS += ["of the limit", "update, s", "x the limit", "peak MiB"]
 
 
 def compared(arms: Sequence[dict[str, Any]]) -> list[str]:
-    """Sentences about arms of real weights: TRL's seconds and memory against this package's, and the choice of dtype."""
+    """Sentences on arms of real weights: TRL's seconds and memory against this package's, and the choice of dtype."""
     done = {key(arm): arm for arm in arms if "times" in arm and arm["shape"] == REAL}
     lines = []
     for arm in (arm for arm in done.values() if arm["who"] == OURS):
@@ -322,6 +323,16 @@ def compared(arms: Sequence[dict[str, Any]]) -> list[str]:
                 more = known[arm["dtype"]] / known[faster] - 1
                 lines.append(f"{name} takes {arm['dtype']}, {more:+.0%} of the faster one, {faster}")
     return lines
+
+
+def complete(args: argparse.Namespace) -> None:
+    """What was not asked for otherwise."""
+    args.weights = args.weights or (["float32", "bfloat16", AUTO] if args.real else ["bfloat16"])
+    args.trained = args.trained or ([LORA, ALL] if args.real else [LORA])
+    args.prompts = args.prompts or (1 if args.real else 8)
+    args.new = args.new or (list(REAL_NEW) if args.real else [256])
+    if args.real:
+        args.shape = [REAL]
 
 
 def main() -> None:
@@ -362,7 +373,7 @@ def main() -> None:
     if max(args.memory) > most:
         parser.error(f"--memory limits a GPU, and there is {f'one of {most:.0f} GiB' if gpu else 'none'}")
     if args.quick:
-        args.prompts, args.new, args.steps = 2, [8], 1
+        args.prompts, args.new, args.steps = 2 - args.real, [8], 1
         if not args.real:
             args.shape, args.weights, args.only = ["tiny"], ["bfloat16", "nf4"], args.only or list(CONTESTANTS)
     device = torch.cuda.get_device_name() if gpu else machine()["cpu"]

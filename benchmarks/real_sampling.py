@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, folder_of, machine, median, table, write
+from benchmarks.processes import mind_signals
 
 NEW = 64
 NATIVE, VLLM = "native", "vLLM"
@@ -172,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = RESULTS / f"{FILE}.json"
         print(report(json.loads(path.read_text())["rows"] if path.exists() else []))
         return
+    mind_signals()
     if args.quick:
         args.rows, args.new, args.repeats, args.dtypes = [1], 4, 1, args.dtypes[:1]
     rows = measure(args)
