@@ -21,6 +21,7 @@ from swarm_node.config import RewardsConfig
 from swarm_node.tasks import load_tasks
 
 MOST_BYTES = 60_000
+Row = dict[str, Any]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -102,9 +103,7 @@ def test_a_run_that_fails_is_no_row(tmp_path: Path) -> None:
         real_learning.watched(fails, tmp_path, tmp_path, 300.0, stop=True)
 
 
-def row(
-    who: str, seed: int, curve: list[tuple[float, float]], part: str = "sums", first: float = 60.0
-) -> dict[str, Any]:
+def row(who: str, seed: int, curve: list[tuple[float, float]], part: str = "sums", first: float = 60.0) -> Row:
     looks = [{"seconds": at, "right": share, "finished": 1.0, "answers": 8} for at, share in curve]
     head = {"part": part, "set": "sums", "who": who, "seed": seed, "minutes": 10, "curve": looks}
     return head | {"first_reward_s": first, "peak_rss_mib": 1000}
