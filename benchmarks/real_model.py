@@ -130,7 +130,7 @@ def questions_of(spec: dict[str, Any]) -> list[str]:
 
 def run_ours(spec: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.decode import limit_of
-    from swarm_node.cli.commands.bench_arms import endless, our_steps, peak_bytes
+    from swarm_node.cli.commands.bench_arms import endless_engine, our_steps, peak_bytes
     from swarm_node.config import RolloutsConfig
     from swarm_node.policy.engines.native import NativeEngine
     from swarm_node.policy.loading import load_policy
@@ -142,7 +142,7 @@ def run_ours(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["who"] == EAGER:
         policy.engine = policy.engine_of(NativeEngine)
     if spec["shape"] == REAL:
-        policy.engine = endless(policy)
+        policy.engine = endless_engine(policy)
     tasks = [Task(None, "x", question, None) for question in questions_of(spec)]  # type: ignore[arg-type]
     times = our_steps(policy, tasks, work, fit=True)
     peak_mib = peak_bytes() / 2**20

@@ -45,7 +45,7 @@ def questions(rows: int) -> list[str]:
 
 def child(spec: Row) -> None:
     """The native engine in this process: seconds of each batch as JSON on the last line."""
-    from swarm_node.cli.commands.bench_arms import endless, peak_bytes
+    from swarm_node.cli.commands.bench_arms import endless_engine, peak_bytes
     from swarm_node.config import PolicyConfig, RolloutsConfig
     from swarm_node.grpo.memory import fit_sampling, hardware_of
     from swarm_node.policy.engines.native import NativeEngine
@@ -59,7 +59,7 @@ def child(spec: Row) -> None:
     policy = load_policy(settings, rollouts, lambda text: print(text, file=sys.stderr))
     if not isinstance(policy.engine, NativeEngine):
         raise SystemExit("Error: this model does not get the native engine in this dtype")
-    policy.engine = endless(policy)
+    policy.engine = endless_engine(policy)
     fit_sampling(policy, hardware_of(policy.device), rollouts, 1)
     prompts = policy.encode_questions(questions(spec["rows"]))
     times = []
