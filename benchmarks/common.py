@@ -29,6 +29,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def folder_of(model: str) -> str:
+    """The directory of a model that a user calls so, for programs that are not this package."""
+    from swarm_node.policy import model_path
+
+    located = getattr(model_path, "located", model_path.checked)
+    return str(located(model))
+
+
 def write(name: str, figures: dict[str, Any]) -> Path:
     """Write `results/<name>.json`: the machine and the figures."""
     path = RESULTS / f"{name}.json"

@@ -221,14 +221,14 @@ def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
     if spec.work.new > policy.max_positions // 2:
         raise UserError(f"--length {spec.work.new}: this model takes at most {policy.max_positions // 2}")
     work = _with_prompts(spec.work, policy.device, policy.num_parameters())
-    policy.engine = _endless(policy)
+    policy.engine = endless_engine(policy)
     times = our_steps(policy, _tasks(work), work, fit=True)
     engine = type(policy.engine).__name__.removesuffix("Engine").lower()
     arm = _arm(times, work, engine, policy.device, policy.dtype, policy.num_parameters(), policy.is_lora)
     return msgspec.structs.replace(arm, checkpointing=policy.checkpointing is not None)
 
 
-def _endless(policy: Policy) -> Engine:
+def endless_engine(policy: Policy) -> Engine:
     """The policy's engine with no token that ends an answer."""
     engine: Any = policy.engine
     never = policy.model, [policy.vocabulary], policy.pad_id

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import bench
 from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, StepWork, describe, quartiles, table
-from swarm_node.cli.commands.bench_arms import _endless, goes_on, rewards
+from swarm_node.cli.commands.bench_arms import endless_engine, goes_on, rewards
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
@@ -66,7 +66,7 @@ def test_no_token_ends_an_answer(kind: Any) -> None:
     prompt, sampling = policy.encode("What is 3 + 4?"), Sampling(24)
     assert any(rollout.finished for rollout in policy.generate([prompt], 8, sampling, [1])[0])
     before = type(policy.engine)
-    policy.engine = _endless(policy)
+    policy.engine = endless_engine(policy)
     [rollouts] = policy.generate([prompt], 8, sampling, [1])
     assert type(policy.engine) is before and {len(rollout.token_ids) for rollout in rollouts} == {24}
 

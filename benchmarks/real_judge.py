@@ -1,0 +1,28 @@
+"""The judge of `benchmarks.real_learning`, the same for this package, for TRL and for held-out questions."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+PACKAGE = find_spec("swarm_node.tasks.judging") is not None
+"""Whether this package judges numbers in sentences. If not, nodes get `reward` as their reward function."""
+if PACKAGE:
+    from swarm_node.tasks.judging import JUDGE, judge
+NAME = f"swarm_node.tasks.judging, number, version {JUDGE}" if PACKAGE else "last number"
+NUMBER = re.compile(r"-?\d+")
+
+
+def right(reference: str, text: str) -> bool:
+    """Whether the number that `text` ends with is the reference, a whole number."""
+    if PACKAGE:
+        return judge("number", reference, text).right
+    found = NUMBER.findall(text)
+    return bool(found) and int(found[-1]) == int(reference)
+
+
+def reward(prompts: list[Any], completions: list[Any], answer: list[str], **columns: object) -> list[float]:
+    """1 for a right answer, else 0. A completion is a text, or a list with the assistant's message."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [float(right(reference, text)) for reference, text in zip(answer, texts, strict=True)]
