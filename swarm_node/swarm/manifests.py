@@ -5,7 +5,7 @@
 
 A manifest may name sets of tasks, members of sets, audited environments with limited options (`tasks.option_limits`),
 and question files by sha256. It holds no code, no path and no reward function. All members
-find the answer in a completion in the same way (`tasks.one_turn.extract`).
+find the answer in a completion, and judge it, in the same way (`tasks.judging`).
 """
 
 from __future__ import annotations

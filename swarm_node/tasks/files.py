@@ -21,7 +21,6 @@ from protocol.messages import TaskName
 from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
 from swarm_node.tasks import hub_data
-from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.columns import (
     CHOICES,
     NoColumn,
@@ -35,7 +34,9 @@ from swarm_node.tasks.columns import (
     unseen_choices,
     value_of,
 )
-from swarm_node.tasks.one_turn import OneTurn, extract
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.judging.texts import text_or_number
+from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.tasks.rows import rows_of, wrong
 from swarm_node.types import Task
 

@@ -21,7 +21,8 @@ from protocol.messages import TaskName
 from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.one_turn import OneTurn, extract
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.types import Task
 
 FIXED = {"seed", "size", "data_file"}

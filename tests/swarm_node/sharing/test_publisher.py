@@ -12,7 +12,7 @@ from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.sharing.publisher import FLUSH_S
-from swarm_node.tasks.one_turn import normalise
+from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Sampling
 from tests.support.gossip_room import NOW, PEER, World, manifest
 
