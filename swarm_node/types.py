@@ -22,6 +22,7 @@ class Task(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}  # further data for the checker; never sent
     slot: tuple[int, int] | None = None
     """(epoch, slot) that assigned the task to the peer that samples it; None outside a swarm."""
+    accepted: tuple[str, ...] = ()  # all accepted answers, `answer` first, where there are several
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -68,8 +68,8 @@ def new(
         from swarm_node.swarm.base_weights.finding import describe_model
 
         rest["model"] = describe_model(model or STARTER)
-    tasks = with_usual_columns(config.tasks, path.parent, note)
-    manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
+    tasks = with_usual_columns(config.tasks, path.parent, note, config.rewards.kind)
+    manifest = make_manifest(name, tasks, expected_peers, licence, config.rewards.kind, **rest)
     write_manifest(manifest, path)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)
     if json_output:

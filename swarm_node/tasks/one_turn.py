@@ -30,9 +30,13 @@ class OneTurn(TaskSource):
         """Score of the answer that was found in a completion."""
         raise NotImplementedError
 
+    def found(self, task: Task, completion: str) -> str | None:
+        """The answer in a completion; None if there is none."""
+        return extract(completion, self.form)
+
     def read(self, task: Task, completion: str) -> tuple[str | None, float]:
         """The answer in a completion, None if there is none, and its score. For a task with a reference answer."""
-        found = extract(completion, self.form)
+        found = self.found(task, completion)
         return found, 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
 
     def reset(self, task: Task) -> Messages:

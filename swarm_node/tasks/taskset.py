@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
 
+from protocol.answer_form import AnswerKind
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
@@ -88,9 +89,16 @@ class TaskSet:
         return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
 
     @property
+    def kinds(self) -> dict[str, AnswerKind]:
+        """Kind of the answers of each question file, by its label, where that is another than `text`."""
+        files = (source for source in self._sources if isinstance(source, QuestionFile))
+        return {file.label: file.kind for file in files if file.kind != "text"}
+
+    @property
     def read_as(self) -> list[str]:
         """A sentence for each question file: what was read as what."""
-        return [source.was_read for source in self._sources if isinstance(source, QuestionFile)]
+        files = [source for source in self._sources if isinstance(source, QuestionFile)]
+        return [line for source in files for line in (source.was_read, source.is_judged) if line]
 
     def only(self, specs: Sequence[str | TaskConfig]) -> TaskSet:
         """A set that draws and names only what `specs` choose of this one; it still judges answers to the rest.
@@ -214,7 +222,7 @@ class TaskSet:
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         known: dict[tuple[int, str], float | None] = {}
-        answers = [extract(completion, self._form) for completion in completions]
+        answers = [self._found(*each) for each in zip(tasks, completions, strict=True)]
         checked = [self._checked(*each, known) for each in zip(tasks, completions, strict=True)]
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
@@ -227,6 +235,13 @@ class TaskSet:
             total = sum(weights[name] * value for name, value in mine.items() if value is not None)
             scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
+
+    def _found(self, task: Task, completion: str) -> str | None:
+        """The answer in a completion."""
+        environment = self._by_name[task.name.environment, task.name.config]
+        if isinstance(environment, OneTurn):
+            return environment.found(task, completion)
+        return extract(completion, self._form)
 
     def _checked(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
         """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. `known` has what
@@ -270,7 +285,7 @@ def load_tasks(
     sources: dict[tuple[str, str], TaskSource] = {}
     for spec in specs:
         table = task_table(spec)
-        for source in open_sources(table, answer_needed):
+        for source in open_sources(table, answer_needed, rewards.kind):
             key = source.environment, source.config
             if isinstance(source, OneTurn):
                 source.form = rewards.answer

@@ -14,13 +14,15 @@ _LABEL_ALONE = re.compile(
     r"(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:option|choice|answer|letter)?\s*[:#]?\s*[(\[{\"']?\s*([A-Za-z]|\d{1,2})\s*[)\]}\"']?\s*[.:,!]?",
     re.IGNORECASE,
 )
-_LABELLED = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]+[.:]?|[.:])\s+(\S.*)", re.DOTALL)
+_LABELLED = re.compile(r"[(\[]?(?:([A-Za-z]|\d{1,2})(?:[)\]]+[.:]?|[.:])|([B-HJ-Z])(?=\s+[A-Z]))\s+(\S.*)", re.DOTALL)
 
+_NUMBERED = re.compile(r"[(\[]?(\d{1,2})(?:[)\]]+[.:]?|[.:])\s+([^\d\s].*)")
 _ONE = r"(?:option|choice|answer|letter)?\s*[(\[\"']*([A-Za-z]|\d{1,2})(?![\w'’]|\.\d)"
 _MARKED = re.compile(
     rf"\b(?:answer|choice|option|solution)s?\b[^.\n:()]{{0,60}}?(?:\bis\b|\bbe\b|:|=)\s*[:=]?\s*"
-    rf"(?:\b(?:therefore|thus|definitely|clearly|probably|indeed|simply)\b,?\s*)?{_ONE}"
+    rf"(?:\b(?:therefore|thus|definitely|clearly|probably|indeed|simply|for sure|surely|certainly|obviously|most likely)\b,?\s*)?{_ONE}"
     rf"|\b(?:choose|pick|select|selected|chose|go with|going with)\s+{_ONE}"
+    rf"|\A\W*([A-Z])[)\].:,]?\s+(?:because|since|as it)\b"
     rf"|(?<![\w'’(\[])[(\[]?\b([A-Z])[)\]]?\s+(?:is|must be|would be|should be)\s+(?:the\s+)?(?:correct|right|best|answer)\b",
     re.IGNORECASE,
 )
@@ -29,9 +31,9 @@ _DECORATED = re.compile(
 )
 _BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
 _LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
-_OR = re.compile(r"[)\]\"']*\s*(?:,?\s*\b(?:or|and)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*(?:[A-Z]|\d{1,2})(?![\w'’])")
-_BEFORE_OR = re.compile(r"(?<![\w'’])(?:[A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z")
-_NOT = re.compile(r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+(?:option\s+|choice\s+)?[(\[]*\Z", re.IGNORECASE)
+_OR = re.compile(r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])")
+_BEFORE_OR = re.compile(r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z")
+_NOT = re.compile(r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z", re.IGNORECASE)
 _WRONG = re.compile(r"[)\]]?\s+(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)", re.IGNORECASE)
 _WORD_AFTER = re.compile(r"\s+(?!(?:because|since|as|is|which|due|for|that)\b)[a-z]")
 _TEXT_BEHIND = re.compile(r"\b(?:answer|choice|option)\b[^.\n:]{0,60}?(?:\bis\b|:)\s*", re.IGNORECASE)
@@ -61,7 +63,7 @@ def choice_of(reference: str) -> Choice:
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
         return Choice(alone[1].upper())
     if (both := _LABELLED.fullmatch(text)) is not None:
-        return Choice(both[1].upper(), both[2].strip())
+        return Choice((both[1] or both[2]).upper(), both[3].strip())
     return Choice(text=text)
 
 
@@ -70,6 +72,10 @@ def read_choice(place: str) -> Choice:
     none, or several."""
     text = plain(place[-MAX_READ_CHARS:])
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
+        return Choice(alone[1].upper())
+    if "\n" not in text and (first := _NUMBERED.fullmatch(text)) is not None:
+        return Choice(first[1], first[2].strip())
+    if (alone := _LABEL_ALONE.fullmatch(text.rpartition("\n")[2])) is not None:
         return Choice(alone[1].upper())
     behind = text
     for mark in _TEXT_BEHIND.finditer(text):
@@ -125,9 +131,11 @@ def _denied(match: re.Match[str], text: str) -> bool:
 def _unless_one_of_several(match: re.Match[str], text: str) -> str:
     index = match.lastindex or 0
     start, end = match.span(index)
-    if _OR.match(text, end) or _BEFORE_OR.search(text[max(0, start - 20) : start]) or _denied(match, text):
+    name = match[index].upper()
+    after, before = _OR.match(text, end), _BEFORE_OR.search(text[max(0, start - 20) : start])
+    if _denied(match, text) or any(other is not None and other[1].upper() != name for other in (after, before)):
         return ""
-    return match[index].upper()
+    return name
 
 
 # --------------------------------------------------------------------- yes and no
@@ -142,11 +150,12 @@ _ANSWER_IS = re.compile(
 )
 _STARTS = re.compile(rf"\W*{_SAID}(?=\s*(?:[,.!:;\n—-]|\Z))", re.IGNORECASE)
 _ENDS = re.compile(rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z", re.IGNORECASE)
+_ASKED = re.compile(rf"\?\s*{_SAID}\W*\Z|\({_SAID}\)\W*\Z", re.IGNORECASE)
 _IS_SO = re.compile(
     rf"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
     re.IGNORECASE,
 )
-_EITHER = re.compile(r"\s*[\"')]*\s*(?:or|and|/|,?\s*but)\s*[\"'(]*(?:yes|no|true|false|maybe)\b", re.IGNORECASE)
+_EITHER = re.compile(r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b", re.IGNORECASE)
 _EITHER_BEFORE = re.compile(r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z", re.IGNORECASE)
 
 
@@ -169,6 +178,8 @@ def read_yes_no(place: str) -> tuple[str, bool] | None:
         pass
     if last is not None:
         return _said(last, 2, text, bool(last[1]))
+    if (asked := _ASKED.search(text)) is not None:
+        return _said(asked, asked.lastindex or 1, text)
     said = [found for found in (_STARTS.match(text), _ENDS.search(text)) if found is not None]
     if said:
         read = {verdict for found in said if (verdict := _said(found, 1, text)) is not None}

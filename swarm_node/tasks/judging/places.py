@@ -16,8 +16,11 @@ checker must read."""
 MAX_TEXT_CHARS = 100_000
 """Rules 1 to 4 look at the end of the text only: more than 25 000 tokens, and hostile text stays cheap."""
 
+MAX_BOXES, MAX_BOXES_CHARS = 8, 4_000  # that are read as one answer, and where they stand at the end
+
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 _HASHED = re.compile(r"####[ \t]*([-+]?[0-9.][0-9.,/]*)")
+_BETWEEN = re.compile(r"(?:[\s$.,;]|\\[()\[\] ]|\b(?:and|or)\b|</?answer>)*")
 _HASHED_LINE = re.compile(r"(?:^|\n)[ \t]*####[ \t:]*([^\n]*\S)[ \t]*\Z")
 
 
@@ -42,8 +45,9 @@ def extract(completion: str, form: AnswerForm = "any") -> str | None:
 @lru_cache(maxsize=32)
 def place(completion: str, form: AnswerForm = "any") -> str | None:
     """As `extract`, for kinds that read an answer within its place: rule 3 takes all that follows `####` in the last
-    line, since they find the number or the letter in it."""
-    return _extract(completion, form, lambda text: _hashed_line(text) or _hashed(text))
+    line, since they find the number or the letter in it.
+    Boxes with nothing but `and`, `or` or a comma between them are one answer, `7, 8`."""
+    return _extract(completion, form, lambda text: _hashed_line(text) or _hashed(text), several=True)
 
 
 def reference_text(reference: str) -> str | None:
@@ -54,7 +58,9 @@ def reference_text(reference: str) -> str | None:
     return found
 
 
-def _extract(completion: str, form: AnswerForm, hashed: Callable[[str], slice | None]) -> str | None:
+def _extract(
+    completion: str, form: AnswerForm, hashed: Callable[[str], slice | None], several: bool = False
+) -> str | None:
     _, closed, text = completion.rpartition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
         return None
@@ -65,6 +71,8 @@ def _extract(completion: str, form: AnswerForm, hashed: Callable[[str], slice | 
             return None
         text = text[found]
     else:
+        if several and "<answer>" not in text and (boxes := _last_boxes(text)):
+            return boxes
         places = (rule(text) for rule in (_tagged, _boxed, hashed))
         text = text[next((found for found in places if found is not None), slice(None))]
     text = text.strip()
@@ -80,6 +88,21 @@ def _tagged(text: str) -> slice | None:
         return None
     start += len("<answer>")
     return slice(start, text.index("</answer>", start))
+
+
+def _last_boxes(text: str) -> str | None:
+    """What the last boxes hold, if there are several with nothing but `and`, `or` or signs between them."""
+    text = text[-MAX_BOXES_CHARS:]
+    last = _boxed(text)
+    held: list[str] = []
+    while last is not None:
+        held.insert(0, text[last].strip())
+        before = text[: last.start - len(r"\boxed{")]
+        earlier = _boxed(before)
+        if earlier is None or len(held) > MAX_BOXES or not _BETWEEN.fullmatch(before, earlier.stop + 1):
+            break
+        last = earlier
+    return ", ".join(held) if len(held) > 1 else None
 
 
 def _boxed(text: str) -> slice | None:
