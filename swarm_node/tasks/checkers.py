@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 FULL_MARKS = 0.999  # a score from here on is right: the library adds floats up to 1
 
+
 def matrix(answer: str, reference: str) -> float:
     """1 for the rows of `reference`, one on each line; 0.1 for the same cells written as a list of lists.
 

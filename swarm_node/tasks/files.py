@@ -140,7 +140,9 @@ class QuestionFile(OneTurn):
 
     def _check_kind(self, answer: str | list[str] | None, column: str) -> None:
         """Raise ValueError for an answer that is not of the kind that somebody named."""
-        for each in [] if self._kind_named is None or answer is None else as_list(answer):
+        if self._kind_named is None or answer is None:
+            return
+        for each in as_list(answer):
             if (wanted := misfit(self._kind_named, each)) is not None:
                 raise ValueError(
                     f"{described(column)} is {shorten(each, MAX_SHOWN)!r}, which is not {wanted}: correct it, or name "
@@ -152,7 +154,9 @@ class QuestionFile(OneTurn):
         """A sentence about how answers are read, with the first three references as they were understood; empty if
         there are none."""
         first = islice((row for row in self._rows.values() if row["answer"] is not None), SHOWN)
-        shown = ["  |  ".join(shorten(understood(self.kind, each), MAX_SHOWN) for each in accepted(row)) for row in first]
+        shown = [
+            "  |  ".join(shorten(understood(self.kind, each), MAX_SHOWN) for each in accepted(row)) for row in first
+        ]
         if not shown:
             return ""
         how = f"{'guessed: ' if self._is_guessed else ''}kind = {self.kind}"
@@ -184,7 +188,9 @@ class QuestionFile(OneTurn):
         named = dict(zip(self.columns, (question, answer), strict=True))
         row |= {column: named[column] for column in self._named}
         several = tuple(answer) if isinstance(answer, list) else ()
-        return Task(name, self.label, question, several[0] if several else answer, row, accepted=several)
+        return Task(
+            name, self.label, question, several[0] if several else answer, row, accepted=several, kind=self.kind
+        )
 
     def found(self, task: Task, completion: str) -> str | None:
         return self._judge(task, completion).extracted
@@ -221,7 +227,9 @@ def _answer(value: Any, column: str) -> str | list[str]:
         raise ValueError(f"`{column}` is null: leave the row out, or give its answer. {NO_ANSWER}")
     text = text_of(value)
     if text is None:
-        raise ValueError(f"`{column}` must be a text, a number, true or false, or a list of those{_instead(value, column)}")
+        raise ValueError(
+            f"`{column}` must be a text, a number, true or false, or a list of those{_instead(value, column)}"
+        )
     if extract(text) is None:
         raise ValueError(f"`{column}` is empty")
     return text
@@ -238,7 +246,9 @@ def _how(error: Exception, path: str) -> str:
     """How to name columns, if one is missing."""
     if not isinstance(error.__cause__ or error, NoColumn):
         return ""
-    return f'. Name the columns of question and answer: --tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
+    return (
+        f'. Name the columns of question and answer: --tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
+    )
 
 
 def _example(path: str) -> str:

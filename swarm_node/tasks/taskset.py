@@ -28,9 +28,9 @@ from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.names import endless, in_metrics
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.judging.texts import normalise
+from swarm_node.tasks.names import endless, in_metrics
 from swarm_node.tasks.one_turn import EVALUATION_SHARE, OneTurn, is_held_out
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward

@@ -32,7 +32,12 @@ def batch(swarm: str, size: int) -> RolloutBatch:
         sampling=SharedSampling(16, 1.0, 1.0),
         groups=[
             SharedGroup(
-                task, 1, 1, b"x" * 16, 0, [SharedRollout(texts[2 * i], True), SharedRollout(texts[2 * i + 1], True)]
+                task,
+                1,
+                1,
+                b"x" * 16,
+                0,
+                [SharedRollout.of(texts[2 * i], True), SharedRollout.of(texts[2 * i + 1], True)],
             )
             for i in range(groups)
         ],

@@ -43,8 +43,8 @@ BATCH = RolloutBatch(
             prompt=bytes(range(16)),
             policy_version=42,
             rollouts=[
-                SharedRollout("<answer>6</answer>", finished=True),
-                SharedRollout("é\n\0🙂", finished=False, token_ids=[1, 2**31 - 1], logprobs=b"\0\xbc\0\xc0"),
+                SharedRollout.of("<answer>6</answer>", finished=True),
+                SharedRollout.of("é\n\0🙂", finished=False, token_ids=[1, 2**31 - 1], logprobs=b"\0\xbc\0\xc0"),
             ],
         )
     ],

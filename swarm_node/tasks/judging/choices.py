@@ -31,10 +31,19 @@ _DECORATED = re.compile(
 )
 _BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
 _LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
-_OR = re.compile(r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])")
-_BEFORE_OR = re.compile(r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z")
-_NOT = re.compile(r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z", re.IGNORECASE)
-_WRONG = re.compile(r"[)\]]?\s+(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)", re.IGNORECASE)
+_OR = re.compile(
+    r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
+)
+_BEFORE_OR = re.compile(
+    r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z"
+)
+_NOT = re.compile(
+    r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
+    re.IGNORECASE,
+)
+_WRONG = re.compile(
+    r"[)\]]?\s+(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)", re.IGNORECASE
+)
 _WORD_AFTER = re.compile(r"\s+(?!(?:because|since|as|is|which|due|for|that)\b)[a-z]")
 _TEXT_BEHIND = re.compile(r"\b(?:answer|choice|option)\b[^.\n:]{0,60}?(?:\bis\b|:)\s*", re.IGNORECASE)
 
@@ -149,14 +158,22 @@ _ANSWER_IS = re.compile(
     re.IGNORECASE,
 )
 _STARTS = re.compile(rf"\W*{_SAID}(?=\s*(?:[,.!:;\n—-]|\Z))", re.IGNORECASE)
-_ENDS = re.compile(rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z", re.IGNORECASE)
-_ASKED = re.compile(rf"\?\s*{_SAID}\W*\Z|\({_SAID}\)\W*\Z", re.IGNORECASE)
-_IS_SO = re.compile(
-    rf"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
+_ENDS = re.compile(
+    rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z",
     re.IGNORECASE,
 )
-_EITHER = re.compile(r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b", re.IGNORECASE)
-_EITHER_BEFORE = re.compile(r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z", re.IGNORECASE)
+_ASKED = re.compile(rf"\?\s*{_SAID}\W*\Z|\({_SAID}\)\W*\Z", re.IGNORECASE)
+_IS_SO = re.compile(
+    r"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
+    re.IGNORECASE,
+)
+_EITHER = re.compile(
+    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b",
+    re.IGNORECASE,
+)
+_EITHER_BEFORE = re.compile(
+    r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z", re.IGNORECASE
+)
 
 
 def yes_or_no(reference: str) -> bool | None:

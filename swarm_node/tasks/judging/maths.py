@@ -16,18 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from swarm_node.tasks.judging import numbers
-from swarm_node.tasks.judging.expressions import (
-    MAX_CHARS,
-    Node,
-    Unreadable,
-    exact,
-    number,
-    parse,
-    proportional,
-    same,
-    symbols,
-    undone,
-)
+from swarm_node.tasks.judging.expressions import MAX_CHARS, Node, Unreadable, parse
+from swarm_node.tasks.judging.values import exact, proportional, same, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
 MAX_NESTED = 4  # lists in lists
@@ -49,7 +39,9 @@ _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _SPACING = re.compile(
     r"\\(?:[,;:!]|left(?![a-z])|right(?![a-z])|displaystyle|limits|quad|qquad|[bB]igg?[lrm]?(?![a-z])|angle|hspace\{[^{}]*\}|phantom\{[^{}]*\})|~|&(?==)"
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?"
+)
 _UNIT = re.compile(
     r"(?<=[\d}%)\]])\s*(?:(?:square|cubic|sq)\s+)?(?:[kcdm]?m|km|in|ft|yd|mi|g|kg|mg|[mk]?l|s|h|min|hr|hrs|mph|units?|dollars?|cents?|euros?|yuan|degrees?"
     r"|[a-z]{4,})(?:\s*/\s*(?:[a-z]{1,6}))?(?:\s*\^\s*\{?[23]\}?)?(?=\s*\Z|\s*[,;])"
@@ -71,7 +63,14 @@ def cleaned(text: str) -> str:
     text = _TEXT.sub(_worded, text)
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", " ", text)
-    for plain, latex in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("\\leq", "\\le"), ("\\geq", "\\ge"), ("\\neq", "\\ne")):
+    for plain, latex in (
+        ("<=", r"\le "),
+        (">=", r"\ge "),
+        ("!=", r"\ne "),
+        ("\\leq", "\\le"),
+        ("\\geq", "\\ge"),
+        ("\\neq", "\\ne"),
+    ):
         text = text.replace(plain, latex)
     text = re.sub(r"\\lt(?![a-z])", "<", re.sub(r"\\gt(?![a-z])", ">", text))
     text = re.sub(r"\\\[|\\\]|\\\(|\\\)|\*\*(?=[\s\d\\]*\Z)|\A\s*\*\*", " ", text)
@@ -113,7 +112,9 @@ _NAME = re.compile(
     r"(?:\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*|\|\s*[A-Z]{1,2}\s*\||\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
     r"|[A-Za-z]\w?'*\s*\([^()]{1,20}\)|\(\s*[a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\)|[A-Z](?:_\{?\w\}?)?\s*:\s*[A-Z](?:_\{?\w\}?)?)"
 )
-_MATRIX = re.compile(r"\(?\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}\s*\)?", re.DOTALL)
+_MATRIX = re.compile(
+    r"\(?\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}\s*\)?", re.DOTALL
+)
 _NOTHING = re.compile(r"\\emptyset|\\varnothing|\\?\{\s*\\?\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
@@ -246,7 +247,7 @@ def _value(text: str) -> Read:
 
 
 def _matrix(rows: str, nested: int) -> Read:
-    read = []
+    read: list[Read] = []
     for row in filter(str.strip, re.split(r"\\\\", rows)):
         cells = row.split("&")
         if len(cells) > MAX_ITEMS or len(read) == MAX_ITEMS:
@@ -327,7 +328,11 @@ def _shares(mine: str, theirs: str) -> bool | None:
         return None
     if None in values:
         return None
-    told = [numbers.Number("", value, each.endswith("%")) for value, each in zip(values, (mine, theirs), strict=True) if value is not None]
+    told = [
+        numbers.Number("", value, each.endswith("%"))
+        for value, each in zip(values, (mine, theirs), strict=True)
+        if value is not None
+    ]
     return numbers.same(told[0], told[1])
 
 

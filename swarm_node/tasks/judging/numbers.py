@@ -170,10 +170,12 @@ _CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|mistake|instead|ra
 _CLAUSE_END = re.compile(r"\n|[;!?]|[.,](?=\s|\Z)|\b(?:because|since|as)\b", re.IGNORECASE)
 _DENIED = re.compile(r"\A.*\bnot\b.*\bbut\s", re.IGNORECASE | re.DOTALL)
 _JOINED = re.compile(
-    r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z|\d[ \t]+\Z|\d\s+\d+\s+\Z", re.IGNORECASE
+    r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z|\d[ \t]+\Z|\d\s+\d+\s+\Z",
+    re.IGNORECASE,
 )
 _GOES_ON = re.compile(
-    r"\s*(?:(?:,\s*)?\b(?:or|and)\s+(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.]|[,;]\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.])", re.IGNORECASE
+    r"\s*(?:(?:,\s*)?\b(?:or|and)\s+(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.]|[,;]\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.])",
+    re.IGNORECASE,
 )
 
 
@@ -250,7 +252,11 @@ def read_words(text: str) -> Number | None:
         elif not joins and runs[-1]:
             runs.append([])
     spoken = [run for run in runs if run]
-    if not spoken or (spoken[-1] == ["one"] and len(words) > 2) or _NOT.search(text.lower().rpartition(spoken[-1][0])[0]):
+    if (
+        not spoken
+        or (spoken[-1] == ["one"] and len(words) > 2)
+        or _NOT.search(text.lower().rpartition(spoken[-1][0])[0])
+    ):
         return None
     if len(spoken) > 1 and re.search(rf"\b{spoken[-2][-1]}\s*(?:,|or|and)\s*{spoken[-1][0]}\b", text.lower()):
         return None
@@ -273,7 +279,15 @@ def _spoken(words: list[str]) -> int | None:
             total, part, least = total + part * scale, 0, scale
         else:
             value = _SMALL.get(word, _TENS.get(word, 0))
-            room = 100 if part % 1000 and not part % 100 else 10 if part % 100 >= 20 and not part % 10 else 0 if part else 1000
+            room = (
+                100
+                if part % 1000 and not part % 100
+                else 10
+                if part % 100 >= 20 and not part % 10
+                else 0
+                if part
+                else 1000
+            )
             if value >= room:
                 return None
             part += value

@@ -35,7 +35,7 @@ def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
     assert sender == PEER.peer_id and batch.created == NOW
     assert (batch.fingerprint, batch.tokenizer) == (world.policy.fingerprint, world.policy.tokenizer_hash)
     assert sent.task == group.task.name and (sent.epoch, sent.slot) == group.task.slot and sent.policy_version == 7
-    assert sent.rollouts == [SharedRollout(group.task.answer, True), SharedRollout("wrong", False)]
+    assert sent.rollouts == [SharedRollout.of(group.task.answer, True), SharedRollout.of("wrong", False)]
     assert group.task.question.encode() not in world.sent[0]
     assert publisher.metrics() == {"swarm/groups_sent": 1.0, "swarm/bytes_sent": len(world.sent[0])}
 

@@ -174,7 +174,7 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     """A fast machine may pass over its slots twice; one task is not repeated with ever new texts."""
     receiver, batch, other = world.receiver(), world.batch(), world.batch()
     right = batch.groups[0].rollouts[0]
-    answers = [edit(batch, [right, SharedRollout(str(1000 + n), True)]) for n in range(20)]
+    answers = [edit(batch, [right, SharedRollout.of(str(1000 + n), True)]) for n in range(20)]
     for answer in answers:
         receiver.take(sign_batch(answer, PEER))
     for _ in range(3):
@@ -247,7 +247,7 @@ def test_long_texts_are_refused_before_they_are_encoded(world: World, monkeypatc
             encoded.append(len(text))
             return self.tokenizer(text, **options)
 
-    data = sign_batch(edit(world.batch(), [SharedRollout(STRANGE[kind](size), True)] * 16), PEER)
+    data = sign_batch(edit(world.batch(), [SharedRollout.of(STRANGE[kind](size), True)] * 16), PEER)
     monkeypatch.setattr(world.policy, "tokenizer", Counted(world.policy.tokenizer))
     sampling = Sampling(SAMPLING.max_new_tokens * 8)
     assert admit(world, data, sampling=sampling) == {"length": 1.0}
@@ -259,9 +259,9 @@ def test_an_answer_beyond_the_swarms_length_offends(world: World) -> None:
     """An answer too long for this node alone is not: peers may sample longer ones than it does."""
     world.manifest = manifest(max_answer_tokens=100)
     receiver = world.receiver()
-    ids = [SharedRollout("1", True, [1] * n, bytes(2 * n)) for n in (100, 101)]
+    ids = [SharedRollout.of("1", True, [1] * n, bytes(2 * n)) for n in (100, 101)]
     for identity, size, long, reason in ((OTHER, 800, ids[0], "length"), (PEER, 801, ids[1], "cap")):
-        for rollouts in ([SharedRollout("x" * size, True)] * 2, [long, SharedRollout("x" * 700, True)]):
+        for rollouts in ([SharedRollout.of("x" * size, True)] * 2, [long, SharedRollout.of("x" * 700, True)]):
             for _ in range(MUTE_AFTER // 2):
                 receiver.take(sign_batch(edit(world.batch(identity=identity), rollouts), identity))
         receiver.admit()
@@ -341,7 +341,7 @@ def test_rewards_are_this_nodes_own(world: World) -> None:
 def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     batch = world.batch()
     right = batch.groups[0].rollouts[0]
-    cut_short = [SharedRollout("1" * 16, False), SharedRollout("", False)]
+    cut_short = [SharedRollout.of("1" * 16, False), SharedRollout.of("", False)]
     batch = edit(batch, [right, *texts("1" * 16, "<pad>", "9"), *cut_short])
     assert admit(world, sign_batch(batch, PEER)) == {}
     kept = [(r.text, r.finished) for r in world.admitted[0].rollouts]
@@ -366,7 +366,7 @@ def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
         admit(world, seal_anything(sent))
         return world.admitted[0].rollouts[1].token_ids, world.admitted[0].rollouts[1].logprobs
 
-    good = SharedRollout("12", True, odd, b"\x00\xb8" * len(odd))
+    good = SharedRollout.of("12", True, odd, b"\x00\xb8" * len(odd))
     assert ids_of(good) == (odd, [-0.5] * len(odd))
     assert ids_of(good, "0" * 16)[1] == []
     replace = msgspec.structs.replace
@@ -633,7 +633,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
     world.admitted.clear()
     batch = world.batch()
     right = batch.groups[0].rollouts[:1] if honest else []
-    rollouts = right + [SharedRollout(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
+    rollouts = right + [SharedRollout.of(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
     batch = msgspec.structs.replace(edit(batch, rollouts), created=created)
     receiver = world.receiver()
     receiver.take(sign_batch(batch, PEER))

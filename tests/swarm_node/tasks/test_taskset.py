@@ -20,8 +20,8 @@ from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
-from swarm_node.tasks.names import in_metrics
 from swarm_node.tasks.judging.texts import normalise
+from swarm_node.tasks.names import in_metrics
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.sources import ENVIRONMENTS
