@@ -172,7 +172,7 @@ class Publisher:
             policy_version=group.policy_version,
             rollouts=[self._shared_rollout(r) for r in group.rollouts],
             kind=group.task.kind,
-            judge=JUDGE,
+            judge=JUDGE if group.task.kind else 0,
         )
 
     def _shared_rollout(self, rollout: Rollout) -> SharedRollout:

@@ -340,7 +340,8 @@ def content_id(peer: str, group: SharedGroup) -> bytes:
 def _check_judge(shared: SharedGroup, task: Task) -> None:
     """Raise RemoteProtocolError `judge` for a group that its sender judged otherwise than this node would: what earned
     there, and was sent for that, may earn nothing here. Nodes of protocol 1 name no judge, and knew `text` alone."""
-    if (shared.kind, shared.judge) == (task.kind, JUDGE) or (shared.judge == 0 and task.kind in ("", "text")):
+    mine = task.kind, JUDGE if task.kind else 0
+    if (shared.kind, shared.judge) == mine or (shared.judge == 0 and {shared.kind, task.kind} <= {"", "text"}):
         return
     theirs = f"{shared.kind or 'by its environment'}, version {shared.judge}"
     raise RemoteProtocolError("judge", f"judged as {theirs}; here {task.kind or 'by its environment'}, version {JUDGE}")

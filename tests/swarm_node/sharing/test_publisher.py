@@ -53,7 +53,8 @@ def test_token_ids_ride_along_only_if_asked(world: World) -> None:
     world.config = SharingConfig(token_ids=True)
     group = world.group(["$", "12"])
     world.publisher().publish([group])
-    ((first, _),) = [g.rollouts for g in shared(world)]
+    ((one, _),) = [g.rollouts for g in shared(world)]
+    (first,) = one.turns
     assert first.token_ids == group.rollouts[0].token_ids
     assert np.frombuffer(first.logprobs, "<f2").tolist() == group.rollouts[0].logprobs
 

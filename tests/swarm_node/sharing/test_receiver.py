@@ -18,7 +18,7 @@ from protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import ManifestLimits
-from protocol.messages import RolloutBatch, SharedRollout
+from protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
@@ -101,6 +101,8 @@ REJECTED: dict[str, Callable[[World], bytes]] = {
     "age": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW - 601), PEER),
     "future": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW + 31), PEER),
     "assignment": lambda w: sign_batch(w.batch(identity=OTHER), PEER),  # another's answers under one's own name
+    "judge": lambda w: sign_batch(edit(w.batch(), kind="number", judge=1), PEER),
+    "turns": lambda w: sign_batch(edit(w.batch(), [SharedRollout([SharedTurn("1", True)] * 2)] * 2), PEER),
     "prompt": lambda w: sign_batch(edit(w.batch(), prompt=bytes(16)), PEER),
     "text": lambda w: sign_batch(edit(w.batch(), texts("<eos>", "1<sep>2", "3")), PEER),
     "length": lambda w: sign_batch(edit(w.batch(), texts("1" * 17, "2" * 40, "3")), PEER),
@@ -345,7 +347,7 @@ def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     batch = edit(batch, [right, *texts("1" * 16, "<pad>", "9"), *cut_short])
     assert admit(world, sign_batch(batch, PEER)) == {}
     kept = [(r.text, r.finished) for r in world.admitted[0].rollouts]
-    assert kept == [(right.text, True), ("9", True), ("1" * 16, False)]
+    assert kept == [(right.turns[0].text, True), ("9", True), ("1" * 16, False)]
 
 
 def test_a_prompt_that_leaves_no_room_leaves_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,13 +362,13 @@ def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
     one, two, eos = world.policy.encode_completion("12", True)
     odd = [*world.policy.encode_completion("1", False), *world.policy.encode_completion("2", True)]
 
-    def ids_of(rollout: SharedRollout, tokenizer: str = batch.tokenizer) -> tuple[list[int], list[float]]:
+    def ids_of(turn: SharedTurn, tokenizer: str = batch.tokenizer) -> tuple[list[int], list[float]]:
         world.admitted.clear()
-        sent = msgspec.structs.replace(edit(batch, [right, rollout]), tokenizer=tokenizer)
+        sent = msgspec.structs.replace(edit(batch, [right, SharedRollout([turn])]), tokenizer=tokenizer)
         admit(world, seal_anything(sent))
         return world.admitted[0].rollouts[1].token_ids, world.admitted[0].rollouts[1].logprobs
 
-    good = SharedRollout.of("12", True, odd, b"\x00\xb8" * len(odd))
+    good = SharedTurn("12", True, odd, b"\x00\xb8" * len(odd))
     assert ids_of(good) == (odd, [-0.5] * len(odd))
     assert ids_of(good, "0" * 16)[1] == []
     replace = msgspec.structs.replace
