@@ -29,7 +29,7 @@ from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout, Sampling
 
 KINDS_SINCE = 2
-"""Protocol that knows kinds of answers. Nodes of an earlier one have refused the manifest of a swarm that names them."""
+"""Protocol that knows kinds of answers: nodes of an earlier one have refused the manifest of a swarm that has any."""
 FLUSH_S = 1.0  # batches leave at most this often, unless one is full
 FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512  # groups that fill a batch; the rest of it takes under 400 bytes
 MAX_ANSWERED = 16_384  # slots remembered as answered: those of four epochs, in 2 MB

@@ -3,7 +3,8 @@
     transport's thread   take:  size -> inbox (bounded; the oldest makes room)
     main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
                                 of each group: duplicate -> slot -> age -> quota -> turns, caps -> waiting (bounded)
-                                some of these: task -> assignment -> judge -> prompt -> length, text -> score -> signal -> buffer
+                                some of these: task -> assignment -> judge -> prompt -> length, text -> score -> signal
+                                -> buffer
 
 Cheap checks come first. Before the last check passes, a group changes only its sender's account and the memory of seen
 groups. Every rejection is counted by reason and, where a signature proves the sender, by peer. `admit` stops when its

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 import random
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,9 @@ CHECKER = "checker"  # name of the task's own checker among the rewards
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
 
+END_TOKENS = 16  # of a prompt that are looked at for `<think>`
+_OPENED = re.compile(r"<think>\s*\Z")
+
 GOLDEN = (math.sqrt(5) + 1) / 2
 
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
@@ -73,7 +77,7 @@ class TaskSet:
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
-        self._reads_prompts = bool(self._functions)  # whether `score` looks at prompts: checkers do not
+        self._reads_prompts = bool(self._functions)  # whether `score` needs whole prompts: checkers do not
         self.reward_labels = in_metrics(self.reward_weights) if self._functions else {}
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
@@ -216,14 +220,16 @@ class TaskSet:
         return messages[0]["content"]
 
     def prompt_text(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> str:
-        """The prompt to give to `score`: decoded only if a reward function reads it, else empty."""
-        return decode(token_ids) if self._reads_prompts else ""
+        """The prompt to give to `score`: all of it if a reward function reads it, else its end, which shows whether it
+        begins the reasoning."""
+        return decode(token_ids if self._reads_prompts else token_ids[-END_TOKENS:])
 
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         known: dict[tuple[int, str], float | None] = {}
-        answers = [self._found(*each) for each in zip(tasks, completions, strict=True)]
-        checked = [self._checked(*each, known) for each in zip(tasks, completions, strict=True)]
+        texts = [_with_reasoning(*each) for each in zip(prompts, completions, strict=True)]
+        answers = [self._found(*each) for each in zip(tasks, texts, strict=True)]
+        checked = [self._checked(*each, known) for each in zip(tasks, texts, strict=True)]
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
@@ -391,6 +397,11 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
         counts[i] += upto - teeth
         teeth = upto
     return counts
+
+
+def _with_reasoning(prompt: str, completion: str) -> str:
+    """The completion from where its reasoning begins: some chat templates end with `<think>`."""
+    return f"<think>{completion}" if _OPENED.search(prompt) else completion
 
 
 def _is_right(checked: float | None) -> bool:

@@ -20,10 +20,12 @@ _NUMBERED = re.compile(r"[(\[]?(\d{1,2})(?:[)\]]+[.:]?|[.:])\s+([^\d\s].*)")
 _ONE = r"(?:option|choice|answer|letter)?\s*[(\[\"']*([A-Za-z]|\d{1,2})(?![\w'’]|\.\d)"
 _MARKED = re.compile(
     rf"\b(?:answer|choice|option|solution)s?\b[^.\n:()]{{0,60}}?(?:\bis\b|\bbe\b|:|=)\s*[:=]?\s*"
-    rf"(?:\b(?:therefore|thus|definitely|clearly|probably|indeed|simply|for sure|surely|certainly|obviously|most likely)\b,?\s*)?{_ONE}"
+    r"(?:\b(?:therefore|thus|definitely|clearly|probably|indeed|simply|for sure|surely|certainly|obviously|most likely)"
+    rf"\b,?\s*)?{_ONE}"
     rf"|\b(?:choose|pick|select|selected|chose|go with|going with)\s+{_ONE}"
     rf"|\A\W*([A-Z])[)\].:,]?\s+(?:because|since|as it)\b"
-    rf"|(?<![\w'’(\[])[(\[]?\b([A-Z])[)\]]?\s+(?:is|must be|would be|should be)\s+(?:the\s+)?(?:correct|right|best|answer)\b",
+    r"|(?<![\w'’(\[])[(\[]?\b([A-Z])[)\]]?\s+(?:is|must be|would be|should be)\s+(?:the\s+)?"
+    r"(?:correct|right|best|answer)\b",
     re.IGNORECASE,
 )
 _DECORATED = re.compile(
@@ -38,7 +40,8 @@ _BEFORE_OR = re.compile(
     r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z"
 )
 _NOT = re.compile(
-    r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
+    r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+"
+    r"(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
     re.IGNORECASE,
 )
 _WRONG = re.compile(
@@ -159,12 +162,14 @@ _ANSWER_IS = re.compile(
 )
 _STARTS = re.compile(rf"\W*{_SAID}(?=\s*(?:[,.!:;\n—-]|\Z))", re.IGNORECASE)
 _ENDS = re.compile(
-    rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z",
+    rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?"
+    rf"[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z",
     re.IGNORECASE,
 )
 _ASKED = re.compile(rf"\?\s*{_SAID}\W*\Z|\({_SAID}\)\W*\Z", re.IGNORECASE)
 _IS_SO = re.compile(
-    r"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
+    r"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+"
+    r"(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
     re.IGNORECASE,
 )
 _EITHER = re.compile(

@@ -21,6 +21,7 @@ _NUMBER = re.compile(
     r"\s*[-+]?\s*[$€£]?\s*[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:\s*/\s*\d+)?\s*%?\.?\s*"
 )
 _CODE = re.compile(r"\s*[-+]?0\d")  # 007, 0151: its zeros count
+_LATEX = re.compile(r"\\[a-zA-Z]|\^")
 _MATHS = re.compile(r"\\[a-zA-Z]+|[\^_{}=]|√|π")
 
 
@@ -45,6 +46,8 @@ def guess_kind(rows: Iterable[tuple[str, Sequence[str]]]) -> AnswerKind:
 
 def _is_number(said: str) -> bool:
     text = numbers.plain(said)
+    if _LATEX.search(said):
+        return False
     return bool(_NUMBER.fullmatch(text)) and not _CODE.match(text) and numbers.number_of(said) is not None
 
 

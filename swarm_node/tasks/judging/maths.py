@@ -1,5 +1,5 @@
-r"""Whether two answers of mathematics are equal: numbers, expressions, lists, sets, tuples, intervals, unions, relations,
-matrices, short texts.
+r"""Whether two answers of mathematics are equal: numbers, expressions, lists, sets, tuples, intervals, unions,
+relations, matrices, short texts.
 
     text -> `cleaned` -> lists -> relations -> tuples and intervals -> `expressions`
 
@@ -29,7 +29,8 @@ _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "×": "*", "⋅": "*", "·": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
         "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "√": r"\sqrt ", "≈": r"\approx ",
-        "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∅": r"\emptyset ", "°": r"^\circ ", "∠": r"\angle ",
+        "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∅": r"\emptyset ", "°": r"^\circ ",
+        "∠": r"\angle ",
         "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'", "⁄": "/",
     }
 )  # fmt: skip
@@ -403,7 +404,7 @@ def expression_in(place: str) -> str | None:
     sentence = _SENTENCE.split(after.strip(), maxsplit=1)[0].strip().strip("*` ")
     if sentence and sentence != text and _is_read(sentence):
         return sentence
-    number = numbers.read_number(text)
+    number = None if r"\begin" in text else numbers.read_number(text)
     if number is None or re.search(rf"\bor\s*{re.escape(number.text)}", text):
         return None
     return number.text
@@ -431,4 +432,4 @@ def _in_spans(text: str, spans: list[re.Match[str]]) -> str | None:
             break
         joined.insert(0, span)
     inside = ", ".join(next(filter(None, span.groups())).strip(" \n.") for span in joined)
-    return inside + ("%" if _SIGN.match(tail) else "")
+    return inside + ("%" if _SIGN.match(tail) else "") if inside else None

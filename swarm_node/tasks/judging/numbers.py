@@ -84,11 +84,13 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALE = re.compile(rf"\s+({'|'.join(_SCALES)})\b", re.IGNORECASE)
 _UNITS = frozenset("gmshLlCFNJWVAK")  # single letters behind a number that are units, not variables: 5 m, 20 C
 _ATTACHED = re.compile(  # behind a number that is part of something else
-    r"[ \t]*(?:[\^!·×÷]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|[-/][ \t]*(?:[a-zA-Z](?![a-zA-Z])|\d|\\|\())"
+    r"[ \t]*(?:[\^!·×÷]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|"
+    r"[-/][ \t]*(?:[a-zA-Z](?![a-zA-Z])|\d|\\|\())"
     r"|[a-zA-Z](?![a-zA-Z])|[π√]|[.,:/']\d|\s+(?:less|more|fewer) than"
 )
 _BEFORE = re.compile(  # before such a number
-    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥]|\*\*|\^\s*[({]?\s*-?|\\[lg]eq?|(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*"
+    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥]|\*\*|\^\s*[({]?\s*-?|\\[lg]eq?|"
+    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*"
     r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than|\bat (?:least|most)"
     r"|\b(?:over|under|above|below|almost|nearly|up to))\s*\Z|\d[,.:/']\Z",
     re.IGNORECASE,
@@ -170,7 +172,8 @@ _CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|mistake|instead|ra
 _CLAUSE_END = re.compile(r"\n|[;!?]|[.,](?=\s|\Z)|\b(?:because|since|as)\b", re.IGNORECASE)
 _DENIED = re.compile(r"\A.*\bnot\b.*\bbut\s", re.IGNORECASE | re.DOTALL)
 _JOINED = re.compile(
-    r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z|\d[ \t]+\Z|\d\s+\d+\s+\Z",
+    r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z"
+    r"|\d[ \t]+\Z|\d\s+\d+\s+\Z",
     re.IGNORECASE,
 )
 _GOES_ON = re.compile(

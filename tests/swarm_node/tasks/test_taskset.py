@@ -399,7 +399,9 @@ def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFu
 
 def test_prompts_are_decoded_for_functions_alone(tmp_path: Path) -> None:
     rewards = [REWARDS, RewardsConfig(functions=functions(tmp_path, "length"))]
-    assert [load_tasks(["small/gcd"], each).prompt_text([1, 2], str) for each in rewards] == ["", "[1, 2]"]
+    assert [
+        load_tasks(["small/gcd"], each).prompt_text([*range(20)], lambda ids: str(len(ids))) for each in rewards
+    ] == ["16", "20"]
 
 
 def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:
