@@ -404,7 +404,7 @@ def expression_in(place: str) -> str | None:
     sentence = _SENTENCE.split(after.strip(), maxsplit=1)[0].strip().strip("*` ")
     if sentence and sentence != text and _is_read(sentence):
         return sentence
-    number = None if r"\begin" in text else numbers.read_number(text)
+    number = None if re.search(r"\\(?:begin|end)", text) else numbers.read_number(text)
     if number is None or re.search(rf"\bor\s*{re.escape(number.text)}", text):
         return None
     return number.text

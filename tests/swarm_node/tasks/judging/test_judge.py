@@ -62,7 +62,9 @@ def test_hostile_texts_are_wrong_and_stall_nothing(line: dict[str, Any]) -> None
             assert judge(kind, line["reference"], part).extracted != ""
 
 
-PIECES = r"1 2 , . - + / * ^ ( ) [ ] { } $ % ! = < > | _ x e i \frac \sqrt \boxed{ \pm \cup \in \text{ or and not A (B) yes".split()
+PIECES = (
+    r"1 2 , . - + / * ^ ( ) [ ] { } $ % ! = < > | _ x e i \frac \sqrt \boxed{ \pm \cup \in \text{ or and not A (B) yes"
+).split()
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map(" ".join), st.sampled_from(KINDS))
