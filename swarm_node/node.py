@@ -45,7 +45,7 @@ from swarm_node.grpo.schedule import decay
 from swarm_node.grpo.trainer import SMALL, Before, Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS
-from swarm_node.rollouts import Collected, collect, fit_length
+from swarm_node.rollouts import Collected, collect, fit_length, too_long
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
@@ -154,8 +154,7 @@ class Node:
             collect(self.policy, self.exchange.draw, self.tasks, rollouts, name, collected)
         if not collected.groups:
             raise UserError(
-                f"none of {collected.too_long} tasks fits: prompts are longer than rollouts.max_prompt_tokens or "
-                "than what rollouts.max_new_tokens leaves of the model's positions"
+                f"none of {collected.too_long} tasks fits: {too_long(collected.skipped, rollouts, self.policy)}"
             )
         return collected
 

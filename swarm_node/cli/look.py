@@ -48,7 +48,10 @@ def stop(run: RunArgument) -> None:
 def list_tasks(
     settings: CommandSettings,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME|FILE", help="Task, set of tasks or question file (.jsonl, .csv).")
+        str | None,
+        typer.Argument(
+            metavar="NAME|FILE", help="Task, set of tasks or question file (.jsonl, .csv, …), or hf:OWNER/NAME."
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:

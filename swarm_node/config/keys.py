@@ -13,6 +13,7 @@ from swarm_node.config.node import NodeConfig
 from swarm_node.config.section import Section
 
 Table = dict[str, Any]  # nested, as in a TOML file
+OPTION_TABLES = {"policy.chat_template_kwargs"}  # keys whose value is a table of the user's own names
 VARIABLE_PREFIX = "SWARM_NODE_"  # start of the names of environment variables
 FILE_SUFFIX = "_FILE"  # end of the name of a variable that names a file with the value: a mounted secret
 
@@ -54,10 +55,11 @@ def nest(key: str, value: object) -> Table:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; a table of `OPTION_TABLES` is one value."""
     found: Table = {}
     for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        is_section = isinstance(value, Mapping) and prefix + key not in OPTION_TABLES
+        found |= flat(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
     return found
 
 

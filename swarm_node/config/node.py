@@ -42,8 +42,8 @@ class NodeConfig(Section):
     minutes: PositiveFloat | None = None
     """Stop after this many minutes of training, whatever `rounds` says. Waiting for a swarm's manifest counts."""
     tasks: list[str | TaskConfig] = ["small"]
-    """Tasks to train on: names (see `swarm-node tasks`), question files (.jsonl, .csv), or tables such as
-    {file="questions.jsonl", question="prompt"}."""
+    """Tasks to train on: names (see `swarm-node tasks`), question files (.jsonl, .csv, …), data sets of the
+    hub (hf:OWNER/NAME), or tables such as {file="questions.jsonl", question="prompt"}."""
     price_per_hour: PositiveFloat | None = None
     """Price of this machine per hour, in any currency, for the metrics of cost. These are `cost/*`; unset = none."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []

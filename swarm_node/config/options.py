@@ -75,7 +75,8 @@ OPTIONS = (
         "local new bootstrap",
         metavar="NAME|FILE",
         says={
-            "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl, .csv), or an https address.",
+            "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl, .csv, …), data set of the hub "
+            "(hf:OWNER/NAME), or an https address.",
             "bootstrap": "Question file of the swarm, to give it to members.",
         },
     ),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.config.section import Plugin, Section
+
+TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # what the node itself gives to a template
 
 
 class PolicyConfig(Section):
@@ -42,6 +45,19 @@ class PolicyConfig(Section):
     """System message for tokenizers whose chat template takes one; empty = none."""
     prompt_template: str = "{question}\n"
     """Prompt for tokenizers without a chat template; `{question}` is replaced."""
+    chat_template: str | None = None
+    """Name of a chat template, for tokenizers that have several; unset = that called `default`."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Arguments of the chat template, as {enable_thinking = false}."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_arguments(cls, value: dict[str, object]) -> dict[str, object]:
+        for name in value:
+            if not name.isidentifier() or name in TEMPLATE_OWN:
+                raise ValueError(f"{name!r} cannot be an argument: the node gives {', '.join(sorted(TEMPLATE_OWN))}")
+        json.dumps(value, allow_nan=False)  # its ValueError tells of NaN; a date is a TypeError, as pydantic wants none
+        return value
 
 
 class TaskConfig(Section):

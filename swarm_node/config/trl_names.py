@@ -71,7 +71,7 @@ NOT_HERE = {
 NOTHING_HERE = frozenset(
     """
     adam_epsilon attn_implementation auto_find_batch_size average_tokens_across_devices bf16_full_eval
-    cache_implementation cast_lm_head_to_fp32 chat_template_kwargs dataloader_drop_last dataloader_num_workers
+    cache_implementation cast_lm_head_to_fp32 dataloader_drop_last dataloader_num_workers
     dataloader_pin_memory dataset_config dataset_streaming dataset_test_split dataset_train_split
     ddp_find_unused_parameters ddp_timeout deepspeed disable_dropout disable_tqdm ds3_gather_for_generation
     entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target environment_factory eval_accumulation_steps

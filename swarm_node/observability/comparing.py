@@ -47,6 +47,7 @@ AUTOMATIC = {"null", "0", '"auto"'}  # JSON of values in whose place a run choos
 SAMPLED = (
     *("rollouts.max_new_tokens", "rollouts.temperature", "rollouts.top_p"),
     *("rewards.answer", "policy.system_prompt", "policy.prompt_template", "eval.samples"),
+    *("policy.chat_template", "policy.chat_template_kwargs"),
 )
 """Settings with which held-out questions are asked."""
 REWARDS = ("rewards.functions", "rewards.checker_weight", "rewards.partial")  # settings of a mean reward
@@ -167,7 +168,8 @@ class Comparison:
         asked = {run.asked for run in runs if run.asked is not None}
         rewards = {json.dumps([run.settings.get(key) for key in REWARDS]) for run in runs}
         measured = [run for run in runs if any(name.startswith("held-out") for name in run.final)]
-        differs = [key.rpartition(".")[2] for key in SAMPLED if len({run.settings.get(key) for run in measured}) > 1]
+        chosen = {key: {json.dumps(run.settings.get(key), sort_keys=True) for run in measured} for key in SAMPLED}
+        differs = [key.rpartition(".")[2] for key, values in chosen.items() if len(values) > 1]
         differs = [*(["questions"] if len(asked) > 1 else []), *differs]
         found = [f"held-out figures are not comparable: different {', '.join(differs)}"] if differs else []
         return found + (["rewards differ: mean rewards are not comparable"] if len(rewards) > 1 else [])

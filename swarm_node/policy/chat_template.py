@@ -8,10 +8,15 @@ The starter's template is this package's own, so it is rendered in this process,
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 
+from transformers import PreTrainedTokenizerBase
+
+from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
@@ -24,18 +29,20 @@ RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_p
 
 
 @lru_cache(maxsize=16)
-def frame_around(template: str, system: str, special: str, model: str) -> Frame:
+def frame_around(template: str, system: str, special: str, model: str, arguments: str = "{}") -> Frame:
     """The frame of a chat template. UserError if the template fails, takes too long, or has no frame.
 
-    special  the tokenizer's special tokens by name, as JSON
-    model    whose template it is, for the message
+    special    the tokenizer's special tokens by name, as JSON
+    model      whose template it is, for the message
+    arguments  the user's arguments of the template (`policy.chat_template_kwargs`), as JSON
     """
     if template == CHAT_TEMPLATE:
         try:
             return frame_of(template, system, json.loads(special))
         except FrameError as error:
             raise UserError(f"the chat template of {model} fails: {error}") from error
-    asked = json.dumps({"template": template, "system": system, "special": json.loads(special)})
+    given = {"special": json.loads(special), "arguments": json.loads(arguments)}
+    asked = json.dumps({"template": template, "system": system, **given})
     try:
         done = subprocess.run(child(), input=asked.encode(), capture_output=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
@@ -49,6 +56,40 @@ def frame_around(template: str, system: str, special: str, model: str) -> Frame:
     if "error" in told:
         raise UserError(f"the chat template of {model} fails: {told['error']}")
     return Frame(*told["frame"])
+
+
+def tokenizer_frame(tokenizer: PreTrainedTokenizerBase, config: PolicyConfig) -> Frame:
+    """The frame of a tokenizer's chat template, with the system prompt and the arguments of `config`. UserError if it
+    is refused, or if there is none of the name in `config`."""
+    template = named_template(tokenizer.chat_template, config)
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    return frame_around(template, config.system_prompt, special, config.model, json.dumps(config.chat_template_kwargs))
+
+
+def named_template(templates: str | Mapping[str, str] | None, config: PolicyConfig) -> str:
+    """The template that `policy.chat_template` names: of several, that of this name, by default `default`. UserError if
+    there is none."""
+    name, set_it = config.chat_template or "default", "--set policy.chat_template=NAME"
+    if not templates:
+        raise UserError(
+            f"{config.model} has no chat template: leave out policy.chat_template and policy.chat_template_kwargs; "
+            "policy.prompt_template is the text around its questions"
+        )
+    if isinstance(templates, str):
+        if name != "default":
+            raise UserError(f"{config.model} has one chat template, without a name: leave out policy.chat_template")
+        return templates
+    if name not in templates:
+        which = f"none is called {name!r}" if config.chat_template else "none is the default"
+        names = ", ".join(map(repr, sorted(templates)))
+        raise UserError(f"the chat templates of {config.model} are {names}, and {which}: name one with {set_it}")
+    return templates[name]
+
+
+def unused_arguments(templates: str | Mapping[str, str], config: PolicyConfig) -> list[str]:
+    """Those of the user's arguments that the template does not name."""
+    template = named_template(templates, config)
+    return [name for name in config.chat_template_kwargs if re.search(rf"\b{name}\b", template) is None]
 
 
 def child(*options: str) -> list[str]:

@@ -1,6 +1,7 @@
 """A program that finds what a chat template puts around a question. `chat_template` runs it in a process with limits.
 
-    standard input  --{"template", "system", "special"} as JSON--> frame --{"frame": …} | {"error": …} as JSON--> output
+    standard input  --{"template", "system", "special", "arguments"} as JSON--> frame
+    frame  --{"frame": …} | {"error": …} as JSON--> standard output
 
 A template is a program by a stranger, so it runs only here, once, and never on a question. It is rendered with a marker
 in the question's place, and the text around the marker is the frame of all questions. This module imports only Jinja.
@@ -41,6 +42,8 @@ class Frame(NamedTuple):
     pieces: list[str]
     lstrip: bool  # whether the question loses blanks at its beginning
     rstrip: bool
+    parts: bool = False
+    """Whether the template takes contents in parts, [{"type": "text", "text": …}], as those of models that also see."""
 
     def around(self, question: str) -> str:
         """The prompt of a question."""
@@ -48,25 +51,41 @@ class Frame(NamedTuple):
         return (question.rstrip() if self.rstrip else question).join(self.pieces)
 
 
-def frame_of(template: str, system: str, special: dict[str, Any]) -> Frame:
+def frame_of(template: str, system: str, special: dict[str, Any], arguments: dict[str, Any] | None = None) -> Frame:
     """The frame of a chat template for one question after the `system` prompt (empty = none). Raises FrameError.
 
-    `special` has the tokenizer's special tokens by name.
+    `special` has the tokenizer's special tokens by name, and `arguments` what the user gives to the template. Contents
+    are texts; where the template then fails or leaves the question out, they are parts.
     """
     compiled = _compiled(template)
+    given = {**special, **(arguments or {})}
+    try:
+        return _of_contents(compiled, system, given, parts=False)
+    except Exception as error:  # whatever a template raises at a text where it wants parts
+        try:
+            return _of_contents(compiled, system, given, parts=True)._replace(parts=True)
+        except Exception:
+            raise error from None
 
-    def render(messages: list[dict[str, str]]) -> str:
-        text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special)
+
+def _of_contents(compiled: jinja2.Template, system: str, given: dict[str, Any], parts: bool) -> Frame:
+    """The frame for contents that are texts, or `parts`. Raises what the template raises, and FrameError."""
+
+    def message(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **given)
         if len(text) > MAX_CHARS:
             raise FrameError(f"it makes {len(text)} characters of one question")
         return text
 
     def apart(question: str) -> str:
-        head = [{"role": "system", "content": system}] if system else []
-        return render([*head, {"role": "user", "content": question}])
+        head = [message("system", system)] if system else []
+        return render([*head, message("user", question)])
 
     def joined(question: str) -> str:
-        return render([{"role": "user", "content": SYSTEM.format(system=system, question=question)}])
+        return render([message("user", SYSTEM.format(system=system, question=question))])
 
     try:
         return _frame(apart)
@@ -138,7 +157,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     asked = json.load(sys.stdin)
     try:
-        told: dict[str, Any] = {"frame": frame_of(asked["template"], asked["system"], asked["special"])}
+        told: dict[str, Any] = {"frame": frame_of(**asked)}
     except MemoryError:
         told = {"error": "it takes more memory than a text needs"}
     except Exception as error:  # whatever a stranger's program raises

@@ -36,6 +36,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
 from swarm_node.policy.architecture import beside_text, largest
+from swarm_node.policy.chat_template import named_template, unused_arguments
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
@@ -117,6 +118,10 @@ def load_policy(
     report(Detail(f"decoding with {_engine_name(policy)}, {rows} rows in updates{full}"))
     if tokenizer.chat_template:
         _ = policy.frame  # a template that is refused is refused now
+        if unused := unused_arguments(tokenizer.chat_template, config):
+            report(Warned(f"the chat template of {config.model} does not use {', '.join(unused)}"))
+    elif config.chat_template or config.chat_template_kwargs:
+        named_template(None, config)
     else:
         template = f"prompts are {config.prompt_template!r} (policy.prompt_template)"
         report(Detail(f"no chat template in this tokenizer: {template}"))

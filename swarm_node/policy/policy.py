@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
-from swarm_node.policy.chat_template import frame_around
+from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.base import Engine, Request
@@ -34,15 +34,6 @@ from swarm_node.types import Rollout, Sampling
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
-
-
-def tokenizer_frame(tokenizer: PreTrainedTokenizerBase, system: str, model: str) -> Frame:
-    """The frame of a tokenizer's chat template, with a system prompt (empty = none). UserError if it is refused."""
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as exc:  # it has several, and none is the default
-        raise UserError(f"the chat template of {model} fails: {exc}") from exc
-    return frame_around(template, system, json.dumps(tokenizer.special_tokens_map, default=str), model)
 
 
 class Policy:
@@ -162,7 +153,7 @@ class Policy:
         """The chat template's frame around questions. UserError if the template is refused."""
         template = self.tokenizer.chat_template
         if self._framed is None or self._framed[0] is not template:
-            self._framed = template, tokenizer_frame(self.tokenizer, self.config.system_prompt, self.config.model)
+            self._framed = template, tokenizer_frame(self.tokenizer, self.config)
         return self._framed[1]
 
     def decode(self, token_ids: list[int]) -> str:

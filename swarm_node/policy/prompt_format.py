@@ -23,12 +23,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
-from swarm_node.policy.chat_template import frame_around
+from swarm_node.policy.chat_template import frame_around, named_template, tokenizer_frame
+from swarm_node.policy.chat_template_child import Frame
 
 PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1
 MAX_BYTES = 1 << 20  # largest such file: prompts and names take kilobytes
 PROMPTS = ("system_prompt", "prompt_template")
+ARGUMENTS = "chat_template_kwargs"  # missing in exports of earlier versions
 SAMPLING = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p")
 EVALUATION = ("questions", "samples")
 WITH_SYSTEM_ROLE = (
@@ -40,7 +42,7 @@ WITHOUT_SYSTEM_ROLE = (
     "{% set system = SYSTEM %}{% if messages and messages[0]['role'] == 'system' %}"
     "{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}"
     "{% if messages %}{% set messages = "
-    "[{'role': 'user', 'content': system + '\\n\\n' + messages[0]['content']}] + messages[1:] %}{% endif %}"
+    "[{'role': 'user', 'content': system + LINE + messages[0]['content']}] + messages[1:] %}{% endif %}"
 )
 """Prefix of a chat template that refuses system messages: the system prompt goes before the question."""
 
@@ -56,16 +58,16 @@ def write_prompt_format(
 
     Question files and reward functions are paths on one machine, so they are left out.
     """
-    prompt = config.policy.system_prompt
-    if prompt and tokenizer.chat_template:
+    changes = config.policy.system_prompt or config.policy.chat_template_kwargs or config.policy.chat_template
+    if tokenizer.chat_template and changes:
         shown = copy.copy(tokenizer)
-        shown.chat_template = with_system(tokenizer, prompt)
+        shown.chat_template = template_of_training(tokenizer, config.policy)
         shown.save_pretrained(out)
     _sampling(out, tokenizer, config.rollouts).save_pretrained(out)
     public = [task for task in tasks if not _is_file(task)]
     document = {
         "format": FORMAT,
-        "policy": config.policy.model_dump(include=set(PROMPTS)),
+        "policy": config.policy.model_dump(include={*PROMPTS, ARGUMENTS}),
         "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
         "answer": config.rewards.answer,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
@@ -95,7 +97,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         if document["format"] != FORMAT:
             raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
         config = NodeConfig(
-            policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}),
+            policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}, **_arguments(document["policy"])),
             rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
             eval=EvalConfig(**{key: document["eval"][key] for key in EVALUATION}),
             rewards=RewardsConfig(answer=document.get("answer", "any")),
@@ -108,23 +110,56 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         raise UserError(f"cannot use {file}: {' '.join(str(error).split())[:200]}") from error
 
 
-def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
-    """The chat template of `tokenizer` (one, or several by name), with `prompt` for conversations without a system
-    message."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        return {name: _before(each, tokenizer, prompt) for name, each in template.items()}
-    return _before(template, tokenizer, prompt)
+def _arguments(policy: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template in an export, if it has any."""
+    return {ARGUMENTS: policy[ARGUMENTS]} if policy.get(ARGUMENTS) else {}
 
 
-def _before(template: str, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+def template_of_training(tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig) -> str:
+    """The chat template that `policy` names, with its arguments and its system prompt for those who give none."""
+    template = named_template(tokenizer.chat_template, policy)
+    if policy.system_prompt:
+        template = _before(template, tokenizer, policy)
+    defaults = (
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in policy.chat_template_kwargs.items()
+    )
+    return "".join([*defaults, template])
+
+
+def _before(template: str, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig) -> str:
+    """`template` after the part that puts the system prompt first."""
     special = json.dumps(tokenizer.special_tokens_map, default=str)
-    text = _jinja(prompt)
-    try:  # in a process with limits, as a template may be a stranger's
-        frame_around(WITH_SYSTEM_ROLE.replace("SYSTEM", text) + template, "", special, "the export")
-    except UserError:  # it refuses system messages
-        return WITHOUT_SYSTEM_ROLE.replace("SYSTEM", text) + template
-    return WITH_SYSTEM_ROLE.replace("SYSTEM", text) + template
+    arguments = json.dumps(policy.chat_template_kwargs)
+
+    def frame(of: str) -> Frame | None:  # in a process with limits, as a template may be a stranger's
+        try:
+            return frame_around(of, "", special, "the export", arguments)
+        except UserError:
+            return None
+
+    def content(text: str) -> str:
+        literal = _jinja(text)
+        return f"[{{'type': 'text', 'text': {literal}}}]" if parts else literal
+
+    plain = frame(template)
+    parts = plain is not None and plain.parts
+    with_role = WITH_SYSTEM_ROLE.replace("SYSTEM", content(policy.system_prompt)) + template
+    if frame(with_role) is not None:
+        return with_role
+    apart = WITHOUT_SYSTEM_ROLE.replace("LINE", content("\n\n"))  # before a prompt that may have this word
+    return apart.replace("SYSTEM", content(policy.system_prompt)) + template
+
+
+def _literal(value: object) -> str:
+    """A value of a configuration as a literal of Jinja."""
+    if isinstance(value, str):
+        return _jinja(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_jinja(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return {"None": "none", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
 def _jinja(text: str) -> str:
@@ -154,18 +189,14 @@ def _is_file(task: str | TaskConfig) -> bool:
     return is_question_file(task) if isinstance(task, str) else task.file is not None
 
 
-def _is_left_out(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
+def _is_left_out(tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig) -> bool:
     """Whether the chat template silently drops system prompts, so that two of them give one text."""
-    special = json.dumps(tokenizer.special_tokens_map, default=str)
-    template = tokenizer.chat_template
-    for each in template.values() if isinstance(template, dict) else [template]:
-        try:
-            one, other = (frame_around(each, text, special, "the export").pieces for text in (prompt, f"{prompt} x"))
-        except UserError:  # it refuses system messages, so the prompt is put before the question
-            return False
-        if one != other:
-            return False
-    return True
+    other = policy.model_copy(update={"system_prompt": f"{policy.system_prompt} x"})
+    try:
+        one, another = (tokenizer_frame(tokenizer, each).pieces for each in (policy, other))
+    except UserError:  # it refuses system messages, so the prompt is put before the question
+        return False
+    return one == another
 
 
 def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -179,13 +210,16 @@ def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         )
     elif not text:
         how = "It was trained without a system prompt of its own."
-    elif _is_left_out(tokenizer, text):
+    elif _is_left_out(tokenizer, policy):
         how = "Its chat template leaves system prompts out: it was trained on the questions alone."
     else:
         how = (
             f"It was trained under this system prompt, which the chat template adds to a conversation without one:\n\n"
             f"{fence}\n{text}\n{fence}"
         )
+    if has_template and policy.chat_template_kwargs:
+        given = ", ".join(f"{name} = {json.dumps(value)}" for name, value in policy.chat_template_kwargs.items())
+        how += f"\n\nThe chat template was given {given}, which it takes here where it is not told otherwise."
     return (
         f"## How to ask it\n\n{how}\n\n"
         f"Answers were sampled at temperature {rollouts.temperature:g} and top_p {rollouts.top_p:g}, with up to "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarm_node.config import RolloutsConfig
@@ -27,6 +27,7 @@ class Collected:
 
     groups: list[Group] = field(default_factory=list)  # those without a learning signal included
     too_long: int = 0  # tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions
+    skipped: list[int] = field(default_factory=list)  # tokens of the shortest and of the longest prompt among those
     seconds: float = 0.0  # time spent generating (not scoring)
 
     @property
@@ -65,6 +66,24 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
     return config.model_copy(update={"max_new_tokens": most})
 
 
+def too_long(lengths: Sequence[int], config: RolloutsConfig, policy: Policy) -> str:
+    """Why prompts of so many tokens each do not fit, and the settings with which they do."""
+    if not lengths:
+        return "none was drawn"
+    shortest, longest = min(lengths), max(lengths)
+    room = policy.max_positions - config.max_new_tokens
+    told = f"their prompts have {shortest:,} to {longest:,} tokens" if shortest < longest else f"each has {longest:,}"
+    wanted = min(longest, room)
+    if shortest <= room:
+        limit = f"rollouts.max_prompt_tokens = {config.max_prompt_tokens}"
+        return f"{told}, and {limit}: --set rollouts.max_prompt_tokens={wanted} lets them in"
+    told += f", and the model's {policy.max_positions:,} positions less rollouts.max_new_tokens leave {max(0, room):,}"
+    if (new := policy.max_positions - longest) > 0:
+        prompt = "" if longest <= config.max_prompt_tokens else f" --set rollouts.max_prompt_tokens={longest}"
+        return f"{told}: --set rollouts.max_new_tokens={new}{prompt} makes room, or take a model with more positions"
+    return f"{told}: shorten the questions (and policy.system_prompt), or take a model with more positions"
+
+
 def _fitting(
     policy: Policy, draw: DrawTasks, tasks: TaskSet, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
@@ -75,7 +94,10 @@ def _fitting(
         drawn = draw(config.groups - len(fitting))
         encoded = list(zip(drawn, policy.encode_questions(list(map(tasks.prompt, drawn))), strict=True))
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
-        collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
+        lengths = [len(prompt) for _, prompt in encoded if len(prompt) > longest]
+        collected.too_long += len(lengths)
+        every = [*collected.skipped, *lengths]
+        collected.skipped = [min(every), max(every)] if every else []
         if len(fitting) == config.groups or not drawn:
             break
     return fitting

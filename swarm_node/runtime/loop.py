@@ -169,9 +169,7 @@ class Run:
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
             say_reach(self.config, 3 * trained)  # with the optimiser's two moments
         say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
-        for line in dict.fromkeys([*self.tasks.read_as, *self.held_out.tasks.read_as]):
-            say(line, "start")
-        for line in self.tasks.split(self.held_out.tasks):
+        for line in self.tasks.described(self.held_out.tasks):
             say(line, "start")
         measures, is_member = self.config.eval.questions > 0, self.node.member is not None
         for line in running_legend(measures, is_member, self.held_out.has_own_tasks):

@@ -205,9 +205,10 @@ class RunState:
     def _right_under(self) -> dict[str, Any]:
         """Tasks, prompts and rewards, under which an answer that is kept is right."""
         policy = self.config.policy
+        template = policy.chat_template, policy.chat_template_kwargs  # left out where unset, as in earlier checkpoints
         return {
             "tasks": self.node.tasks.names,
-            "prompt": [policy.system_prompt, policy.prompt_template],
+            "prompt": [policy.system_prompt, policy.prompt_template, *filter(None, template)],
             "rewards": self.config.rewards.model_dump(mode="json"),
         }
 

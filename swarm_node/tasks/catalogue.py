@@ -23,6 +23,7 @@ ALLOWED: dict[str, Literal["library", "own"]] = {
     "decimal_arithmetic": "library",
     "fraction_simplification": "library",
     "gcd": "library",
+    "gsm_symbolic": "own",
     "lcm": "library",
     "leg_counting": "library",
     "letter_counting": "library",

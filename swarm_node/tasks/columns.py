@@ -110,7 +110,7 @@ def described(name: str) -> str:
     return shown if len(shown) <= SHOWN_CHARS else f"{shown[: SHOWN_CHARS - 1]}…"
 
 
-def listed(names: Mapping[str, Any]) -> str:
+def listed_names(names: Mapping[str, Any]) -> str:
     """Some of the names, for a sentence."""
     return ", ".join(f"`{name[:40]}`" for name in list(names)[:MAX_LISTED]) or "none"
 
@@ -118,7 +118,9 @@ def listed(names: Mapping[str, Any]) -> str:
 def _usual(name: str, usual: tuple[str, ...], row: Mapping[str, Any]) -> str:
     if name in row:
         return name
-    by_lower = {column.lower(): column for column in reversed(row)}  # `Question`, as spreadsheets have it
+    by_lower: dict[str, str] = {}
+    for column in row:
+        by_lower.setdefault(column.lower(), column)  # `Question`, as spreadsheets have it
     for each in usual:
         if each.lower() in by_lower:
             return by_lower[each.lower()]
@@ -135,7 +137,7 @@ def _inside(value: Any, path: list[str]) -> str:
     """What there is where a look-up ended, for a message."""
     place = f"`{'.'.join(path)}`" if path else "it"
     if isinstance(value, Mapping):
-        return f"{place} has {listed(value)}"
+        return f"{place} has {listed_names(value)}"
     if isinstance(value, list):
         return f"{place} is a list of {len(value)}, counted from 0"
     return f"{place} is a single value"
@@ -164,11 +166,11 @@ def _shown(value: Any, name: str) -> str:
         return _choices(value, name)
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
         return text_of_messages(value, name)
-    inside = f": it has {listed(value)}, so name one as `{name}.…`" if isinstance(value, Mapping) else ""
-    raise ValueError(f"`{name}` is {kind_of(value)}, which a template cannot put in{inside}")
+    inside = f": it has {listed_names(value)}, so name one as `{name}.…`" if isinstance(value, Mapping) else ""
+    raise ValueError(f"`{name}` is {value_kind(value)}, which a template cannot put in{inside}")
 
 
-def kind_of(value: Any) -> str:
+def value_kind(value: Any) -> str:
     """What a value is, for a message."""
     if value is None:
         return "null"

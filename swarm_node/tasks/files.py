@@ -29,19 +29,19 @@ from swarm_node.tasks.columns import (
     NoColumn,
     described,
     found_columns,
-    kind_of,
-    listed,
+    listed_names,
     roots,
     text_of,
     text_of_messages,
     unseen_choices,
+    value_kind,
     value_of,
 )
 from swarm_node.tasks.judging import Verdict, judge, misfit, understood
 from swarm_node.tasks.judging.guessing import guess_kind
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.one_turn import OneTurn
-from swarm_node.tasks.rows import rows_of, wrong
+from swarm_node.tasks.rows import read_rows, wrong
 from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
@@ -100,7 +100,7 @@ class QuestionFile(OneTurn):
             wanted = [name for column in self.columns for name in roots(column)]
         except ValueError as error:
             raise UserError(f"task file {path}: {error}") from error
-        rows = rows_of(path, data, wanted)
+        rows = read_rows(path, data, wanted)
         self._kinds[rows.kind] = None
         self._left_out |= dict.fromkeys(rows.left_out)
         self.as_members_read &= rows.is_plain
@@ -130,7 +130,7 @@ class QuestionFile(OneTurn):
             value = value_of(row, answered)
         except NoColumn as error:
             if answer_needed:
-                raise ValueError(f"{error}. {NO_ANSWER}") from error
+                raise ValueError(str(error)) from error  # which tells `_how` that it is the answer
             value = None
         answer = _answer(value, answered) if value is not None or answer_needed else None
         self._check_kind(answer, answered)
@@ -172,7 +172,7 @@ class QuestionFile(OneTurn):
         if any(row["answer"] is not None for row in self._rows.values()):
             told += f", answer = {described(answer)}"
         if self._left_out:
-            told += f"; not read, since they hold bytes: {listed(self._left_out)}"
+            told += f"; not read, since they hold bytes: {listed_names(self._left_out)}"
         if self._choices_unseen:
             shown = json.dumps(f"{{{question}}}\n{{{CHOICES}}}")
             told += f"; the model does not see `{CHOICES}`, which question={shown} puts in"
@@ -238,17 +238,17 @@ def _answer(value: Any, column: str) -> str | list[str]:
 def _instead(value: Any, column: str) -> str:
     """What a value is that should be another, for the end of a message."""
     if isinstance(value, dict):
-        return f"; it has {listed(value)}: name one, as `{column}.{next(iter(value), '…')}`"
-    return "" if isinstance(value, str) else f"; it is {kind_of(value)}"
+        return f"; it has {listed_names(value)}: name one, as `{column}.{next(iter(value), '…')}`"
+    return "" if isinstance(value, str) else f"; it is {value_kind(value)}"
 
 
 def _how(error: Exception, path: str) -> str:
     """How to name columns, if one is missing."""
-    if not isinstance(error.__cause__ or error, NoColumn):
+    is_answer = isinstance(error.__cause__, NoColumn)
+    if not is_answer and not isinstance(error, NoColumn):
         return ""
-    return (
-        f'. Name the columns of question and answer: --tasks \'{{file="{path}", question="COLUMN", answer="COLUMN"}}\''
-    )
+    table = f'{{file="{path}", question="COLUMN", answer="COLUMN"}}'
+    return f". Name the columns of question and answer: --tasks '{table}'{f'. {NO_ANSWER}' if is_answer else ''}"
 
 
 def _example(path: str) -> str:

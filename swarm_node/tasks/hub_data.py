@@ -2,8 +2,9 @@
 
     hf:OWNER/NAME[/CONFIGURATION | /FILE][:SPLIT][@REVISION] -> a commit and its files -> the hub's cache
 
-The hub keeps a copy of most data sets as Parquet on the branch `refs/convert/parquet`, at CONFIGURATION/SPLIT/0000.parquet;
-that is read where it is there, else plain files of the data set. No script of a data set is ever run.
+The hub keeps a copy of most data sets as Parquet, at CONFIGURATION/SPLIT/0000.parquet on the branch
+`refs/convert/parquet`. That is read where it is there, else plain files of the data set. No script of a data set is
+ever run.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _listed(wanted: HubName) -> tuple[str, Mapping[str, int]]:
             continue
         except GatedRepoError as error:
             raise UserError(
-                f"{wanted}: its owner asks for an agreement: accept it on the page of the data set, then `hf auth login`"
+                f"{wanted}: its owner asks for an agreement: accept it on the data set's page, then `hf auth login`"
             ) from error
         except RepositoryNotFoundError as error:
             raise UserError(

@@ -47,7 +47,7 @@ def unknown_task(name: str, known: Collection[str]) -> UserError:
     ending = Path(name).suffix.lower()
     if ending in TO_CSV:
         return UserError(f"task {name!r}: {TO_CSV[ending]}; see docs/tasks.md")
-    if ending == ".arrow" or Path(name).is_dir():
+    if ending == ".arrow" or (Path(name) / "dataset_info.json").is_file():
         return UserError(
             f"task {name!r}: a data set that `save_to_disk` wrote is read as JSON lines: "
             f"`python -c 'import datasets, sys; datasets.load_from_disk(sys.argv[1]).to_json(sys.argv[2])' "
@@ -63,6 +63,7 @@ def unknown_task(name: str, known: Collection[str]) -> UserError:
         return UserError(
             f"unknown task {name!r}: a data set of the Hugging Face hub is called {HUB}{name}; docs/tasks.md has more"
         )
+    endings = ", ".join(QUESTION_FILES)
     return UserError(
-        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in {', '.join(QUESTION_FILES)})"
+        f"unknown task {name!r}{match} (`swarm-node tasks` lists all; a question file ends in one of {endings})"
     )

@@ -101,6 +101,8 @@ class ReasoningGym(OneTurn):
         """Score of `answer`. Whatever the library's scorer raises is passed on."""
         if self.environment == "binary_matrix":
             return checkers.matrix(answer, task.answer or "")
+        if self.environment == "gsm_symbolic":
+            return checkers.text_or_number(answer, task.answer or "")
         if self.environment == "propositional_logic":
             return checkers.conclusion(answer, task.metadata["premises"], task.metadata["variables"])
         entry = {"question": task.question, "answer": task.answer, "metadata": task.metadata}
@@ -159,7 +161,10 @@ def _create(name: str, options: dict[str, Any]) -> Any:
         if name in ENDLESS and ENDLESS[name][0](config):
             raise ValueError(ENDLESS[name][1])
         patch(name)
-        return make_dataset(config=config)
+        made = make_dataset(config=config)
+        if name == "gsm_symbolic":
+            made.task_indices = TemplatesInTurn()
+        return made
     except Exception as error:  # each data set checks its options in its own way
         raise UserError(f"task {name!r}: wrong options: {error}") from error
 
@@ -175,6 +180,19 @@ def nearest(word: str, known: set[str]) -> str:
     """`; did you mean …?` for an error message, or nothing."""
     match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+class TemplatesInTurn:
+    """The template of each item of gsm_symbolic: they take turns. The library draws one for each item of a data set
+    beforehand, so that an item depends on the seed apart from seed + index, and there is none beyond the size."""
+
+    def __init__(self) -> None:
+        from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import tasks_ok
+
+        self._templates = tasks_ok
+
+    def __getitem__(self, index: int) -> int:
+        return self._templates[index % len(self._templates)]
 
 
 def patch(name: str) -> None:

@@ -32,7 +32,7 @@ PARQUET_ROWS = 1024  # rows that are read at a time
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Rows(NamedTuple):
+class FileRows(NamedTuple):
     """The rows of a file."""
 
     kind: str  # for a sentence: "JSON lines"
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     is_plain: bool = False  # whether these are JSON lines
 
 
-def rows_of(path: str, data: bytes, wanted: Sequence[str]) -> Rows:
+def read_rows(path: str, data: bytes, wanted: Sequence[str]) -> FileRows:
     """The rows of a file with this content; `wanted` are names of columns, which tell delimiters apart. UserError if
     it is malformed."""
     if data.startswith(PARQUET) or path.lower().endswith(".parquet"):
@@ -52,8 +52,8 @@ def rows_of(path: str, data: bytes, wanted: Sequence[str]) -> Rows:
         return _table(path, data, wanted)
     begin = data.lstrip()[:1]
     if begin == b"[" and (rows := _array(path, data)) is not None:
-        return Rows("a JSON array", iter(rows))
-    return Rows("JSON lines", _lines(path, data), is_plain=True)
+        return FileRows("a JSON array", iter(rows))
+    return FileRows("JSON lines", _lines(path, data), is_plain=True)
 
 
 def wrong(path: str, place: str, why: object) -> UserError:
@@ -83,7 +83,7 @@ def _array(path: str, data: bytes) -> list[tuple[str, dict[str, Any] | None]] | 
         if more and _is_json(first):
             return None
         line, why = _place(data)
-        raise wrong(path, f"line {line}" if line else "a JSON array", why or error) from error
+        raise wrong(path, f"line {line or 1}", why or error) from error
     return [(f"row {number}", _checked(row, path, f"row {number}")) for number, row in enumerate(found, 1)]
 
 
@@ -146,7 +146,7 @@ def _surrogate(value: Any) -> str:
     )
 
 
-def _table(path: str, data: bytes, wanted: Sequence[str]) -> Rows:
+def _table(path: str, data: bytes, wanted: Sequence[str]) -> FileRows:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -155,7 +155,7 @@ def _table(path: str, data: bytes, wanted: Sequence[str]) -> Rows:
     between = {",": "commas", "\t": "tabs"}.get(delimiter, f"`{delimiter}`")
     with _cells_of(len(text)):
         rows = list(_cells(path, csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)))
-    return Rows(f"a table with {between} between cells", iter(rows))
+    return FileRows(f"a table with {between} between cells", iter(rows))
 
 
 def _delimiter(path: str, text: str, wanted: Sequence[str]) -> str:
@@ -187,7 +187,7 @@ def _cells(path: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """(the last line, texts by column) of each row below the header; empty lines are no rows. Raises UserError."""
     rows = filter(None, table)
     try:
-        header = next(rows, [])
+        header: list[str] = next(rows, [])
         if len(set(header)) < len(header):
             raise csv.Error("two columns have one name")
         for row in rows:
@@ -198,7 +198,7 @@ def _cells(path: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise wrong(path, f"line {table.line_num}", error) from error
 
 
-def _parquet(path: str, data: bytes) -> Rows:
+def _parquet(path: str, data: bytes) -> FileRows:
     try:
         import pyarrow as pa  # only here: a package of 150 MB that other formats do not need
         import pyarrow.parquet as pq
@@ -227,7 +227,7 @@ def _parquet(path: str, data: bytes) -> Rows:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise wrong(path, f"after row {number}", error) from error
 
-    return Rows("Parquet", rows(), left_out)
+    return FileRows("Parquet", rows(), left_out)
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -169,6 +169,10 @@ class TaskSet:
         in_turn = chain.from_iterable(zip_longest(*streams))
         return list(islice((task for task in in_turn if task is not None), n))
 
+    def described(self, asked: TaskSet) -> list[str]:
+        """Sentences for the start of a run that is evaluated on `asked`: what was read as what, and `split`."""
+        return [*dict.fromkeys([*self.read_as, *asked.read_as]), *self.split(asked)]
+
     def split(self, asked: TaskSet) -> list[str]:
         """For each source with an end that is not too long to count: how many questions train, and how many do not.
         `asked`: the tasks of the evaluation, which may be this set or another."""
@@ -344,10 +348,10 @@ def _none_to_train(source: TaskSource) -> UserError:
     else:  # a long file of few
         has = f"hardly any training question, none in {DRAWS} draws"
     return UserError(
-        f"task {source.label!r} has {has}, and one question in {EVALUATION_SHARE} (by a hash of its text) is held out of "
-        "training, here all of them: add questions, from about 20 different ones on some are trained on and some held "
-        "out; or name a file of other questions for the evaluation, --set 'eval.tasks=[\"test.jsonl\"]', and all of "
-        "this one are trained on"
+        f"task {source.label!r} has {has}, and one question in {EVALUATION_SHARE} (by a hash of its text) is held out "
+        "of training, here all of them: add questions, from about 20 different ones on some are trained on and some "
+        "held out; or name a file of other questions for the evaluation, --set 'eval.tasks=[\"test.jsonl\"]', and all "
+        "of this one are trained on"
     )
 
 

@@ -32,11 +32,12 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.memory import Fitting, hardware_of
 from swarm_node.grpo.trainer import SMALL, Trainer
 from swarm_node.policy.adapters import lora_config
+from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.engines.base import Engine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.loading import load_base, load_policy, load_tokenizer, prepare
 from swarm_node.policy.oom import is_out_of_memory
-from swarm_node.policy.policy import Policy, tokenizer_frame
+from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling, Score, Task
@@ -266,7 +267,7 @@ def _tasks(work: StepWork) -> list[Task]:
 def _prompt(tokenizer: Any, config: PolicyConfig, question: str) -> str:
     """The text that a policy with this tokenizer is asked."""
     if tokenizer.chat_template:
-        return tokenizer_frame(tokenizer, config.system_prompt, config.model).around(question)
+        return tokenizer_frame(tokenizer, config).around(question)
     return config.prompt_template.replace("{question}", question)
 
 

@@ -195,10 +195,7 @@ def read_yes_no(place: str) -> tuple[str, bool] | None:
     if alone is not None:
         word = alone[1]
         return (word, word.lower() in _YES) if word.lower() in _YES | _NO else None
-    last = None
-    for last in _ANSWER_IS.finditer(text):
-        pass
-    if last is not None:
+    if (last := _last(_ANSWER_IS, text)) is not None:
         return _said(last, 2, text, bool(last[1]))
     if (asked := _ASKED.search(text)) is not None:
         return _said(asked, asked.lastindex or 1, text)
@@ -207,9 +204,12 @@ def read_yes_no(place: str) -> tuple[str, bool] | None:
         read = {verdict for found in said if (verdict := _said(found, 1, text)) is not None}
         meant = {yes for _, yes in read}
         return next(iter(sorted(read))) if len(meant) == 1 else None
-    for last in _IS_SO.finditer(text):
-        pass
+    last = _last(_IS_SO, text)
     return None if last is None else _said(last, 2, text, bool(last[1]))
+
+
+def _last(wanted: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return max(wanted.finditer(text), key=lambda match: match.start(), default=None)
 
 
 def _said(match: re.Match[str], group: int, text: str, denied: bool = False) -> tuple[str, bool] | None:

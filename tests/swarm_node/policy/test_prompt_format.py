@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from swarm_node.config import NodeConfig
+from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.prompt_format import PROMPT_FORMAT, read_prompt_format, with_system, write_prompt_format
+from swarm_node.policy.prompt_format import PROMPT_FORMAT, read_prompt_format, template_of_training, write_prompt_format
 from swarm_node.tasks.one_turn import in_form
 from tests.support.tiny_models import save
 
@@ -22,10 +22,19 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
 USERS_ONLY = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
+PARTS = (
+    "{% for message in messages %}<{{ message['role'] }}>{% for part in message['content'] %}{% if part['type'] == "
+    "'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+REFUSE_PARTS = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS
+SWITCH = (
+    SHOWS_ALL + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ 'in ' + words[0] if words is defined }}{{ style.name if style is defined }}"
+)
 AWKWARD = 'Say "it",\nit\'s {{ 6 * 7 }} %} {% raw %} \\n é 🦆'
 
 
-@pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY])
+@pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY, PARTS, REFUSE_PARTS])
 def test_a_missing_system_prompt_reads_as_in_training(tmp_path: Path, template: str) -> None:
     save("llama", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -35,7 +44,8 @@ def test_a_missing_system_prompt_reads_as_in_training(tmp_path: Path, template: 
     assert (AWKWARD in trained) == (template != USERS_ONLY)
     write_prompt_format(tmp_path, policy.tokenizer, config, config.tasks)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=False)
+    content: Any = [{"type": "text", "text": "2 + 2?"}] if policy.frame.parts else "2 + 2?"
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     assert asked == trained
     again = load_policy(config.policy, config.rollouts, lambda line: None)
     assert again.frame.around("2 + 2?") == trained, "who gives a system prompt gets that one, once"
@@ -50,9 +60,10 @@ def test_an_export_runs_no_template_here(tmp_path: Path, monkeypatch: pytest.Mon
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = SHOWS_ALL
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", runs)
-    assert str(with_system(tokenizer, "Be brief.")).endswith(SHOWS_ALL)
+    brief = PolicyConfig(system_prompt="Be brief.")
+    assert template_of_training(tokenizer, brief).endswith(SHOWS_ALL)
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    assert "Be brief." in str(with_system(tokenizer, "Be brief.")), "one that does not end is not waited for"
+    assert "Be brief." in template_of_training(tokenizer, brief), "one that does not end is not waited for"
 
 
 @pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY])
@@ -134,3 +145,67 @@ def test_a_stranger_s_file_gives_only_data(tmp_path: Path, change: dict[str, Any
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=f"cannot use .*{PROMPT_FORMAT}"):
         read_prompt_format(tmp_path)
+
+
+def test_arguments_of_the_template_stay_with_the_export(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(SWITCH)
+    given = {"enable_thinking": False, "words": ['ten "words"'], "style": {"name": AWKWARD}}
+    policy = {"model": str(tmp_path), "system_prompt": "", "chat_template_kwargs": given}
+    config = NodeConfig.model_validate({"policy": policy})
+    trained = load_policy(config.policy, config.rollouts, lambda line: None).frame.around("2 + 2?")
+    assert trained == f'<user>2 + 2?<think></think>in ten "words"{AWKWARD}'
+    write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    question = [{"role": "user", "content": "2 + 2?"}]
+    assert tokenizer.apply_chat_template(question, tokenize=False) == trained
+    thinking = tokenizer.apply_chat_template(question, tokenize=False, enable_thinking=True)
+    assert "<think>" not in thinking and "ten" in thinking, "who gives an argument gets that one"
+    assert "given enable_thinking = false" in (tmp_path / "README.md").read_text()
+    found = read_prompt_format(tmp_path)
+    assert found is not None and found[0].policy.chat_template_kwargs == given
+
+
+def test_of_several_templates_the_export_has_the_one_of_the_training(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer.chat_template = {"rag": SHOWS_ALL + "!", "tool_use": SHOWS_ALL}
+    tokenizer.save_pretrained(tmp_path)
+    config = NodeConfig.model_validate({"policy": {"model": str(tmp_path), "system_prompt": "Short."}})
+    with pytest.raises(UserError, match="are 'rag', 'tool_use', and none is the default: name one with --set policy"):
+        load_policy(config.policy, config.rollouts, lambda line: None)
+    config.policy.chat_template = "rag"
+    trained = load_policy(config.policy, config.rollouts, lambda line: None).frame.around("2 + 2?")
+    assert trained == "<system>Short.<user>2 + 2?!"
+    write_prompt_format(tmp_path, tokenizer, config, config.tasks)
+    found = read_prompt_format(tmp_path)
+    assert found is not None
+    again = found[0].policy.model_copy(update={"model": str(tmp_path)})
+    assert load_policy(again, config.rollouts, lambda line: None).frame.around("2 + 2?") == trained
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "message"),
+    [
+        ("", {"chat_template_kwargs": {"a": 1}}, "has no chat template: leave out policy.chat_template and"),
+        (SHOWS_ALL, {"chat_template": "rag"}, "has one chat template, without a name: leave out policy.chat_template"),
+    ],
+)
+def test_settings_of_a_template_that_is_not_there(
+    tmp_path: Path, template: str, settings: dict[str, Any], message: str
+) -> None:
+    save("llama", tmp_path, chat=bool(template))
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=message):
+        load_policy(PolicyConfig(model=str(tmp_path), **settings), RolloutsConfig(), lambda line: None)
+
+
+def test_an_argument_that_the_template_does_not_use_is_said(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(SWITCH)
+    said: list[str] = []
+    config = PolicyConfig(model=str(tmp_path), chat_template_kwargs={"enable_thinking": False, "thinking": 1})
+    load_policy(config, RolloutsConfig(), said.append)
+    assert [line for line in said if line.endswith("does not use thinking")]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
-from swarm_node.rollouts import collect, fit_length
+from swarm_node.rollouts import collect, fit_length, too_long
 from swarm_node.tasks import load_tasks
 
 
@@ -54,6 +55,36 @@ def test_prompts_that_do_not_fit_are_counted(policy, tasks):
     assert collected.too_long > 0
     assert len(collected.groups) == 7
     assert all(len(g.prompt_ids) <= 16 for g in collected.groups)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "told"),
+    [
+        (
+            [40, 50],
+            (30, 100),
+            "have 40 to 50 tokens, and rollouts.max_prompt_tokens = 30: --set rollouts.max_prompt_tokens=50",
+        ),
+        ([40, 900], (30, 100), "= 30: --set rollouts.max_prompt_tokens=156 lets"),
+        (
+            [200],
+            (300, 100),
+            "each has 200, and the model's 256 positions less .* leave 156: --set rollouts.max_new_tokens=56",
+        ),
+        ([200], (30, 100), "--set rollouts.max_new_tokens=56 --set rollouts.max_prompt_tokens=200 makes room"),
+        ([300, 900], (2048, 128), "leave 128: shorten the questions"),
+        ([], (30, 100), "none was drawn"),
+    ],
+)
+def test_what_is_too_long_is_told_the_settings_that_fit(policy, lengths, settings, told):
+    config = RolloutsConfig(max_prompt_tokens=settings[0], max_new_tokens=settings[1])
+    assert policy.max_positions == 256 and re.search(told, too_long(lengths, config, policy))
+
+
+def test_the_lengths_of_what_is_skipped_are_kept(policy, tasks):
+    config = RolloutsConfig(groups=7, group_size=2, max_new_tokens=12, max_prompt_tokens=1)
+    collected = collect(policy, draw_from(tasks), tasks, config, "0/1")
+    assert not collected.groups and 1 < collected.skipped[0] < collected.skipped[1] < 256
 
 
 def test_completions_leave_room_for_prompts(policy):

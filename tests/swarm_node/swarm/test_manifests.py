@@ -102,12 +102,14 @@ def test_nothing_is_overwritten() -> None:
         ([TaskConfig(env="gcd", config={"min_value": 9, "max_value": 3})], "max_value must be > min_value"),
         (["no.jsonl"], "cannot read task file no.jsonl"),
         (["bad.jsonl"], "line 1: no column `answer`"),
-        ([TaskConfig(file="bad.jsonl", answer="a")], "converts such a file"),
+        ([TaskConfig(file="bad.jsonl", answer="a")], "no column `a`"),
+        (["bad.csv"], "converts such a file"),
         (["http://example.org/q.jsonl"], "use https"),
     ],
 )
 def test_what_a_manifest_may_not_name(tasks: list[Any], message: str) -> None:
     Path("bad.jsonl").write_text('{"question": "?"}\n')
+    Path("bad.csv").write_text("question,answer\n1+1?,2\n")
     with pytest.raises(UserError, match=message.replace("`", ".")):
         make_manifest("sums", tasks)
 
@@ -163,23 +165,26 @@ def test_named_columns_become_the_usual_ones(tmp_path: Path) -> None:
     rows = "".join(f'{{"prompt": "{n}+1?", "target": {n + 1}, "level": 2}}\n' for n in range(40))
     Path("sums.jsonl").write_text(rows)
     table = TaskConfig(file="sums.jsonl", question="prompt", answer="target", weight=0.5)
-    (found,) = with_usual_columns([table], tmp_path)
+    said: list[str] = []
+    (found,) = with_usual_columns([table], tmp_path, said.append)
+    assert said == ["sums.jsonl: 40 rows of JSON lines, question = `prompt`, answer = `target`"]
     assert found == TaskConfig(file=str(tmp_path / "sums-questions.jsonl"), weight=0.5)
     first = (tmp_path / "sums-questions.jsonl").read_text().splitlines()[0]
     assert json.loads(first) == {"level": 2, "question": "0+1?", "answer": "1"}
     assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
-    assert with_usual_columns([table], tmp_path) == [found], "the same file may be there"
+    assert with_usual_columns([table], tmp_path, print) == [found], "the same file may be there"
     (tmp_path / "sums-questions.jsonl").write_text("other")
     with pytest.raises(UserError, match="is another file"):
-        with_usual_columns([table], tmp_path)
-    assert with_usual_columns(["small", "sums.jsonl"], tmp_path) == ["small", "sums.jsonl"]
+        with_usual_columns([table], tmp_path, print)
+    Path("usual.jsonl").write_text('{"question": "1+1?", "answer": 2}\n')
+    assert with_usual_columns(["small", "usual.jsonl"], tmp_path, print) == ["small", "usual.jsonl"]
 
 
 def test_a_csv_file_becomes_json_lines(tmp_path: Path) -> None:
     Path("sums.csv").write_text("question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(40)))
     with pytest.raises(UserError, match="members read JSON lines .* sums.csv is otherwise"):
         make_manifest("sums", ["sums.csv"])
-    (found,) = with_usual_columns(["sums.csv"], tmp_path)
+    (found,) = with_usual_columns(["sums.csv"], tmp_path, print)
     assert isinstance(found, TaskConfig) and found.file == str(tmp_path / "sums-questions.jsonl")
     assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
 
@@ -199,7 +204,7 @@ def test_messages_become_texts_in_a_new_swarm() -> None:
 
 def test_messages_at_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "download", lambda place, most: json.dumps(asked(1)).encode())
-    with pytest.raises(UserError, match="are lists of messages, .* download it"):
+    with pytest.raises(UserError, match="members read JSON lines whose .*download the file"):
         make_manifest("sums", ["https://example.org/q.jsonl"])
 
 

@@ -53,9 +53,7 @@ def test_a_reward_function_gets_columns_by_their_names(file: str) -> None:
 
 
 def test_a_missing_column_names_those_there(file: str) -> None:
-    message = (
-        r"line 1: no column `question`; it has `prompt`, `target`, `level`. Name the columns .*question=\"COLUMN\""
-    )
+    message = r"line 1: no column `answer`; it has `prompt`, `target`, `level`. Name the columns .*question=\"COLUMN\""
     for check in (lambda specs: load_tasks(specs, RewardsConfig()), lambda specs: check_specs(specs, True)):
         with pytest.raises(UserError, match=message):
             check([file])
@@ -77,6 +75,7 @@ def test_a_written_configuration_may_be_read_again() -> None:
 
 
 SYSTEM, USER = {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "1 + 1?\n"}
+TEXT = {"type": "text", "text": "1 + 1?"}
 CHAT = TaskConfig(file="chat.jsonl", question="prompt", answer="solution")
 
 
@@ -85,6 +84,7 @@ CHAT = TaskConfig(file="chat.jsonl", question="prompt", answer="solution")
     [
         ([USER], "1 + 1?"),
         ([SYSTEM, USER], "Be brief.\n\n1 + 1?"),
+        ([USER | {"content": [TEXT, {"type": "text", "text": " Quick!"}]}], "1 + 1? Quick!"),
         ([SYSTEM, USER, {"role": "user", "content": "Or 2?", "name": "x"}], "Be brief.\n\n1 + 1?\n\nOr 2?"),
     ],
 )
@@ -108,7 +108,12 @@ def test_messages_of_a_data_set_are_a_question(messages: list[object], question:
         ([], "`prompt` must be messages of the user"),
         (["1 + 1?"], "`prompt` must be messages of the user"),
         ([USER | {"role": ["user"]}], "`prompt` must be messages of the user"),
-        ([USER | {"content": [{"type": "text", "text": "1 + 1?"}]}], "each `content` in `prompt` must be a text"),
+        (
+            [USER | {"content": [TEXT, {"type": "image"}]}],
+            "`content` in `prompt` has a part of type `image`: only text",
+        ),
+        ([USER | {"content": [{"type": "text"}]}], "`content` in `prompt` has a part without a text"),
+        ([USER | {"content": []}], "each `content` in `prompt` must be a text"),
         ([SYSTEM | {"content": " "}, USER], "each `content` in `prompt` must be a text"),
         ({"role": "user", "content": "1 + 1?"}, "`prompt` must be a text, or a list of messages"),
     ],

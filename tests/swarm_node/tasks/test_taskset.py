@@ -132,7 +132,10 @@ PINNED_SPLIT = [bool(int(bit)) for bit in "00000000010000000010"]
 
 def test_nothing_left_to_train_on_is_said(tmp_path: Path) -> None:
     question = next(f"q{i}" for i in range(100) if is_held_out(f"q{i}"))
-    with pytest.raises(UserError, match="no training question"):
+    with pytest.raises(
+        UserError,
+        match="has one question only, and one question in 5 .* is held out of training, here all of them: add",
+    ):
         load_tasks([write_lines(tmp_path / "one.jsonl", [{"question": question, "answer": "1"}])], REWARDS)
 
 
@@ -226,12 +229,13 @@ def test_no_tasks_at_all() -> None:
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b'{"question": "a", "answer": "b"}\nnot json\n', "line 2: JSON is malformed"),
-        (b'["a"]', "line 1: not a JSON object"),
+        (b'["a"]', "row 1: not a JSON object"),
+        (b'["a"]\n["b"]', "line 1: not a JSON object"),
         (b'\n{"answer": "b"}', "line 2: no column `question`; it has `answer`. Name the columns"),
         (b'{"question": " ", "answer": "b"}', "line 1: `question` must be a text"),
         (b'{"question": "a"}', "line 1: no column `answer`; it has `question`. Name the columns"),
         (b'{"question": "a"}', "no answer is needed: --set rewards.checker_weight=0"),
-        (b'{"question": "a", "answer": true}', "line 1: `answer` must be a text or a number"),
+        (b'{"question": "a", "answer": {"b": 1}}', "line 1: `answer` must be a text, a number, true or false, or a"),
         (b'{"question": "a", "answer": " "}', "line 1: `answer` is empty"),
         (b'{"question": "\xff", "answer": "b"}', "line 1: "),
         (b'{"question": "\\ud800", "answer": "b"}', "line 1: "),
