@@ -87,14 +87,15 @@ class RecordCodec(Generic[T]):
         return record
 
 
-class Before(Generic[S]):
+class EarlierForm(Generic[S]):
     """The form of a record in protocol 1."""
 
     def __init__(self, schema: Any, read: Callable[[Any], S], write: Callable[[S], Any]) -> None:
         """`read` makes today's record of one of `schema`, and `write` the other way; it raises LocalProtocolError for
         what protocol 1 cannot say."""
         self.decoder: Any = msgspec.msgpack.Decoder(schema)
-        self.read, self.write = read, write
+        self.read: Callable[[Any], S] = read
+        self.write: Callable[[S], Any] = write
 
 
 def _batch_of_before(batch: BatchOfBefore) -> RolloutBatch:
@@ -127,11 +128,12 @@ def _as_before(batch: RolloutBatch) -> BatchOfBefore:
 class SignedCodec(Generic[S]):
     """Signs and verifies records of one schema that strangers pass on."""
 
-    def __init__(self, schema: type[S], limit: int, tag: bytes, before: Before[S] | None = None) -> None:
+    def __init__(self, schema: type[S], limit: int, tag: bytes, before: EarlierForm[S] | None = None) -> None:
         """A signed record takes at most `limit` bytes. `tag` separates signatures of different kinds of records.
         `before`: how protocol 1 writes them, if otherwise."""
         self._decoder: Any = msgspec.msgpack.Decoder(schema)
-        self._limit, self._tag, self._before = limit, tag, before
+        self._limit, self._tag = limit, tag
+        self._before: EarlierForm[S] | None = before
 
     def sign(self, record: S, sender: Identity) -> bytes:
         """The bytes of `record`, signed, in the form of its version. Raises LocalProtocolError for a record that peers
@@ -162,7 +164,8 @@ class SignedCodec(Generic[S]):
 
     def _decode(self, body: bytes, version: int | None) -> S:
         if self._before is not None and version == 1:
-            return self._before.read(decode_as(self._before.decoder, body))
+            earlier: S = self._before.read(decode_as(self._before.decoder, body))
+            return earlier
         record: S = decode_as(self._decoder, body)
         return record
 
@@ -171,7 +174,9 @@ class SignedCodec(Generic[S]):
             raise RemoteProtocolError("size", f"{size} bytes, allowed are {SIGNED_HEAD_BYTES + 1} to {self._limit}")
 
 
-_batches = SignedCodec(RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG, Before(BatchOfBefore, _batch_of_before, _as_before))
+_batches = SignedCodec(
+    RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG, EarlierForm(BatchOfBefore, _batch_of_before, _as_before)
+)
 _cards = SignedCodec(PeerCard, MAX_CARD_BYTES, CARD_TAG)
 sign_batch, verify_batch = _batches.sign, _batches.verify
 verify_card = _cards.verify

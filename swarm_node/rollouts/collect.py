@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.say import Detail
-from swarm_node.tasks.taskset import TaskSet, judge
+from swarm_node.tasks.taskset import TaskSet, score_rollouts
 from swarm_node.types import Group, Sampling, Task
 
 DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer
@@ -52,7 +52,7 @@ def collect(
     fitting = _fitting(policy, draw, tasks, config, collected)
     for group in _sample(policy, fitting, config, seed, collected) if fitting else ():
         prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
-        judge(group.task, prompt, group.rollouts, tasks.score)
+        score_rollouts(group.task, prompt, group.rollouts, tasks.score)
         collected.groups.append(group)
     return collected
 

@@ -37,7 +37,7 @@ from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal, judge, slot_key
+from swarm_node.tasks.taskset import has_signal, score_rollouts, slot_key
 from swarm_node.types import Group, Rollout, Sampling, Task
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
@@ -373,7 +373,7 @@ class Admission:
             prompt_ids = self.policy.encode(self.tasks.prompt(task))
             rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self.policy.tokenizer_hash)
             prompt = self.tasks.prompt_text(prompt_ids, self.policy.text_of_prompt)
-            judge(task, prompt, rollouts, self.tasks.score)
+            score_rollouts(task, prompt, rollouts, self.tasks.score)
         except RemoteProtocolError:
             raise
         except Exception as error:  # tokenizers and users' reward functions may raise anything at a stranger's text

@@ -413,7 +413,7 @@ def _is_right(checked: float | None) -> bool:
     return checked is not None and checked >= FULL_MARKS
 
 
-def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
+def score_rollouts(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
     """Score the rollouts of one task in place."""
     n = len(rollouts)
     scores = score([task] * n, [prompt] * n, [r.text for r in rollouts])

@@ -58,7 +58,7 @@ class Choice(NamedTuple):
     text: str = ""
 
 
-def plain(text: str) -> str:
+def plain_words(text: str) -> str:
     """`text` in one spelling, without markup and LaTeX around words."""
     return _MARKUP.sub("", _WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
 
@@ -71,7 +71,7 @@ def same_text(text: str) -> str:
 
 def choice_of(reference: str) -> Choice:
     """The label of a reference, its text, or both."""
-    text = plain(reference)
+    text = plain_words(reference)
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
         return Choice(alone[1].upper())
     if (both := _LABELLED.fullmatch(text)) is not None:
@@ -82,7 +82,7 @@ def choice_of(reference: str) -> Choice:
 def read_choice(place: str) -> Choice:
     """What the text in `place` names: its label, and the text that stands there besides. Both are empty if it names
     none, or several."""
-    text = plain(place[-MAX_READ_CHARS:])
+    text = plain_words(place[-MAX_READ_CHARS:])
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
         return Choice(alone[1].upper())
     if "\n" not in text and (first := _NUMBERED.fullmatch(text)) is not None:
@@ -183,14 +183,14 @@ _EITHER_BEFORE = re.compile(
 
 def yes_or_no(reference: str) -> bool | None:
     """What a reference says; None if it is neither."""
-    alone = _ALONE.fullmatch(plain(reference))
+    alone = _ALONE.fullmatch(plain_words(reference))
     word = alone[1].lower() if alone else ""
     return True if word in _YES else False if word in _NO else None
 
 
 def read_yes_no(place: str) -> tuple[str, bool] | None:
     """The word of the text in `place` that says yes or no, and which; None if it says neither or both."""
-    text = plain(place[-MAX_READ_CHARS:])
+    text = plain_words(place[-MAX_READ_CHARS:])
     alone = _ALONE.fullmatch(text)
     if alone is not None:
         word = alone[1]

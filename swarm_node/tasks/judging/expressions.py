@@ -20,11 +20,11 @@ class Unreadable(Exception):
     """The text is no expression that this module knows, or one that is too large."""
 
 
-class Node(NamedTuple):
+class Expression(NamedTuple):
     """A part of an expression: `kind` is "number", "symbol", or the name of an operation on `parts`."""
 
     kind: str
-    parts: tuple[Node, ...] = ()
+    parts: tuple[Expression, ...] = ()
     value: Fraction | None = None
     name: str = ""
 
@@ -89,7 +89,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=512)
-def parse(text: str) -> Node:
+def parse_expression(text: str) -> Expression:
     """The tree of one expression. Raises Unreadable."""
     parser = _Parser(_tokens(text))
     tree = parser.sum()
@@ -98,8 +98,8 @@ def parse(text: str) -> Node:
     return tree
 
 
-def number(value: Fraction | int) -> Node:
-    return Node("number", value=Fraction(value))
+def _number(value: Fraction | int) -> Expression:
+    return Expression("number", value=Fraction(value))
 
 
 class _Parser:
@@ -117,7 +117,7 @@ class _Parser:
         self._at += 1
         return self._tokens[self._at - 1]
 
-    def sum(self) -> Node:
+    def sum(self) -> Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("too deep")
@@ -125,34 +125,34 @@ class _Parser:
         while self.peek() in ("+", "-"):
             sign = self._take()[1]
             right = self._product()
-            left = Node("add", (left, right if sign == "+" else Node("neg", (right,))))
+            left = Expression("add", (left, right if sign == "+" else Expression("neg", (right,))))
         self._depth -= 1
         return left
 
-    def _product(self) -> Node:
+    def _product(self) -> Expression:
         left = self._signed()
         while (following := self.peek()) is not None:
             if following in ("*", "/"):
                 self._take()
-                left = Node("mul" if following == "*" else "div", (left, self._signed()))
+                left = Expression("mul" if following == "*" else "div", (left, self._signed()))
             elif self._begins_factor():
                 left = self._beside(left, self._power())
             else:
                 break
         return left
 
-    def _beside(self, left: Node, right: Node) -> Node:
+    def _beside(self, left: Expression, right: Expression) -> Expression:
         """Two factors without a sign between: a mixed number, or a product."""
         if right.kind == "div" and all(part.kind == "number" for part in right.parts) and left.kind == "number":
             above, below = (part.value or Fraction(0) for part in right.parts)
             if left.value is not None and left.value.denominator == 1 and 0 < above < below:
-                return Node("mixed", (left, right))
+                return Expression("mixed", (left, right))
         if right.kind == "number" and self._is_digit_before_last(left):
             raise Unreadable("two numbers in a row")
-        return Node("mul", (left, right))
+        return Expression("mul", (left, right))
 
     @staticmethod
-    def _is_digit_before_last(left: Node) -> bool:
+    def _is_digit_before_last(left: Expression) -> bool:
         return left.kind == "number" or (left.kind == "mul" and left.parts[1].kind == "number")
 
     def _begins_factor(self) -> bool:
@@ -163,14 +163,14 @@ class _Parser:
             return self._bars == 0
         return kind == "command" and told not in ("rfloor", "rceil", "circ", "prime")
 
-    def _signed(self) -> Node:
+    def _signed(self) -> Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("too deep")
         try:
             if self.peek() == "-":
                 self._take()
-                return Node("neg", (self._signed(),))
+                return Expression("neg", (self._signed(),))
             if self.peek() == "+":
                 self._take()
                 return self._signed()
@@ -178,28 +178,28 @@ class _Parser:
         finally:
             self._depth -= 1
 
-    def _power(self) -> Node:
+    def _power(self) -> Expression:
         base = self._postfix(self._atom())
         if self.peek() == "^":
             self._take()
             if self.peek() in ("circ", "prime"):
                 self._take()
                 return base
-            base = self._postfix(Node("pow", (base, self._exponent())))
+            base = self._postfix(Expression("pow", (base, self._exponent())))
         return base
 
-    def _exponent(self) -> Node:
+    def _exponent(self) -> Expression:
         """What stands after `^`: a group, one digit or letter as LaTeX has it, or a signed factor."""
         if self.peek() in ("-", "+", "(", "["):
             return self._signed()
         return self._postfix(self._atom())
 
-    def _postfix(self, node: Node) -> Node:
+    def _postfix(self, node: Expression) -> Expression:
         while self.peek() in ("!", "%"):
-            node = Node("fact" if self._take()[1] == "!" else "percent", (node,))
+            node = Expression("fact" if self._take()[1] == "!" else "percent", (node,))
         return node
 
-    def _group(self) -> Node:
+    def _group(self) -> Expression:
         """`{…}`, or the one token that LaTeX takes for it."""
         if self.peek() == "{":
             self._take()
@@ -210,11 +210,11 @@ class _Parser:
         if kind == "number" and len(told) > 1:  # \frac12: the first digit alone
             self._at -= 1
             self._tokens[self._at] = ("number", told[1:])
-            return number(int(told[0]))
+            return _number(int(told[0]))
         self._at -= 1
         return self._atom()
 
-    def _atom(self) -> Node:
+    def _atom(self) -> Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("too deep")
@@ -233,28 +233,28 @@ class _Parser:
                 inside = self.sum()
                 self._bars -= 1
                 self._take("|")
-                return Node("abs", (inside,))
+                return Expression("abs", (inside,))
             if kind == "command":
                 return self._command(told)
             raise Unreadable(f"unexpected {told}")
         finally:
             self._depth -= 1
 
-    def _number(self, told: str) -> Node:
+    def _number(self, told: str) -> Expression:
         if len(told) > MAX_DIGITS:
             raise Unreadable("too many digits")
-        node = number(Fraction(told))
+        node = _number(Fraction(told))
         if self.peek() == "overline":
             self._take()
             period = self._repeating()
             place = len(told.partition(".")[2])
-            node = number(Fraction(told.rstrip(".")) + Fraction(int(period), 10**place * (10 ** len(period) - 1)))
+            node = _number(Fraction(told.rstrip(".")) + Fraction(int(period), 10**place * (10 ** len(period) - 1)))
         if self.peek() == "_":  # 1010_2: its base
             self._take()
             base = self._group()
             if base.value is None:
                 raise Unreadable("base")
-            return Node("symbol", name=f"{told}_{base.value}")
+            return Expression("symbol", name=f"{told}_{base.value}")
         return node
 
     def _repeating(self) -> str:
@@ -265,13 +265,13 @@ class _Parser:
             raise Unreadable("period")
         return period
 
-    def _symbol(self, told: str) -> Node:
+    def _symbol(self, told: str) -> Expression:
         while self.peek() == "'":
             told += self._take()[1]
         if self.peek() == "_":
             self._take()
             told += f"_{self._subscript()}"
-        return Node("symbol", name=told)
+        return Expression("symbol", name=told)
 
     def _subscript(self) -> str:
         if self.peek() != "{":
@@ -283,29 +283,29 @@ class _Parser:
         self._take("}")
         return inside
 
-    def _command(self, told: str) -> Node:
+    def _command(self, told: str) -> Expression:
         if told == "frac":
-            return Node("div", (self._group(), self._group()))
+            return Expression("div", (self._group(), self._group()))
         if told == "binom":
-            return Node("binom", (self._group(), self._group()))
+            return Expression("binom", (self._group(), self._group()))
         if told == "sqrt":
-            degree = number(2)
+            degree = _number(2)
             if self.peek() == "[":
                 self._take()
                 degree = self.sum()
                 self._take("]")
-            return Node("root", (self._group(), degree))
+            return Expression("root", (self._group(), degree))
         if told in ("lfloor", "lceil"):
             inside = self.sum()
             self._take("r" + told[1:])
-            return Node(told[1:], (inside,))
+            return Expression(told[1:], (inside,))
         if told in ("pi", "infty"):
-            return Node(told)
+            return Expression(told)
         if told in FUNCTIONS or told in ("log", "abs"):
             return self._function(told)
         raise Unreadable(f"unexpected {told}")
 
-    def _function(self, told: str) -> Node:
+    def _function(self, told: str) -> Expression:
         power, base = None, None
         while self.peek() in ("^", "_"):
             if self._take()[1] == "^":
@@ -315,19 +315,19 @@ class _Parser:
         bracketed = self.peek() in ("(", "[", "{", "|")
         argument = self._atom() if bracketed else self._argument()
         if told == "log":
-            node = Node("log", (argument, base or number(10)))
+            node = Expression("log", (argument, base or _number(10)))
         else:
-            node = Node("abs" if told == "abs" else "call", (argument,), name=told)
+            node = Expression("abs" if told == "abs" else "call", (argument,), name=told)
         if power is None:
             return node
         if power.value == -1:
             raise Unreadable("an inverse function or a power")
-        return Node("pow", (node, power))
+        return Expression("pow", (node, power))
 
-    def _exponent_group(self) -> Node:
+    def _exponent_group(self) -> Expression:
         return self._group() if self.peek() == "{" else self._postfix(self._atom())
 
-    def _argument(self) -> Node:
+    def _argument(self) -> Expression:
         """The argument of a function without brackets: `sin 2x`, `cos a`."""
         left = self._signed()
         while self._at < len(self._tokens) and self._tokens[self._at][0] in ("number", "symbol"):

@@ -33,7 +33,7 @@ def guess_kind(rows: Iterable[tuple[str, Sequence[str]]]) -> AnswerKind:
         return "text"
     if all(choices.yes_or_no(each) is not None for each in said):
         return "yes-no"
-    if all(_LETTER.fullmatch(each) or _LETTER_AND_TEXT.fullmatch(each) for each in map(choices.plain, said)):
+    if all(_LETTER.fullmatch(each) or _LETTER_AND_TEXT.fullmatch(each) for each in map(choices.plain_words, said)):
         return "choice"
     if all(_is_numbered(question, each) for (question, _), each in zip(listed, said, strict=True)):
         return "choice"
@@ -45,7 +45,7 @@ def guess_kind(rows: Iterable[tuple[str, Sequence[str]]]) -> AnswerKind:
 
 
 def _is_number(said: str) -> bool:
-    text = numbers.plain(said)
+    text = numbers.plain_digits(said)
     if _LATEX.search(said):
         return False
     return bool(_NUMBER.fullmatch(text)) and not _CODE.match(text) and numbers.number_of(said) is not None

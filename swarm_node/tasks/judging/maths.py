@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from swarm_node.tasks.judging import numbers
-from swarm_node.tasks.judging.expressions import MAX_CHARS, Node, Unreadable, parse
-from swarm_node.tasks.judging.values import exact, proportional, same, symbols, undone
+from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
+from swarm_node.tasks.judging.values import exact, proportional, same_value, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
 MAX_NESTED = 4  # lists in lists
@@ -101,7 +101,7 @@ class Read(NamedTuple):
     (`marks` is its sign) or `text`."""
 
     kind: str
-    node: Node | None = None
+    node: Expression | None = None
     parts: tuple[Read, ...] = ()
     marks: str = ""
 
@@ -175,13 +175,13 @@ def _equation(pieces: list[str], nested: int) -> Read:
         return _united(pieces[-1], nested)
     if pieces[0] != pieces[-1] and (_MATRIX.fullmatch(pieces[-1]) or not any(map(_has_name, pieces))):
         return _united(pieces[-1], nested)
-    left, right = map(parse, (pieces[0], pieces[-1]))
-    return Read("relation", Node("add", (left, Node("neg", (right,)))), marks="=")
+    left, right = map(parse_expression, (pieces[0], pieces[-1]))
+    return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks="=")
 
 
 def _has_name(text: str) -> bool:
     try:
-        return bool(symbols(parse(text)))
+        return bool(symbols(parse_expression(text)))
     except Unreadable:
         return True
 
@@ -192,20 +192,20 @@ def _inequality(pieces: list[str], signs: list[str]) -> Read:
         pieces, signs = pieces[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
     if signs == ["="] or any(sign not in ("<", r"\le", r"\ne") for sign in signs):
         raise Unreadable("a relation of several kinds")
-    infinite = Node("infty")
+    infinite = Expression("infty")
     if len(signs) == 2 and _NAME.fullmatch(pieces[1]):
-        return _interval(parse(pieces[0]), parse(pieces[2]), signs[0], signs[1])
+        return _interval(parse_expression(pieces[0]), parse_expression(pieces[2]), signs[0], signs[1])
     if len(signs) != 1:
         raise Unreadable("a chain of relations")
     if signs[0] != r"\ne" and _NAME.fullmatch(pieces[0]) and not _has_name(pieces[1]):
-        return _interval(Node("neg", (infinite,)), parse(pieces[1]), "<", signs[0])
+        return _interval(Expression("neg", (infinite,)), parse_expression(pieces[1]), "<", signs[0])
     if signs[0] != r"\ne" and _NAME.fullmatch(pieces[1]) and not _has_name(pieces[0]):
-        return _interval(parse(pieces[0]), infinite, signs[0], "<")
-    left, right = map(parse, pieces)
-    return Read("relation", Node("add", (left, Node("neg", (right,)))), marks=signs[0])
+        return _interval(parse_expression(pieces[0]), infinite, signs[0], "<")
+    left, right = map(parse_expression, pieces)
+    return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks=signs[0])
 
 
-def _interval(low: Node, high: Node, first: str, last: str) -> Read:
+def _interval(low: Expression, high: Expression, first: str, last: str) -> Read:
     marks = ("(" if first == "<" else "[") + (")" if last == "<" else "]")
     return Read("row", parts=(Read("value", low), Read("value", high)), marks=marks)
 
@@ -234,12 +234,12 @@ def _united(text: str, nested: int) -> Read:
 def _value(text: str) -> Read:
     ratio = _split(text, ":")
     if len(ratio) > 1:
-        return Read("row", parts=tuple(Read("value", parse(each)) for each in ratio), marks=":")
+        return Read("row", parts=tuple(Read("value", parse_expression(each)) for each in ratio), marks=":")
     if r"\pm" in text or r"\mp" in text:
         signed = [re.sub(r"\\(pm|mp)(?![a-z])", lambda m, s=s: s[m[1] == "mp"], text) for s in ("+-", "-+")]  # type: ignore[misc]
-        return _list(Read("value", parse(each)) for each in signed)
+        return _list(Read("value", parse_expression(each)) for each in signed)
     try:
-        return Read("value", parse(text))
+        return Read("value", parse_expression(text))
     except Unreadable:
         words = re.sub(r"[()]", "", text).strip()
         if _WORDS.fullmatch(words):
@@ -324,7 +324,7 @@ def _shares(mine: str, theirs: str) -> bool | None:
     if mine.endswith("%") == theirs.endswith("%"):
         return None
     try:
-        values = [exact(parse(each.removesuffix("%").strip())) for each in (mine, theirs)]
+        values = [exact(parse_expression(each.removesuffix("%").strip())) for each in (mine, theirs)]
     except Unreadable:
         return None
     if None in values:
@@ -334,7 +334,7 @@ def _shares(mine: str, theirs: str) -> bool | None:
         for value, each in zip(values, (mine, theirs), strict=True)
         if value is not None
     ]
-    return numbers.same(told[0], told[1])
+    return numbers.same_number(told[0], told[1])
 
 
 def _equal(said: Read, wanted: Read) -> bool:
@@ -347,7 +347,7 @@ def _equal(said: Read, wanted: Read) -> bool:
     if said.kind == "relation":
         assert said.node is not None and wanted.node is not None
         if said.marks in ("<", r"\le"):
-            return said.marks == wanted.marks and same(said.node, wanted.node)
+            return said.marks == wanted.marks and same_value(said.node, wanted.node)
         return said.marks == wanted.marks and proportional(said.node, wanted.node)
     if said.marks != wanted.marks or len(said.parts) != len(wanted.parts):
         return False
@@ -366,10 +366,10 @@ def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...]) -> bool:
     return True
 
 
-def _same_value(said: Node, wanted: Node) -> bool:
+def _same_value(said: Expression, wanted: Expression) -> bool:
     if undone(said) > undone(wanted) or not symbols(said) <= symbols(wanted):
         return False
-    return same(said, wanted)
+    return same_value(said, wanted)
 
 
 def is_readable(reference: str) -> bool:

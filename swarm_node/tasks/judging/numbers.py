@@ -1,6 +1,6 @@
 r"""The number that an answer ends with: `84 apples`, `$1,200`, `**84**`, `x = -3`, `\(\frac{1}{2}\)`, `1.2 x 10^5`.
 
-    text -> `plain` -> what stands behind an explicit "answer is", else all of it -> its last number
+    text -> `plain_digits` -> what stands behind an explicit "answer is", else all of it -> its last number
 
 Nothing is evaluated, and a number has bounded digits and exponent. A number that is part of something else is none:
 the power in `2^3`, the factor in `2x`, `5:30`, `3, 5`, `7 or 8`, `less than 8`.
@@ -38,7 +38,7 @@ _FRACTION = re.compile(r"(?P<whole>\d\s*)?\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*
 _LOOSE_SIGN = re.compile(r"(^|[=(:])\s*([-+])\s+(?=[\d.])")
 
 
-def plain(text: str) -> str:
+def plain_digits(text: str) -> str:
     """`text` with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
     text = _VULGAR.sub(lambda m: f"{m[1] or ''}{' ' if m[1] else ''}{unicodedata.normalize('NFKC', m[2])}", text)
     text = _POWERS.sub(lambda m: f"^{m[0].translate(_POWER_DIGITS)}", text)
@@ -106,7 +106,7 @@ class Number(NamedTuple):
     percent: bool = False
 
 
-def same(answer: Number, reference: Number) -> bool:
+def same_number(answer: Number, reference: Number) -> bool:
     """Whether both are one number; a percent sign may be left out, or 50 % be written 0.5."""
     if answer.value == reference.value:
         return answer.percent == reference.percent or abs(reference.value) >= 1 or not reference.value
@@ -185,7 +185,7 @@ _GOES_ON = re.compile(
 def read_number(place: str) -> Number | None:
     """The number that the text in `place` ends with, or that stands behind its last "answer is"; in words where it has
     no digit."""
-    text = plain(place[-MAX_READ_CHARS:])
+    text = plain_digits(place[-MAX_READ_CHARS:])
     after = text
     for mark in _MARK.finditer(text):
         after = text[mark.end() :]
@@ -201,7 +201,7 @@ def read_number(place: str) -> Number | None:
 
 def number_of(reference: str) -> Number | None:
     """The only number of a reference, or the one it ends with; None if it has none."""
-    text = plain(reference[-MAX_READ_CHARS:])
+    text = plain_digits(reference[-MAX_READ_CHARS:])
     return _last(text) if re.search(r"\d", text) else read_words(text)
 
 

@@ -43,7 +43,7 @@ def extract(completion: str, form: AnswerForm = "any") -> str | None:
 
 
 @lru_cache(maxsize=32)
-def place(completion: str, form: AnswerForm = "any") -> str | None:
+def extract_place(completion: str, form: AnswerForm = "any") -> str | None:
     """As `extract`, for kinds that read an answer within its place: rule 3 takes all that follows `####` in the last
     line, since they find the number or the letter in it.
     Boxes with nothing but `and`, `or` or a comma between them are one answer, `7, 8`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from swarm_node.tasks.judging.expressions import FUNCTIONS, Node, Unreadable
+from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadable
 
 MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
 MAX_FACTORIAL = 200
@@ -30,19 +30,19 @@ Value = Any  # a Fraction, or a real or complex number of mpmath
 _CALLED: dict[str, Callable[[Value], Value]] = {name: getattr(_CONTEXT, _INVERSE.get(name, name)) for name in FUNCTIONS}
 
 
-def symbols(node: Node) -> frozenset[str]:
+def symbols(node: Expression) -> frozenset[str]:
     """The names in an expression; `e` and `i` are numbers."""
     own = {node.name} if node.kind == "symbol" and node.name not in ("e", "i") else set()
     return frozenset(own.union(*(symbols(part) for part in node.parts)))
 
 
-def undone(node: Node) -> int:
+def undone(node: Expression) -> int:
     """How many operations on plain numbers are left to do, as in 3 + 4, 2^{10}, 5! or 12 / 4: those are steps, not
     answers. A fraction, a mixed number, a percentage and 1.5 * 10^3 are numbers as they are."""
     return _steps(node)[0]
 
 
-def _steps(node: Node) -> tuple[int, Fraction | None]:
+def _steps(node: Expression) -> tuple[int, Fraction | None]:
     """(operations left to do, the value if it is a rational number) of a tree."""
     if not node.parts:
         return 0, node.value
@@ -66,16 +66,16 @@ def _steps(node: Node) -> tuple[int, Fraction | None]:
     return steps + 1, value
 
 
-def _is_power_of_ten(node: Node) -> bool:
+def _is_power_of_ten(node: Expression) -> bool:
     return node.kind == "pow" and node.parts[0].value == 10
 
 
-def exact(node: Node) -> Fraction | None:
+def exact(node: Expression) -> Fraction | None:
     """The value of an expression of rational numbers; None if it is none, or is too large."""
     return _steps(node)[1]
 
 
-def same(answer: Node, reference: Node) -> bool:
+def same_value(answer: Expression, reference: Expression) -> bool:
     """Whether both have one value wherever both have any."""
     if answer == reference:
         return True
@@ -95,7 +95,7 @@ def same(answer: Node, reference: Node) -> bool:
     return False
 
 
-def proportional(answer: Node, reference: Node) -> bool:
+def proportional(answer: Expression, reference: Expression) -> bool:
     """Whether one is the other times a number that is not 0: equations of one solution."""
     names = sorted(symbols(answer) | symbols(reference))
     ratios = []
@@ -149,7 +149,7 @@ def _bounded(value: Value) -> Value:
     return value.real if isinstance(value, _CONTEXT.mpc) and not value.imag else value
 
 
-def _value(node: Node, points: Mapping[str, Fraction]) -> Value:
+def _value(node: Expression, points: Mapping[str, Fraction]) -> Value:
     """The value of a tree. Raises Unreadable, ArithmeticError or ValueError."""
     if node.value is not None:
         return node.value
@@ -170,7 +170,7 @@ def _value(node: Node, points: Mapping[str, Fraction]) -> Value:
 def _exactly(both: Callable[[Value, Value], Value]) -> Callable[..., Value]:
     """An operation that stays exact for fractions, and else is done on numbers of mpmath."""
 
-    def computed(node: Node, left: Value, right: Value) -> Value:
+    def computed(node: Expression, left: Value, right: Value) -> Value:
         if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
             left, right = _as_float(left), _as_float(right)
         return both(left, right)
@@ -178,7 +178,7 @@ def _exactly(both: Callable[[Value, Value], Value]) -> Callable[..., Value]:
     return computed
 
 
-def _power(node: Node, base: Value, exponent: Value) -> Value:
+def _power(node: Expression, base: Value, exponent: Value) -> Value:
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         times = exponent.numerator
         if abs(times) > 2 * MAX_BITS:
@@ -194,7 +194,7 @@ def _power(node: Node, base: Value, exponent: Value) -> Value:
     return _CONTEXT.power(base, exponent)
 
 
-def _root(node: Node, inside: Value, degree: Value) -> Value:
+def _root(node: Expression, inside: Value, degree: Value) -> Value:
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 1 < degree <= 64:
         raise Unreadable("degree")
     if isinstance(inside, Fraction):
@@ -214,7 +214,7 @@ def _whole_root(value: int, degree: int) -> int | None:
     return guess if guess**degree == value else None
 
 
-def _factorial(node: Node, value: Value) -> Value:
+def _factorial(node: Expression, value: Value) -> Value:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
         raise Unreadable("factorial")
     product = 1
@@ -223,7 +223,7 @@ def _factorial(node: Node, value: Value) -> Value:
     return Fraction(product)
 
 
-def _binomial(node: Node, above: Value, below: Value) -> Value:
+def _binomial(node: Expression, above: Value, below: Value) -> Value:
     for value in (above, below):
         if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
             raise Unreadable("binomial")
@@ -233,14 +233,14 @@ def _binomial(node: Node, above: Value, below: Value) -> Value:
     return product
 
 
-def _called(node: Node, argument: Value) -> Value:
+def _called(node: Expression, argument: Value) -> Value:
     argument = _as_float(argument)
     if abs(argument) > MAX_BITS:
         raise Unreadable("too large")
     return _CALLED[node.name](argument)
 
 
-def _logarithm(node: Node, argument: Value, base: Value) -> Value:
+def _logarithm(node: Expression, argument: Value, base: Value) -> Value:
     found = _CONTEXT.log(_as_float(argument)) / _CONTEXT.log(_as_float(base))
     whole = _CONTEXT.nint(found.real)
     if (
@@ -253,12 +253,12 @@ def _logarithm(node: Node, argument: Value, base: Value) -> Value:
     return found
 
 
-def _absolute(node: Node, value: Value) -> Value:
+def _absolute(node: Expression, value: Value) -> Value:
     return abs(value)
 
 
-def _rounded(down: bool) -> Callable[[Node, Value], Value]:
-    def computed(node: Node, value: Value) -> Value:
+def _rounded(down: bool) -> Callable[[Expression, Value], Value]:
+    def computed(node: Expression, value: Value) -> Value:
         if isinstance(value, Fraction):
             return Fraction(value.__floor__() if down else value.__ceil__())
         return _CONTEXT.floor(value) if down else _CONTEXT.ceil(value)
