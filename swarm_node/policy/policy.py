@@ -31,6 +31,9 @@ from swarm_node.policy.packed import values_of
 from swarm_node.say import Warned
 from swarm_node.types import Rollout, Sampling
 
+READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
+"""Tokens that stay in a completion's text though a tokenizer calls them special: answers and reasoning are found by
+them."""
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
@@ -157,8 +160,12 @@ class Policy:
         return self._framed[1]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Text of a completion, without special tokens but for `READ` ones."""
+        kept, special = self._read_tokens, self._special[1]
+        if kept.isdisjoint(token_ids):
+            return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        shown = [i for i in token_ids if i in kept or i not in special]
+        return self.tokenizer.decode(shown, skip_special_tokens=False)
 
     def text_of_prompt(self, token_ids: list[int]) -> str:
         """A prompt's text, special tokens included."""
@@ -219,10 +226,17 @@ class Policy:
 
     @cached_property
     def _special(self) -> tuple[list[str], set[int]]:
-        """Texts and ids of the special tokens."""
+        """Texts and ids of the special tokens, but for `READ` ones."""
         added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         ids = {*added, *self.tokenizer.all_special_ids, *self.eos_ids}
-        return sorted({*added.values(), *self.tokenizer.all_special_tokens}), ids
+        names = {*added.values(), *self.tokenizer.all_special_tokens} - READ
+        return sorted(names), ids - self._read_tokens
+
+    @cached_property
+    def _read_tokens(self) -> set[int]:
+        """Ids of special tokens that the reading of answers needs."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {i for i, token in added if token.special and token.content in READ} - set(self.eos_ids)
 
     # ----------------------------------------------------------------- samples
 

@@ -38,6 +38,7 @@ from swarm_node.tasks.columns import (
     value_of,
 )
 from swarm_node.tasks.judging import Verdict, judge, misfit, understood
+from swarm_node.tasks.judging.choices import with_texts
 from swarm_node.tasks.judging.guessing import guess_kind
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.one_turn import OneTurn
@@ -200,7 +201,10 @@ class QuestionFile(OneTurn):
         return verdict.extracted, float(verdict.right)
 
     def _judge(self, task: Task, completion: str) -> Verdict:
-        return judge(self.kind, task.accepted or (task.answer or ""), completion, self.form)
+        accepted = task.accepted or (task.answer or "",)
+        if self.kind == "choice":
+            accepted = with_texts(task.question, accepted)
+        return judge(self.kind, accepted, completion, self.form)
 
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""

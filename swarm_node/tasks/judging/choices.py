@@ -32,6 +32,7 @@ _DECORATED = re.compile(
     r"[(\[]([A-Za-z]|\d{1,2})[)\]]|(?<![\w'’.(\[])([A-Z])[).:](?=\s|\Z)|\b(?:option|choice|letter)\s+([A-Z]|\d{1,2})(?![\w'’]|\.\d)"
 )
 _BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
+_LINE = re.compile(r"(?m)^[ \t]*[(\[]?([A-Za-z]|\d{1,2})[)\].:]+[ \t]+(\S.*)$")
 _LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
 _OR = re.compile(
     r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
@@ -77,6 +78,14 @@ def choice_of(reference: str) -> Choice:
     if (both := _LABELLED.fullmatch(text)) is not None:
         return Choice((both[1] or both[2]).upper(), both[3].strip())
     return Choice(text=text)
+
+
+def with_texts(question: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
+    """The accepted answers, and the texts of those that are labels of choices which the question lists in lines."""
+    texts = {match[1].upper(): match[2].strip() for match in _LINE.finditer(question)}
+    labels = [choice_of(each) for each in accepted]
+    told = [texts[each.label] for each in labels if not each.text and each.label in texts]
+    return (*accepted, *(text for text in told if _LABEL_ALONE.fullmatch(text) is None and text not in accepted))
 
 
 def read_choice(place: str) -> Choice:

@@ -104,6 +104,17 @@ def test_what_is_named_wins_over_the_guess(tmp_path: Path, named: str) -> None:
     ]
 
 
+def test_the_text_of_a_choice_counts_as_its_letter(tmp_path: Path) -> None:
+    path = tmp_path / "capitals.jsonl"
+    question = CAPITAL.format("A)", "B)", "C)", "D)")
+    path.write_text("\n".join(json.dumps({"question": question, "answer": "B"}) for _ in range(3)))
+    tasks = load_tasks([str(path)], RewardsConfig(), whole=True)
+    task = tasks.every()[0]
+    texts = ["Paris", "The answer is Paris.", "B) Paris", "Rome", "A) Rome", "Paris or Rome"]
+    scores = tasks.score([task] * 6, [""] * 6, texts)
+    assert [score.correct for score in scores] == [True, True, True, False, False, False]
+
+
 def test_a_reference_of_another_kind_is_refused_by_line(tmp_path: Path) -> None:
     path = sums(tmp_path, ["7", "about eight or nine"])
     with pytest.raises(UserError, match=r"sums\.jsonl, line 2: .*which is not a number.*another kind than number"):
