@@ -348,7 +348,7 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
 def test_file_answers_compare_as_text_or_number(tmp_path: Path) -> None:
     content = [{"question": f"q{i}", "answer": "so 1,000 it is\n#### 1,000"} for i in range(9)]
     content += [{"question": f"n{i}", "answer": 1000} for i in range(9)]
-    tasks = load_tasks([write_lines(tmp_path / "gsm.jsonl", content)], REWARDS)
+    tasks = load_tasks([write_lines(tmp_path / "gsm.jsonl", content)], RewardsConfig(kind="text"))
     for task in tasks.sample(random.Random(0), 10):
         for completion, right in [("#### 1000", 1), (r"\boxed{1,000.0}", 1), ("1e3", 0), ("10000", 0)]:
             (score,) = tasks.score([task], [task.question], [completion])
