@@ -152,6 +152,8 @@ class Node:
         else:
             rollouts = rollouts.model_copy(update={"groups": self.exchange.wanted()})
             collect(self.policy, self.exchange.draw, self.tasks, rollouts, name, collected)
+        if not collected.groups and not collected.too_long and collected.not_encoded:
+            raise UserError(f"the tokenizer of {self.config.policy.model} fails at every prompt; take another model")
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: {too_long(collected.skipped, rollouts, self.policy)}"
@@ -287,6 +289,8 @@ class Node:
                 record[f"rewards/{label}/std"] = stdev(scored)
         if collected.too_long:
             record["tasks/too_long"] = collected.too_long
+        if collected.not_encoded:
+            record["tasks/not_encoded"] = collected.not_encoded
         if self.tasks.scorer_errors:
             record["tasks/scorer_errors"] = self.tasks.scorer_errors.total()
         if self.member is not None:

@@ -142,6 +142,9 @@ class Transport(Protocol):
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,
         `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for messages that reached no handler."""
 
+    def restarted(self) -> Mapping[str, str]:
+        """Part of the network (`gossip`, `dht`) -> why its process ended last, for those that were started again."""
+
     def refusals(self) -> Mapping[str, Refused]:
         """Source (peer id, IPv4 address, or /64 of IPv6) -> refusals, for the latest sources. `stats` counts more: some
         refusals have no known source."""

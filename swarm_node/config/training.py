@@ -56,7 +56,10 @@ class PolicyConfig(Section):
         for name in value:
             if not name.isidentifier() or name in TEMPLATE_OWN:
                 raise ValueError(f"{name!r} cannot be an argument: the node gives {', '.join(sorted(TEMPLATE_OWN))}")
-        json.dumps(value, allow_nan=False)  # its ValueError tells of NaN; a date is a TypeError, as pydantic wants none
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"values are texts, numbers, true or false, lists and tables: {error}") from None
         return value
 
 

@@ -34,6 +34,7 @@ METRICS: dict[str, dict[str, str]] = {
         "rewards/<function>/std": "Standard deviation of the same rewards. Missing as their mean is, and if that "
         "function scored a single answer.",
         "tasks/too_long": "Tasks skipped in this round because their prompts are too long. Missing while 0.",
+        "tasks/not_encoded": "Tasks skipped in this round as the tokenizer failed at their prompts. Missing while 0.",
         "tasks/scorer_errors": "Answers on which a checker raised, so far: they score 0. Missing while 0.",
     },
     "Answers": {
@@ -93,6 +94,8 @@ METRICS: dict[str, dict[str, str]] = {
         "swarm/groups_admitted": "Groups of other peers that passed every check: a running total.",
         "swarm/rejected/<reason>": "What did not pass, by reason ([reasons](../sharing.md#what-is-admitted)), and "
         "whatever else of others was refused.",
+        "swarm/restarts/<process>": "How often that process of the network (`gossip`, `dht`) was started again, since "
+        "it had ended or did not answer; `swarm-node status` says why it ended last.",
         "swarm/payloads": "Groups of other peers of which answers were left out because they carry a payload "
         "([why](../sharing.md#payloads)): a running total. Missing while 0.",
         "swarm/groups_waiting": "Groups of other peers that wait in the pool now.",
@@ -172,7 +175,6 @@ OF_BOOTSTRAPS = {
     "swarm/messages_in": "Messages of gossip that came.",
     "swarm/messages_out": "Messages of gossip passed on.",
     "swarm/dropped": "Messages dropped because a queue was full.",
-    "swarm/restarts/<process>": "How often that part of the network was started again.",
     "swarm/connections/<process>": "Connections of that part of the network now.",
     "swarm/loose_ends": "Failures in the network's thread that nobody waited for.",
 }

@@ -98,6 +98,7 @@ class Announcer:
                 "name": parts.status_text.name,
                 "addresses": transport.addresses,
                 "traffic": dict(transport.stats()),
+                "restarted": dict(transport.restarted()),
                 "averaging": None if averager is None else averager.status(),
                 "peers": {
                     peer: {

@@ -28,6 +28,7 @@ from swarm_node.config.own import read_own
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.pipeline.compute.partition import trained_shapes
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
+from swarm_node.policy import tokenizing
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
 from swarm_node.say import Warned
@@ -133,7 +134,7 @@ def _weights(
 
 def save_staged(staged: Staged, out: Path) -> None:
     """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`."""
-    load_tokenizer(staged.config.policy).save_pretrained(out)
+    tokenizing.save_tokenizer(load_tokenizer(staged.config.policy), out)
     if staged.plan.lora:
         _save_adapter(staged, out)
     else:

@@ -21,6 +21,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
 from swarm_node.policy.starter import CHAT_TEMPLATE
+from swarm_node.policy.tokenizing import guarded
 
 CPU_S = 5  # a frame takes 0.1 s, Python's start included
 WALL_S = 60.0  # longest time on a machine that is busy with other things
@@ -58,6 +59,7 @@ def frame_around(template: str, system: str, special: str, model: str, arguments
     return Frame(*told["frame"])
 
 
+@guarded("its chat template")
 def tokenizer_frame(tokenizer: PreTrainedTokenizerBase, config: PolicyConfig) -> Frame:
     """The frame of a tokenizer's chat template, with the system prompt and the arguments of `config`. UserError if it
     is refused, or if there is none of the name in `config`."""

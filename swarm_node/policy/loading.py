@@ -54,6 +54,8 @@ from swarm_node.policy.quantised import (
 )
 from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.policy.suitability import OTHER
+from swarm_node.policy.tokenizer_vetting import check_tokenizer, check_tokenizer_file
+from swarm_node.policy.tokenizing import TokenizerError, guarded
 from swarm_node.say import Detail, Warned
 
 ONE_THREAD_BELOW = 2_000_000
@@ -232,7 +234,15 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `config` names, or the one beside its adapter."""
     path = _path(config)
-    return _load(AutoTokenizer, path, config.revision if adapter_base(path) is None else None)
+    revision = config.revision if adapter_base(path) is None else None
+    settings = _file(path, revision, "tokenizer_config.json")
+    named = [] if settings is None else vetting.read_json(settings).get("fast_tokenizer_files")
+    for name in {"tokenizer.json", *(named if isinstance(named, list) else [])}:
+        if (file := _file(path, revision, str(name))) is not None:
+            check_tokenizer_file(file)
+    tokenizer = _load(AutoTokenizer, path, revision)
+    check_tokenizer(tokenizer, config.model)
+    return tokenizer
 
 
 def skeleton(model_config: Any) -> PreTrainedModel:
@@ -325,7 +335,10 @@ def refusing(what: str, path: str) -> Iterator[None]:
     if hub_logging.get_verbosity() == hub_logging.WARNING:
         hub_logging.set_verbosity_error()
     try:
-        yield
+        with guarded("its own files"):
+            yield
+    except TokenizerError as exc:
+        raise UserError(f"cannot load {what} from {path}: {exc}") from exc
     except UserError:
         raise
     except Exception as exc:

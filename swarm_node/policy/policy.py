@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
+from swarm_node.policy import tokenizing
 from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.checkpointing import Checkpointing
@@ -28,7 +28,8 @@ from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
-from swarm_node.say import Warned
+from swarm_node.policy.tokenizing import TokenizerError, guarded
+from swarm_node.say import Once, Warned
 from swarm_node.types import Rollout, Sampling
 
 READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
@@ -55,6 +56,7 @@ class Policy:
         self.tokenizer = tokenizer
         self.config = config
         self.report = report
+        self.once = Once(lambda sentence: self.report(sentence))  # reports failures of one kind once
         self.version = 0
         self.packing = False  # whether packed rows reproduce this model's own numbers (measured at load)
         self.split_head = False  # whether the head apart from the backbone does
@@ -124,10 +126,7 @@ class Policy:
     @cached_property
     def tokenizer_hash(self) -> str:
         """16 hex digits of the tokenizer's vocabulary and merges: equal for tokenizers whose ids mean the same."""
-        core = getattr(self.tokenizer, "backend_tokenizer", None)  # tokenizers written in Python have none
-        merges = [] if core is None else json.loads(core.to_str())["model"].get("merges", [])
-        table = [sorted(self.tokenizer.get_vocab().items()), merges]
-        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+        return tokenizing.fingerprint(self.tokenizer)
 
     @property
     def start(self) -> str:
@@ -143,13 +142,11 @@ class Policy:
 
     def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
         """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`."""
-        if not questions:
-            return []
         if self.tokenizer.chat_template:
             texts, special = list(map(self.frame.around, questions)), False
         else:
             texts, special = [self.config.prompt_template.replace("{question}", each) for each in questions], True
-        return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
+        return tokenizing.encode(self.tokenizer, texts, special)
 
     @property
     def frame(self) -> Frame:
@@ -163,13 +160,13 @@ class Policy:
         """Text of a completion, without special tokens but for `READ` ones."""
         kept, special = self._read_tokens, self._special[1]
         if kept.isdisjoint(token_ids):
-            return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            return tokenizing.decode(self.tokenizer, token_ids)
         shown = [i for i in token_ids if i in kept or i not in special]
-        return self.tokenizer.decode(shown, skip_special_tokens=False)
+        return tokenizing.decode(self.tokenizer, shown, special=True)
 
     def text_of_prompt(self, token_ids: list[int]) -> str:
         """A prompt's text, special tokens included."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return tokenizing.decode(self.tokenizer, token_ids, special=True)
 
     def encode_completion(self, text: str, finished: bool) -> list[int] | None:
         """`encode_completions` of one text."""
@@ -187,7 +184,7 @@ class Policy:
         found: list[list[int] | None] = [None] * len(answers)
         if possible:
             texts = [answers[i][0] for i in possible]
-            encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = tokenizing.encode(self.tokenizer, texts)
             for i, ids in zip(possible, encoded, strict=True):
                 if special.isdisjoint(ids):
                     found[i] = [*ids, self.eos_id] if answers[i][1] else ids
@@ -202,8 +199,8 @@ class Policy:
             return False
         counted = 0
         for start in range(0, len(text), PIECE_CHARS):
-            piece = self.tokenizer(text[start : start + PIECE_CHARS], add_special_tokens=False, verbose=False)
-            counted += len(piece["input_ids"]) - CUT_TOKENS
+            (piece,) = tokenizing.encode(self.tokenizer, [text[start : start + PIECE_CHARS]])
+            counted += len(piece) - CUT_TOKENS
             if counted > tokens:
                 return True
         return False
@@ -211,12 +208,12 @@ class Policy:
     @cached_property
     def _chars_per_token(self) -> int:
         """Characters that a text may have for each token: those of the longest token, or the swarm's limit."""
-        return min(CHARS_PER_TOKEN, max(map(len, self.tokenizer.get_vocab())))
+        return min(CHARS_PER_TOKEN, tokenizing.longest_token(self.tokenizer))
 
     def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
         """Whether this policy could have sampled these ids for `text`, so that they can be trained on unchanged."""
         body = token_ids[:-1] if finished else token_ids
-        known = range(min(len(self.tokenizer), self.vocabulary))
+        known = range(min(tokenizing.size(self.tokenizer), self.vocabulary))
         return (
             (not finished or token_ids[-1:] in ([eos] for eos in self.eos_ids))
             and all(i in known for i in token_ids)
@@ -227,16 +224,13 @@ class Policy:
     @cached_property
     def _special(self) -> tuple[list[str], set[int]]:
         """Texts and ids of the special tokens, but for `READ` ones."""
-        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        ids = {*added, *self.tokenizer.all_special_ids, *self.eos_ids}
-        names = {*added.values(), *self.tokenizer.all_special_tokens} - READ
-        return sorted(names), ids - self._read_tokens
+        names, ids = tokenizing.special_tokens(self.tokenizer, self.eos_ids)
+        return [name for name in names if name not in READ], ids - self._read_tokens
 
     @cached_property
     def _read_tokens(self) -> set[int]:
         """Ids of special tokens that the reading of answers needs."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {i for i, token in added if token.special and token.content in READ} - set(self.eos_ids)
+        return tokenizing.special_called(self.tokenizer, READ) - set(self.eos_ids)
 
     # ----------------------------------------------------------------- samples
 
@@ -280,8 +274,16 @@ class Policy:
         pairs = enumerate(zip(prompts, seeds, strict=True))
         self.engine.submit([Request(i, prompt, sampling, seed, n) for i, (prompt, seed) in pairs])
         samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))
-        rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self.decode(s.token_ids)) for s in samples]
+        rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self._said(s.token_ids)) for s in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    def _said(self, token_ids: list[int]) -> str:
+        """Text of an own completion; empty, so no answer, where the tokenizer fails. The first is reported."""
+        try:
+            return self.decode(token_ids)
+        except TokenizerError as error:
+            self.once("answer", Warned(f"an own answer that cannot be read counts as none: {error}"))
+            return ""
 
     # ----------------------------------------------------------------- log-probabilities
 
@@ -353,7 +355,7 @@ class Policy:
 def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """Write Hugging Face layout, readable as other files are (safetensors makes its own files private)."""
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    tokenizing.save_tokenizer(tokenizer, out)
     for file in out.glob("*.safetensors"):
         file.chmod((out / "tokenizer_config.json").stat().st_mode)
 
@@ -404,6 +406,7 @@ def some_of(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 256)]
 
 
+@guarded("its special tokens")
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All ids that end a completion: those of the generation config and the tokenizer's own."""
     configured = getattr(model.generation_config, "eos_token_id", None)

@@ -25,6 +25,7 @@ from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.policy.chat_template import frame_around, named_template, tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
+from swarm_node.policy.tokenizing import guarded
 
 PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1
@@ -47,6 +48,7 @@ WITHOUT_SYSTEM_ROLE = (
 """Prefix of a chat template that refuses system messages: the system prompt goes before the question."""
 
 
+@guarded("its own files")
 def write_prompt_format(
     out: Path,
     tokenizer: PreTrainedTokenizerBase,

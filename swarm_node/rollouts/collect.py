@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
-from swarm_node.say import Detail
+from swarm_node.policy.tokenizing import TokenizerError
+from swarm_node.say import Detail, Warned
 from swarm_node.tasks.taskset import TaskSet, score_rollouts
 from swarm_node.types import Group, Sampling, Task
 
@@ -28,6 +29,7 @@ class Collected:
     groups: list[Group] = field(default_factory=list)  # those without a learning signal included
     too_long: int = 0  # tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions
     skipped: list[int] = field(default_factory=list)  # tokens of the shortest and of the longest prompt among those
+    not_encoded: int = 0  # tasks skipped because the tokenizer failed at their prompt
     seconds: float = 0.0  # time spent generating (not scoring)
 
     @property
@@ -43,7 +45,7 @@ def collect(
     seed: str,
     collected: Collected | None = None,
 ) -> Collected:
-    """Sample `config.groups` groups with `policy`: fewer if the prompts of too many tasks are too long.
+    """Sample `config.groups` groups with `policy`: fewer if too many prompts are too long or cannot be encoded.
 
     `draw(n)` gives n tasks, and `tasks` judges answers to them. `seed` names this round's randomness: the same seed,
     tasks and weights give the same groups. If this is interrupted, a `collected` of the caller's has what is scored.
@@ -51,7 +53,12 @@ def collect(
     collected = Collected() if collected is None else collected
     fitting = _fitting(policy, draw, tasks, config, collected)
     for group in _sample(policy, fitting, config, seed, collected) if fitting else ():
-        prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
+        try:
+            prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
+        except TokenizerError as error:
+            policy.once("prompt", Warned(f"a task whose prompt cannot be decoded is left out: {error}"))
+            collected.not_encoded += 1
+            continue
         score_rollouts(group.task, prompt, group.rollouts, tasks.score)
         collected.groups.append(group)
     return collected
@@ -84,20 +91,33 @@ def too_long(lengths: Sequence[int], config: RolloutsConfig, policy: Policy) -> 
     return f"{told}: shorten the questions (and policy.system_prompt), or take a model with more positions"
 
 
+def encode_each(policy: Policy, questions: Sequence[str]) -> list[list[int] | None]:
+    """Prompt ids of each question; None where the tokenizer fails, which is reported once."""
+    try:
+        return [*policy.encode_questions(questions)]
+    except TokenizerError as error:
+        if len(questions) == 1:
+            policy.once("prompt", Warned(f"a task whose prompt cannot be encoded is left out: {error}"))
+            return [None]
+    return [ids for question in questions for ids in encode_each(policy, [question])]
+
+
 def _fitting(
     policy: Policy, draw: DrawTasks, tasks: TaskSet, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
-    """Tasks of the round with their prompts, encoded. Tasks that are too long are drawn again; some may be missing."""
+    """Tasks of the round with their encoded prompts. Others are drawn for those that do not fit; some may lack."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
         drawn = draw(config.groups - len(fitting))
-        encoded = list(zip(drawn, policy.encode_questions(list(map(tasks.prompt, drawn))), strict=True))
+        prompts = encode_each(policy, list(map(tasks.prompt, drawn)))
+        encoded = [(task, prompt) for task, prompt in zip(drawn, prompts, strict=True) if prompt is not None]
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
         lengths = [len(prompt) for _, prompt in encoded if len(prompt) > longest]
         collected.too_long += len(lengths)
         every = [*collected.skipped, *lengths]
         collected.skipped = [min(every), max(every)] if every else []
+        collected.not_encoded += len(drawn) - len(encoded)
         if len(fitting) == config.groups or not drawn:
             break
     return fitting

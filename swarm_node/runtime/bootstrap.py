@@ -247,6 +247,7 @@ def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dic
         "peer": transport.peer_id,
         "addresses": transport.addresses,
         "traffic": dict(transport.stats()),
+        "restarted": dict(transport.restarted()),
         "refused": msgspec.to_builtins(refusal_rows(transport.refusals(), {}, names)),
         "peers": {
             peer: {"name": card.name, "present": True, "policy_version": card.policy_version}

@@ -24,6 +24,7 @@ from swarm_node.observability.legend import running_legend
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
+from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import Evaluation
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
@@ -241,7 +242,8 @@ class Run:
         config, node, stop = self.config, self.node, self.stop
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
-        prompts = [self.policy.encode(self.tasks.prompt(task)) for task in drawn]
+        asked = list(map(self.tasks.prompt, drawn))
+        prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
         self.limits.wait(stop)
         if self.crew is None:
             _fit(node, self.limits, prompts)

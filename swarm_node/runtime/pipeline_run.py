@@ -19,6 +19,7 @@ from swarm_node.observability.progress import volume
 from swarm_node.observability.summary import Figures
 from swarm_node.pipeline.assemble import CrewParts, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
+from swarm_node.policy import tokenizing
 from swarm_node.policy.loading import load_tokenizer
 from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
@@ -142,7 +143,7 @@ def _traffic(crew: CrewNode) -> str:
     """How much the stages of the crew send each other, as a sentence."""
     tasks, tokenizer = crew.parts.entered.tasks, load_tokenizer(crew.config.policy)
     drawn = tasks.sample(random.Random(0), PROMPTS_MEASURED)
-    prompt = fmean(len(tokenizer.encode(tasks.prompt(task))) for task in drawn)
+    prompt = fmean(map(len, tokenizing.encode(tokenizer, list(map(tasks.prompt, drawn)), special=True)))
     positions = crew.parts.loading.config.get_text_config().max_position_embeddings
     longest = min(crew.config.rollouts.max_new_tokens, positions // 2)
     size = volume(crew.parts.footprint.traffic(prompt, longest))

@@ -29,6 +29,7 @@ import msgspec
 
 from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Rollout
 
@@ -134,7 +135,7 @@ class Gate:
                 if suspect.places:
                     plainer = self._plainer(suspect)
                     found.append((suspect, plainer, self._has_idle(suspect, plainer)))
-        except _Undecided:
+        except (_Undecided, TokenizerError):
             return None
         return found
 
@@ -150,7 +151,10 @@ class Gate:
 
     def _has_text(self, token: int) -> bool:
         """Whether the token has a text that can be deleted. One that ends an answer has none, and is no payload."""
-        return token != self.policy.eos_id and bool(self.policy.decode([token]))
+        try:
+            return token != self.policy.eos_id and bool(self.policy.decode([token]))
+        except TokenizerError:
+            return True  # so that it is looked at, and its group is undecided
 
     def _plainer(self, suspect: _Suspect) -> list[str]:
         """The plainer texts that earn as much as the answer."""
@@ -176,7 +180,7 @@ class Gate:
         for suspect, plainer in suspects:
             group, finished = suspect.group, suspect.rollout.finished
             room = self.policy.max_positions - len(group.prompt_ids)
-            encoded = [(text, self.policy.encode_completion(text, finished)) for text in plainer]
+            encoded = [(text, self._encoded(text, finished)) for text in plainer]
             rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
             if rollouts:
                 compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
@@ -188,6 +192,13 @@ class Gate:
             for (suspect, group), table in zip(compared, tables, strict=True)
             if suspect.least < max(map(self._least, group.rollouts, table)) - MARGIN
         }
+
+    def _encoded(self, text: str, finished: bool) -> list[int] | None:
+        """`Policy.encode_completion`, with None also for a text at which the tokenizer fails."""
+        try:
+            return self.policy.encode_completion(text, finished)
+        except TokenizerError:
+            return None
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
         """Whether `text` earns as much as the answer; True also after too many tries."""

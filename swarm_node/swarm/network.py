@@ -15,7 +15,7 @@ from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.say import Detail, Say
+from swarm_node.say import Detail, Say, Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm, distinct
 from swarm_node.swarm.manifests import check_addresses, render
@@ -74,6 +74,7 @@ def open_transport(
                 ports_file=run.ports,
                 report=say,
                 report_port=lambda sentence: say(Detail(sentence)),
+                report_end=lambda sentence: say(Warned(sentence)),
             )
     except LocalProtocolError as error:
         raise UserError(str(error)) from error

@@ -15,10 +15,11 @@ from protocol.manifest import FILE_METHOD, Manifest, ManifestTask
 from protocol.transports.base import Transport
 from protocol.transports.transfer import Pace
 from swarm_node.config import TaskConfig
+from swarm_node.config.training import HUB
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
-from swarm_node.swarm.download import download
+from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.lookup import ask_around
 from swarm_node.swarm.manifests import as_table, read_questions
@@ -82,9 +83,16 @@ def names_of_files(manifest: Manifest) -> dict[str, str]:
 
 
 def _own_files(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:
-    """sha256 -> question file, of the user's tasks."""
-    tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in own]
-    found = [read_questions(table.file) for table in tables if table.file is not None]
+    """sha256 -> question file, of the user's tasks: each as it is, and as `swarm-node new` converts it."""
+    from swarm_node.tasks.files import QuestionFile
+
+    found = []
+    for spec in own:
+        table = spec if isinstance(spec, TaskConfig) else as_table(spec)
+        if table.file is not None and not table.file.startswith(HUB):
+            found.append(read_questions(table.file))
+        if table.file is not None and not is_url(table.file):
+            found.append(QuestionFile(table.file, False, table.columns).as_jsonl())
     return {hashlib.sha256(data).hexdigest(): data for data in found}
 
 

@@ -206,6 +206,11 @@ class QuestionFile(OneTurn):
             accepted = with_texts(task.question, accepted)
         return judge(self.kind, accepted, completion, self.form)
 
+    @property
+    def config_of_copy(self) -> str:
+        """`config` of the file that `as_jsonl` makes of this one, which is what members of a swarm have."""
+        return hashlib.sha256(self.as_jsonl()).hexdigest()[:CONFIG_HASH_CHARS]
+
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())

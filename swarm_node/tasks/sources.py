@@ -37,7 +37,7 @@ def chooses(table: TaskConfig, source: TaskSource) -> bool:
     """Whether `table` names this source, its set or its environment."""
     if table.file is not None:
         named = QuestionFile(table.file, False, table.columns, "text")
-        return isinstance(source, QuestionFile) and source.config == named.config
+        return isinstance(source, QuestionFile) and source.config in (named.config, named.config_of_copy)
     if table.config:
         return any(
             source.config == other.config

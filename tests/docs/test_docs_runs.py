@@ -80,6 +80,7 @@ def runs_here(command: Command) -> bool:
         command.words[1] in HERE | {"local"}
         and not any(map(stands_for_something, command.words))
         and not any(map(HUB_ID.fullmatch, models))
+        and not any(word.startswith("hf:") for word in command.words)
         and not {"--nice", "--stages"} & {*command.words}  # who is nice stays so; processes are started by the README
     )
 
@@ -130,7 +131,9 @@ class Reader:
             if re.fullmatch(r"runs/\w+", word) and verb in OF_RUNS:
                 shutil.copytree(self.base("import PeftModel" in self.page.read_text()), path)
             elif word.endswith(".jsonl") and ("--out", word) not in pairwise(words):
-                path.write_text("".join(f'{{"question": "{n} + {n} =", "answer": {2 * n}}}\n' for n in range(10, 40)))
+                asked = [(f"{n} + {n} =", 2 * n) for n in range(10, 40)]
+                rows = [{"question": q, "answer": a, "prompt": q, "extra_info": {"answer": a}} for q, a in asked]
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             elif word.endswith(".toml") and words[words.index(word) - 1] == "--config":
                 path.write_text(self.config)
 

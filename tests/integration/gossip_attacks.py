@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.utils import encode_varint_prefixed
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol import topics
 from protocol.identity import Identity
@@ -222,6 +224,34 @@ async def control(a: Attacker) -> None:
         await a.raw(encode_varint_prefixed(rpc.SerializeToString()))
 
 
+async def asks_again(a: Attacker) -> None:
+    """Asks for a message 64 times over, in each frame, and subscribes again and again, until it has that and another.
+    Raises ValueError if it was given anything twice."""
+    heard: Counter[bytes] = Counter()
+
+    async def listen(stream: Any) -> None:
+        while True:
+            rpc = rpc_pb2.RPC()
+            rpc.ParseFromString(await read_varint_prefixed_bytes_limited(stream, 1 << 20))
+            heard.update(message.from_id + message.seqno for message in rpc.publish)
+
+    async with attacking(str(a.victim.addrs[0]) + f"/p2p/{a.victim.peer_id}", a.swarm, a.shards, listen) as asker:
+        for size in (300_000, 300):  # what is asked for last comes last
+            message = asker.message(seal_as(batch(a.swarm, size), a.author))
+            wanted = message.from_id + message.seqno
+            await asker.send(message)
+            while not heard[wanted]:
+                rpc = rpc_pb2.RPC()
+                rpc.control.iwant.extend(rpc_pb2.ControlIWant(messageIDs=[wanted] * 64) for _ in range(2))
+                for subscribe in (False, True):
+                    rpc.subscriptions.append(rpc_pb2.RPC.SubOpts(subscribe=subscribe, topicid=a.topic))
+                await asker.raw(encode_varint_prefixed(rpc.SerializeToString()))
+                await trio.sleep(0.25)  # more entries a second are ignored
+        a.sent += asker.sent
+    if set(heard.values()) != {1}:
+        raise ValueError(f"messages came so many times each: {list(heard.values())}")
+
+
 async def bad_mux(a: Attacker) -> None:
     """Noise where the multiplexer expects headers."""
     connection = a.host.get_network().get_connections(a.victim.peer_id)[0]
@@ -272,17 +302,22 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     for attack in (
         garbage, endless, oversized_frame, bad_utf8, unreadable_key, unsigned, forged, oversized, no_batch,
         wrong_swarm, wrong_version, wrong_schema, wrong_shard, far_future, long_past, replayed, flood, fresh_keys,
-        persistent, control, bad_mux, bad_noise, unread, streams, comes_and_goes,
+        persistent, control, asks_again, bad_mux, bad_noise, unread, streams, comes_and_goes,
     )
 }  # fmt: skip
 
 
 @asynccontextmanager
-async def attacking(address: str, swarm: str, shards: int) -> AsyncIterator[Attacker]:
+async def attacking(
+    address: str, swarm: str, shards: int, listen: Callable[[Any], Awaitable[None]] | None = None
+) -> AsyncIterator[Attacker]:
+    """Connected as a new peer. `listen` gets the stream on which the victim speaks; without, it finds nobody there."""
     keys = create_new_key_pair()
     noise = NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)
     host = new_host(key_pair=keys, sec_opt={NOISE: noise}, muxer_preference="YAMUX")
     victim = info_from_p2p_addr(multiaddr.Multiaddr(address))
+    if listen is not None:
+        host.set_stream_handler(GOSSIP, listen)
     async with host.run(listen_addrs=[]):
         with trio.fail_after(10):
             await host.connect(victim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -227,6 +228,18 @@ def test_hostile_messages_are_refused_and_counted() -> None:
             assert all(report["sent"] for report in reports), reports
             await until_all_heard(peers, await talk(peers, 2, 5000))  # that, and nothing of the other's
             assert all(peer.restarts == 0 for peer in peers)
+
+    asyncio.run(run())
+
+
+def test_nobody_is_given_a_message_twice() -> None:
+    async def run() -> None:
+        async with swarm(2, shards=2) as peers:
+            await connect_all(peers)
+            (report,) = await attack(peers[0], {}, "asks_again")
+            assert report["error"] == ""
+            assert all(len(peer.heard) == 2 for peer in peers)
+            await until_stat(peers[0], lambda stat: stat.peers == [peers[1].gossip_id])
 
     asyncio.run(run())
 
@@ -458,6 +471,28 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+            await peer.close()
+
+    asyncio.run(run())
+
+
+def test_a_sidecar_that_grew_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "grown.py").write_text(
+        "from protocol.transports.gossip import sidecar\n"
+        "sidecar.MEMORY_S, sidecar.MAX_SIDECAR_RSS = 0.01, 2**20\n"
+        "sidecar.main()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(gossip_client, "SIDECAR", "grown")
+
+    async def run() -> None:
+        peer = Peer(0)
+        await peer.start()
+        try:
+            await until_async(lambda: peer.restarts >= 1, HANG_S)
+            assert re.fullmatch(r"grown to \d+ MiB", peer.last_end)
+            assert peer.last_end in peer.reports[0]
+        finally:
             await peer.close()
 
     asyncio.run(run())

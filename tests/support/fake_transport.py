@@ -75,6 +75,9 @@ class FakeTransport:
     def stats(self) -> Mapping[str, float]:
         return {}
 
+    def restarted(self) -> Mapping[str, str]:
+        return {}
+
     def refusals(self) -> Mapping[str, Refused]:
         return {}
 

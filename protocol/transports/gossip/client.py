@@ -56,6 +56,7 @@ class GossipClient:
         self.gossip_id = ""  # gossip id of the process that runs now or ran last
         self.addresses: list[str] = []  # multiaddresses of it, those worth telling first; none if it only dials
         self.restarts = 0
+        self.last_end = ""  # why the process before this one ended
         self.pid: int | None = None  # None while it is away
         self._topics: dict[str, None] = {}
         self._messages: deque[pipe.Publish] = deque()
@@ -134,8 +135,8 @@ class GossipClient:
             self._up.clear()
             if asyncio.get_running_loop().time() - began > SIDECAR_SETTLED_S:
                 pause = SIDECAR_RESTART_S[0]
-            tail = f"; last words: {self._log[-1]}" if self._log else ""
-            self.report(f"gossip process ended ({code}), starts again in {pause:.1f} s{tail}")
+            self.last_end = self._log[-1] if self._log else f"exit code {code}"
+            self.report(f"the gossip process ended ({code}): {self.last_end}; it starts again in {pause:.1f} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, SIDECAR_RESTART_S[1])
             self.restarts += 1

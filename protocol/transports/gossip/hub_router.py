@@ -12,12 +12,12 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.score import ScoreParams, TopicScoreParams
+from libp2p.pubsub.utils import safe_bytes_from_hex
 from libp2p.rcmgr import Direction
 
+from protocol.transports.gossip.frames import FrameCache
 from protocol.transports.gossip.pipe import MAX_CONNECTIONS
 
-MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES = 256, 16 * 2**20
-"""Frames that wait for one peer; more are lost to it. The library's 32 are fewer than a dozen peers send at once."""
 MIN_DIALLED = 2  # peers that this node dialled, in each mesh
 LARGE_BYTES = 2048  # size from which on neighbours are told of a message before it is forwarded
 LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
@@ -54,6 +54,7 @@ class HubGossipSub(GossipSub):
             spam_protection_enabled=False,  # drops bursts; the gate has rates of its own
             eclipse_protection_enabled=False,  # wants three networks, which a home or a laptop is not
         )
+        self.recent = self.mcache = FrameCache(self.mcache.window_size, self.mcache.history_size)
 
     def mesh_heartbeat(self) -> Any:
         """Have `MIN_DIALLED` peers that we dialled in each mesh: two hubs with leaves enough would else never link."""
@@ -107,14 +108,36 @@ class HubGossipSub(GossipSub):
         """Disabled: `publish` does it for messages that are large enough."""
 
     def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
-        """Queue a frame for a peer; the library's way of doing so copies messages twice for each."""
+        """Queue a frame for a peer; the library's way of doing so copies messages twice for each, and adds to each a
+        signed record of 300 bytes, for a peer exchange that nobody here takes part in."""
+        for message in rpc.publish:
+            self._give(peer_id, message.from_id + message.seqno)
+        if rpc.HasField("control") or peer_id in self._pending_control:
+            super().send_rpc(peer_id, rpc_pb2.RPC(control=rpc.control), priority)
+
+    async def handle_iwant(self, iwant_msg: rpc_pb2.ControlIWant, sender_peer_id: ID) -> None:
+        """Give a peer the messages that it asks for. The library builds each as often as it is named."""
+        if not self._check_iwant_rate_limit(sender_peer_id):
+            return
+        for wire in iwant_msg.messageIDs:
+            message_id = safe_bytes_from_hex(wire)
+            if message_id is not None:
+                self._give(sender_peer_id, message_id)
+
+    async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
+        """Give a peer that has just subscribed the latest messages. The library does so past the queue, each time."""
+        for message_id in self.recent.window(topic):
+            self._give(peer_id, message_id)
+
+    def _give(self, peer: ID, message_id: bytes) -> None:
         assert self.pubsub is not None
-        rpc.ClearField("senderRecord")  # 300 bytes in each frame, for a peer exchange that nobody here takes part in
-        queue = self.pubsub.peer_queues.get(peer_id)
-        if queue is None or rpc.HasField("control") or len(rpc.publish) != 1 or peer_id in self._pending_control:
-            super().send_rpc(peer_id, rpc, priority)
-        elif len(queue) < min(MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
-            queue.push(rpc)
+        queue = self.pubsub.peer_queues.get(peer)
+        if queue is not None:
+            self.recent.give(peer, message_id, queue)
+
+    def remove_peer(self, peer_id: ID) -> None:
+        super().remove_peer(peer_id)
+        self.recent.forget(peer_id)
 
     def has(self, peer: ID, message_id: bytes) -> None:
         """`peer` sent us this message: it need not be sent there."""

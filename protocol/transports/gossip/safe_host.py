@@ -176,12 +176,14 @@ class CountedTCP(TCP):
             if wire.address == address:
                 link.valid = True
 
-    def heaviest(self) -> Wire | None:
-        """The inbound connection over which the most has arrived since this was last called."""
+    def heaviest(self) -> tuple[Wire | None, int]:
+        """The inbound connection over which the most has arrived since this was last called, and how many bytes."""
         weights = {wire: wire.bytes_in - wire.bytes_weighed for wire in self.live.values()}
         for wire in weights:
             wire.bytes_weighed = wire.bytes_in
-        return max((wire for wire in weights if wire.link.inbound), key=lambda wire: weights[wire], default=None)
+        inbound = [wire for wire in weights if wire.link.inbound]
+        most = max(inbound, key=lambda wire: weights[wire], default=None)
+        return most, 0 if most is None else weights[most]
 
     async def sweep(self) -> None:
         """Hang up on handshakes that take too long."""

@@ -4,6 +4,8 @@ undecodable frame or key, error in a handler       ended the whole service    th
 message ids and topics invented by a peer          kept for ever              stripped before the library sees them
 addresses in peer records, peer exchange           stored, dialled            stripped too
 two tasks that write to one stream                 frames interleave          one lock a stream
+a message named many times in one request          built as often             put into a peer's queue once (`frames`)
+a peer that subscribes again and again             built as often             the same
 a peer that stops reading                          blocks after 32 messages   its connection is closed
 data beyond the window, streams without end        buffered                   its connection is closed
 many peers that each have little unread            buffered                   the largest heap's connection is closed
@@ -29,21 +31,25 @@ from libp2p.exceptions import ParseError
 from libp2p.io.exceptions import IOException, MessageTooLarge
 from libp2p.network.connection.exceptions import RawConnError
 from libp2p.peer.id import ID
+from libp2p.pubsub import pubsub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import signature_validator
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from protocol.transports.gossip.frames import FrameQueue
 from protocol.transports.gossip.gate import HARMLESS, GossipGate
-from protocol.transports.gossip.hub_router import MAX_PEER_QUEUE, HubGossipSub
+from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
 from protocol.transports.gossip.safe_host import CountedTCP
 
 log = logging.getLogger("gossip")
+pubsub.RpcQueue = FrameQueue  # type: ignore[assignment, attr-defined, misc]  # the queue that the library makes for each peer
 
 MAX_RPC_BYTES = 1 << 20  # larger frames end the stream; the library drops larger ones on the way out
 MAX_RPC_MESSAGES = 32  # messages in a frame; honest peers send one, or a few when asked for missed ones
 MAX_RPC_CONTROLS = 64  # control entries of a kind in a frame, and message ids in an entry
+MAX_ID_BYTES = 2 * (64 + 16)  # of a message's name: an author and a number, in hex as some libraries write them
 MAX_BACKOFF_S = 60
 BAN_S = 120.0  # a banned peer may come back after this; a fresh key is free anyway
 MAX_BANS = 4096
@@ -66,6 +72,7 @@ class SafePubsub(Pubsub):
     """Pubsub that no frame of a peer can end. It counts refusals by reason."""
 
     router: HubGossipSub
+    peer_queues: dict[ID, FrameQueue]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -153,6 +160,9 @@ class SafePubsub(Pubsub):
             _cut(kind, MAX_RPC_CONTROLS)
             for entry in kind:
                 _cut(entry.messageIDs, MAX_RPC_CONTROLS)
+                known = [name for name in entry.messageIDs if len(name) <= MAX_ID_BYTES]
+                if len(known) < len(entry.messageIDs):
+                    entry.messageIDs[:] = known
         _cut(control.graft, len(self.known))
         _cut(control.prune, len(self.known))
 
@@ -214,11 +224,6 @@ class SafePubsub(Pubsub):
 
     # ------------------------------------------------------------ to peers
 
-    async def _handle_new_peer(self, peer_id: ID) -> None:
-        await super()._handle_new_peer(peer_id)
-        if peer_id in self.peer_queues:
-            self.peer_queues[peer_id]._queue.max_size = MAX_PEER_QUEUE + 32  # the rest is for control
-
     async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
         """One message at a time on a stream, whole or not at all."""
         async with self._write_locks.setdefault(stream, trio.Lock()):
@@ -247,8 +252,11 @@ class SafePubsub(Pubsub):
             await self.tcp.hang_up(connection.get_remote_address())
 
     def _refuse(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
-        known = [connection.get_remote_address() for connection in self._connections(peer)]
-        self.tcp.refuse(reason, next(iter(known), address))
+        self.tcp.refuse(reason, self.address(peer) or address)
+
+    def address(self, peer: ID) -> tuple[str, int] | None:
+        """The other end of its connection, if it is connected."""
+        return next((connection.get_remote_address() for connection in self._connections(peer)), None)
 
     def _connections(self, peer: ID) -> list[Any]:
         return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
@@ -288,6 +296,19 @@ class SafePubsub(Pubsub):
     def _unread(self, peer: ID) -> int:
         return sum(connection.unread() for connection in self._connections(peer))
 
+    def kept(self) -> dict[ID, int]:
+        """Bytes kept for each connected peer: frames that wait for it, and what it sent and nothing here has read."""
+        queues = self.peer_queues
+        return {
+            peer: self._unread(peer) + (queues[peer].bytes if peer in queues else 0)
+            for peer in self.host.get_connected_peers()
+        }
+
+    def kept_once(self) -> int:
+        """The same of all peers together, where a frame that waits for several counts once."""
+        frames = {id(frame): frame.ByteSize() for queue in self.peer_queues.values() for frame in queue.frames()}
+        return sum(frames.values()) + sum(map(self._unread, self.host.get_connected_peers()))
+
     async def _bound_buffers(self) -> bool:
         """Ban peers while too much lies unread of all; whether more than a quarter of that lies there."""
         unread = {peer: self._unread(peer) for peer in self.host.get_connected_peers()}
@@ -298,9 +319,9 @@ class SafePubsub(Pubsub):
         return sum(unread.values()) > MAX_ALL_BUFFERED / 4
 
     def _is_stuck(self, peer: ID) -> bool:
-        """No stream to it, or the head of its queue has not moved, for `STUCK_S`."""
+        """No stream to it, or the same frame is being written to it, for `STUCK_S`."""
         queue = self.peer_queues.get(peer)
-        waiting = queue._queue._priority or queue._queue._non_priority if queue is not None else None
+        waiting = queue.frames() if queue is not None else []
         if queue is not None and not waiting:
             self._stuck.pop(peer, None)
             return False

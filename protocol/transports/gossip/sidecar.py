@@ -16,7 +16,9 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import trio
@@ -32,7 +34,7 @@ from protocol.limits import MAX_ADDRESSES
 from protocol.transports.gossip import pipe
 from protocol.transports.gossip.gate import GossipGate
 from protocol.transports.gossip.hub_router import HubGossipSub
-from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
+from protocol.transports.gossip.safe_host import CountedTCP, Wire, connect, make_host
 from protocol.transports.gossip.safe_pubsub import SafePubsub
 from protocol.transports.pacing import Bandwidth
 from protocol.transports.settings import announced, free_port, listen_address
@@ -44,8 +46,10 @@ SIDECAR_DIAL_S = 10.0
 MAX_SIDECAR_DIALS = 64  # dials under way at a time. The node asks again for the others.
 MAX_SIDECAR_RSS = 512 * 2**20  # a healthy process takes 90 to 150 MB
 HIGH_RSS, GROWTH_BYTES = MAX_SIDECAR_RSS // 2, 4 * 2**20
-"""Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the connection that brought
-the most since then. So floods end one after another, and the other links live."""
+"""Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the peer for which the most
+is kept: frames that it asked for and does not read, or bytes of it that nobody has read. If less is kept for all peers
+than one connection has brought since then, that connection goes. So peers that take memory go one after another, and
+the other links live, also the one over which a message came that many ask for."""
 MEMORY_S = 1.0  # time between two checks of memory; some 50 MB can arrive in it
 
 log = logging.getLogger("gossip")
@@ -186,14 +190,36 @@ class Sidecar:
         before = own_rss()
         while True:
             await trio.sleep(MEMORY_S)
-            now = own_rss()
+            now, brought = own_rss(), self.tcp.heaviest()
+            heaviest = self._heaviest(*brought) if now > HIGH_RSS else None
             if now > MAX_SIDECAR_RSS:
-                raise MemoryError(f"grown to {now >> 20} MiB")
-            heaviest = self.tcp.heaviest()
-            if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
+                raise MemoryError(f"grown to {now >> 20} MiB{'' if heaviest is None else heaviest.words}")
+            if heaviest is not None and now - before > GROWTH_BYTES:
                 self.tcp.refuse("memory", heaviest.address)
-                await heaviest.close()
+                await heaviest.hang_up()
             before = now
+
+    def _heaviest(self, wire: Wire | None, brought: int) -> Heaviest | None:
+        """The connection that takes the most memory. `wire` `brought` the most bytes since the last check."""
+        kept = self.pubsub.kept()
+        if self.pubsub.kept_once() > max(brought, GROWTH_BYTES):
+            peer = max(kept, key=lambda peer: kept[peer])
+            address = self.pubsub.address(peer)
+            words = f", {kept[peer] >> 20} of them for {address[0] if address else 'a peer'}"
+            return Heaviest(address, words, partial(self.pubsub.hang_up, peer))
+        if wire is None:
+            return None
+        words = f"; {wire.address[0]} sent the most in the last second" if wire.address else ""
+        return Heaviest(wire.address, words, wire.close)
+
+
+@dataclass(frozen=True)
+class Heaviest:
+    """A connection that takes memory."""
+
+    address: tuple[str, int] | None  # of its other end
+    words: str  # about that, behind the memory of the process
+    hang_up: Callable[[], Awaitable[None]]
 
 
 def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:
@@ -244,7 +270,8 @@ async def run_sidecar(stdin_fd: int, stdout_fd: int) -> None:
         await Sidecar(first).run(commands, trio.lowlevel.FdStream(stdout_fd))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The program. Its exit code is 1 if it ends for a reason of its own, which is its last line on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it calls every closed connection an error
     stdout = os.dup(1)
@@ -252,6 +279,13 @@ if __name__ == "__main__":
     try:
         trio.run(run_sidecar, os.dup(0), stdout)
     except* (LocalProtocolError, RemoteProtocolError, MemoryError) as group:
-        sys.exit(str(group.exceptions[0]))
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):  # one for each nursery around
+            error = error.exceptions[0]
+        sys.exit(str(error))
     except* (BrokenPipeError, trio.BrokenResourceError):  # the parent is gone
         pass
+
+
+if __name__ == "__main__":
+    main()

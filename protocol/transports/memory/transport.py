@@ -196,6 +196,9 @@ class MemoryTransport:
         """Always empty: cards are not encoded here, so none can be too new."""
         return ""
 
+    def restarted(self) -> Mapping[str, str]:
+        return {}
+
     def refusals(self) -> Mapping[str, Refused]:
         return {}
 

@@ -84,6 +84,7 @@ class Daemon:
         self.port = port
         self.port_number = settings.port  # TCP port on which p2pd listens, or listened last
         self.restarts = 0
+        self.last_end = ""  # why the p2pd before this one ended
         self.p2pd: P2P | None = None
         self.panic = ""  # why p2pd died, if it said so before its last line
         self.folder = ""  # folder of the sockets of p2pd
@@ -141,6 +142,7 @@ class Daemon:
                 else:
                     up.set_result(None)
                 code = await self._end_of_p2pd()
+                self.last_end = self.panic or f"exit code {code}"
                 wait = 0.0 if time.monotonic() - started > STEADY_S else min(MAX_RESTART_WAIT_S, wait + 0.25)
                 if code not in ASKED_TO_END:
                     why = f" ({self.panic})" if self.panic else ""

@@ -58,21 +58,23 @@ class P2PTransport:
         ports_file: Path | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         report_port: Callable[[str], None] | None = None,
+        report_end: Callable[[str], None] | None = None,
     ) -> None:
         """Returns at once; the network comes up in the background. `limits` are the swarm's. `cache_file` keeps
         the addresses of peers from run to run, `ports_file` the ports. `report` is called with sentences for people, on
         another thread, and ever more rarely for a sentence that repeats; `report_port`, if given, with those about a
-        port that is another than the wanted one.
+        port that is another than the wanted one, and `report_end` with those about a process that ended.
 
         Raises LocalProtocolError for an identity file, a listen address or settings that cannot be used.
         """
         self._identity = Identity.load_or_create(identity_path)
         self._identity_path, self._swarm, self._settings = identity_path, swarm, settings
         self._report = Reports(report)
+        self._report_end = Reports(report_end or report)
         self._wake = asyncio.Event()
         self._dht_port, self._gossip_port = choose_ports(settings, ports_file, report_port or self._report)
         told = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
-        self._gossip = GossipSide(told, self._gossip_port, self._report, self._wake.set)
+        self._gossip = GossipSide(told, self._gossip_port, self._report_end, self._wake.set)
         self._services = Services(settings, self._report)
         self._traffic = self._services.traffic
         self._membership = Membership(
@@ -182,6 +184,10 @@ class P2PTransport:
         }
         return {name: float(total) for name, total in totals.items()}
 
+    def restarted(self) -> Mapping[str, str]:
+        ended = {"gossip": self._gossip.client, "dht": None if self._plane is None else self._plane.daemon}
+        return {name: process.last_end for name, process in ended.items() if process is not None and process.restarts}
+
     def refusals(self) -> Mapping[str, Refused]:
         return self._traffic.refusals.by_source() | self._gossip.stat.sources
 
@@ -250,7 +256,7 @@ class P2PTransport:
                 self._settings,
                 self._dht_port,
                 self._services,
-                self._report,
+                self._report_end,
                 membership.on_restart,
                 membership.dials,
                 known=membership.table.addresses_of,

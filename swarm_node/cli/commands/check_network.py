@@ -22,6 +22,7 @@ from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig
 from swarm_node.install import PACKAGE, upgrade_command
 from swarm_node.observability.refusals import RefusalRow
+from swarm_node.observability.restarts import restarts
 from swarm_node.swarm.links import kind_of
 
 ASKED = 5  # most members asked to connect back
@@ -103,6 +104,14 @@ def refusals(refused: Sequence[RefusalRow], written: float) -> Check:
     detail = f"the run refused {row.says}, from {row.place()}{others}; it continues, nothing needs to be done"
     known = next((row.ip for row in worst if row.ip and is_public(row.ip.partition("/")[0])), "")
     return Check(name, "warn", detail, f"sudo ufw insert 1 deny from {known}" if known else "")
+
+
+def restarted(traffic: Mapping[str, float], why: Mapping[str, str]) -> Check:
+    """Whether processes of the network ended and were started again since the run began, and why the last time."""
+    name = "network"
+    if not (clauses := list(restarts(traffic, why))):
+        return Check(name, "ok", "no process of the network had to be started again")
+    return Check(name, "warn", f"{'; '.join(clauses)}; the run continues, and trains by itself meanwhile")
 
 
 def seen_from_others(

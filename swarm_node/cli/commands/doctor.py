@@ -44,6 +44,8 @@ class StatusFile(msgspec.Struct, frozen=True):
     peer: str = ""
     addresses: list[str] = []
     refused: list[RefusalRow] = []
+    traffic: dict[str, float] = {}
+    restarted: dict[str, str] = {}
 
 
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
@@ -104,6 +106,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     yield network.ports(config.network, running, start)
     if seen.time:
         yield network.refusals(seen.refused, seen.time)
+        yield network.restarted(seen.traffic, seen.restarted)
     listens = _as_it_listens(config.network, run)
     guess = network.reachable(listens, mine or [network.own_address()], start)
     answering: dict[str, bool] = {}

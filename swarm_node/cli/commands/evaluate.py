@@ -27,6 +27,7 @@ from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length, too_long
+from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
 from swarm_node.say import Warned
 from swarm_node.storage.new_file import write_new_file
@@ -81,7 +82,7 @@ def main(
     groups = answers_to(asked, policy, task_set, rollouts, samples)
     table = summarise(groups, task_set.labels)
     if not table:
-        lengths = list(map(len, policy.encode_questions(list(map(task_set.prompt, asked)))))
+        lengths = [len(ids) for ids in encode_each(policy, list(map(task_set.prompt, asked))) if ids is not None]
         raise UserError(f"no question fits: {too_long(lengths, rollouts, policy)}")
     if left_out := len(asked) - table["all"].questions:
         note(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")

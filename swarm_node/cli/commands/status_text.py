@@ -16,6 +16,7 @@ from swarm_node.observability.ending import WORDS as WORDS_OF_END
 from swarm_node.observability.progress import RATE_AFTER_S, volume
 from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
+from swarm_node.observability.restarts import restarts
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
 from swarm_node.say import own_command
@@ -48,8 +49,8 @@ def _parts(found: Mapping[str, Any], verbose: bool) -> list[Part]:
         return [*own, _uses, _alone, _next]
     if verbose:
         exchange = [_averaging, _averaging_in_full, _crew, _start, _traffic_in_full, _not_used, _refused_in_full]
-        return [*own, _worth_in_full, _uses, _swarm, _node, *exchange, _count, _peers, _any_link, _next]
-    return [*own, _worth, _uses, _swarm, _averaging, _crew, _start, _refused, _members, _link, _next]
+        return [*own, _worth_in_full, _uses, _swarm, _node, *exchange, _restarts, _count, _peers, _any_link, _next]
+    return [*own, _worth, _uses, _swarm, _averaging, _crew, _start, _refused, _restarts, _members, _link, _next]
 
 
 def _ended(found: Mapping[str, Any]) -> bool:
@@ -384,10 +385,13 @@ def _traffic_in_full(found: Mapping[str, Any]) -> Iterator[str]:
         return
     parts = [f"{_number(traffic, 'messages_in')} messages in, {_number(traffic, 'messages_out')} out"]
     parts.append(f"gossip connections: {_number(traffic, 'connections/gossip')}")
-    for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
-        if traffic.get(name):
-            parts.append(f"{_number(traffic, name)} {text}")
     yield f"{'':10} {'; '.join(parts)}"
+
+
+def _restarts(found: Mapping[str, Any]) -> Iterator[str]:
+    """How often the processes of the network were started again, and why the last time."""
+    status = found["swarm"]
+    yield from _labelled("network", list(restarts(status.get("traffic") or {}, status.get("restarted") or {})))
 
 
 def _number(figures: Mapping[str, float], name: str) -> str:

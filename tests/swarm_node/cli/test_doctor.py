@@ -41,6 +41,7 @@ from swarm_node.cli.commands.check_network import (
     ports,
     reachable,
     refusals,
+    restarted,
     seen_from_others,
     versions,
 )
@@ -320,6 +321,13 @@ def test_a_clock_that_expires_everybody_fails(off: float) -> None:
     assert (check.verdict, check.detail.split()[0]) == ("fail", f"{abs(off):.0f}")
     assert ("ahead" in check.detail) == (off > 0)
     assert "3" in people({}, made, True).detail and people({}, made, True).verdict == "warn"
+
+
+def test_a_process_that_ended_is_a_warning() -> None:
+    assert restarted({"restarts/gossip": 0.0}, {}).verdict == "ok"
+    check = restarted({"restarts/gossip": 2.0, "restarts/dht": 1.0}, {"gossip": "grown to 555 MiB"})
+    assert check.verdict == "warn"
+    assert "gossip process started again 2 times, last because it ended: grown to 555 MiB; p2pd" in check.detail
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,12 @@ def test_what_the_node_gives_itself_is_no_argument(name: str) -> None:
         load_config(sets=[f'{KEY}={{"{name}"=1}}'])
 
 
+@pytest.mark.parametrize("value", ["2026-01-01", "nan", "[inf]"])
+def test_values_that_a_template_cannot_get(value: str) -> None:
+    with pytest.raises(UserError, match="values are texts, numbers, true or false, lists and tables"):
+        load_config(sets=[f"{KEY}={{a={value}}}"])
+
+
 def test_trl_s_name_is_known() -> None:
     with pytest.raises(UserError, match=re.escape("did you mean policy.chat_template_kwargs?")):
         load_config(sets=["chat_template_kwargs={enable_thinking=false}"])

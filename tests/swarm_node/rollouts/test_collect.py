@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 
@@ -11,6 +12,7 @@ from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect, fit_length, too_long
 from swarm_node.tasks import load_tasks
+from tests.support.panicking import KILLER, panicking_policy
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,30 @@ def test_the_lengths_of_what_is_skipped_are_kept(policy, tasks):
     config = RolloutsConfig(groups=7, group_size=2, max_new_tokens=12, max_prompt_tokens=1)
     collected = collect(policy, draw_from(tasks), tasks, config, "0/1")
     assert not collected.groups and 1 < collected.skipped[0] < collected.skipped[1] < 256
+
+
+def test_tasks_at_whose_prompts_the_tokenizer_fails_are_left_out(tasks):
+    """Their environment's question is the text that was planted; the other tasks of the round are drawn anew."""
+    said = []
+    planted = panicking_policy(said, decodes=False)
+    rng, killers = random.Random(0), []
+
+    def draw(n):
+        drawn = tasks.sample(rng, n)
+        if not killers:
+            killers.extend(drawn[1:3])
+        return drawn
+
+    def prompt(task):
+        return KILLER if any(task is killer for killer in killers) else task.question
+
+    asking = copy.copy(tasks)
+    asking.prompt = prompt
+    config = RolloutsConfig(groups=4, group_size=2, max_new_tokens=4)
+    collected = collect(planted, draw, asking, config, "0/1")
+    assert (len(collected.groups), collected.not_encoded, collected.too_long) == (4, 2, 0)
+    assert all(group.task not in killers for group in collected.groups)
+    assert len(said) == 1 and "left out" in said[0]
 
 
 def test_completions_leave_room_for_prompts(policy):

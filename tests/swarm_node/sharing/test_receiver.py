@@ -37,6 +37,7 @@ from swarm_node.sharing.peer_accounts import (
 from swarm_node.sharing.receiver import ADMIT_LEAST_S, ADMIT_MOST_S, Receiver
 from swarm_node.types import Sampling, Score, Task
 from tests.support.gossip_room import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
+from tests.support.panicking import KILLER, panicking_policy
 from tests.support.tiny_models import save
 
 
@@ -413,6 +414,26 @@ def test_refusals_of_scorer_and_pool_are_counted(world: World) -> None:
     receiver = world.receiver(add=lambda group: "bytes")
     receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 0 and rejected(receiver) == {"pool": 1.0}
+
+
+def test_an_answer_that_makes_the_tokenizer_panic_is_refused_and_the_node_goes_on(world: World) -> None:
+    """Encoded, where it comes as text; decoded, where it comes as tokens."""
+    planted = panicking_policy()
+    receiver = world.receiver(policy=planted)
+    harmless = world.batch(world.group(["$", "no"]))
+    for text in (world.group(["$", KILLER]), world.group(["$", KILLER])):
+        receiver.take(sign_batch(world.batch(text), PEER))
+    as_text = [
+        msgspec.structs.replace(r, token_ids=None) for r in world.batch(world.group(["$", KILLER])).groups[0].rollouts
+    ]
+    receiver.take(sign_batch(edit(world.batch(world.group(["$", "no"])), as_text), PEER))
+    receiver.take(sign_batch(harmless, PEER))
+    world.time += 1
+    assert receiver.admit() == 1 and len(world.admitted) == 1
+    assert rejected(receiver) == {"error": 3.0}
+    assert receiver.by_peer()[PEER.peer_id]["rejected"] == {"error": 3}
+    (sentence,) = world.said
+    assert "(error)" in sentence and "tokenizer" in sentence and "\n" not in sentence
 
 
 def test_each_peer_has_quotas_of_its_own(world: World) -> None:

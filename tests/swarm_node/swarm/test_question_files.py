@@ -21,7 +21,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup, question_files
 from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.manifests import render, task_tables
+from swarm_node.swarm.manifests import make_manifest, render, task_tables, with_usual_columns
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import load_tasks
 from tests.support.fake_transport import FakeTransport, card, peer_id
@@ -46,6 +46,20 @@ def test_question_files_are_found_near_and_kept(run: RunDir) -> None:
     assert path.is_relative_to(run.files)
     assert load_tasks([TaskConfig(file=str(path))], RewardsConfig()).labels == ["q"]
     assert gather(manifest, run, [])[0] == files  # the copy is enough from now on
+
+
+def test_a_file_that_new_converted_is_found_in_its_own_form(run: RunDir) -> None:
+    """Who has the table of which a swarm's questions were made brings them, and chooses them by it."""
+    Path("sums.csv").write_text("prompt;solution\n" + "".join(f"{n} + 1?;{n + 1}\n" for n in range(40)))
+    Path("other.csv").write_text("prompt;solution\n1 + 1?;2\n")
+    (copy,) = with_usual_columns(["sums.csv"], run.path, print)
+    manifest = make_manifest("sums", [copy])
+    Path(copy.file).unlink()
+    files, _ = gather(manifest, run, ["sums.csv"])
+    tasks = load_tasks(task_tables(manifest, files), RewardsConfig())
+    assert tasks.only(["sums.csv"]).names == tasks.names
+    with pytest.raises(UserError, match="'other.csv' is not one of this swarm's"):
+        tasks.only(["other.csv"])
 
 
 def test_files_of_one_name_are_labelled_alike_everywhere(run: RunDir) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def hub() -> Iterator[Hub]:
                 return self.fail(404, "RevisionNotFound")
             if kind == "resolve":
                 content = files["/".join(parts[5:])]
-                return self.reply(content, {"ETag": f'"{len(content):040d}"', "X-Repo-Commit": commit})
+                return self.reply(content, {"ETag": f'"{sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
             if kind == "tree":
                 rows = [{"type": "file", "path": n, "size": len(files[n]), "oid": "0" * 40} for n in files]
                 return self.reply(json.dumps(rows).encode())
@@ -147,7 +148,7 @@ def test_the_hub_s_parquet_is_read_and_its_commit_kept(hub: Hub, tmp_path: Path)
     assert split[1:] == ["gsm8k-socratic-test", "socratic/test/0000.parquet?"]
     assert "several configurations; it has main, socratic: name one, as hf:openai/gsm8k/main" in several
     assert "no split 'dev'; it has train, test" in none
-    assert "accept it on the page" in gated and "no data set org/none" in missing
+    assert "accept it on the data set's page" in gated and "no data set org/none" in missing
     hub.asked.clear()
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
         assert read(hub, tmp_path, name, **offline) == [first], "a commit that is here is not asked for"

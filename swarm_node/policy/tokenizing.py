@@ -1,0 +1,91 @@
+"""All calls of a tokenizer: its library's errors and panics become errors of ours.
+
+    text --encode--> token ids --decode--> text        an error or a panic of the library -> TokenizerError
+
+The library is written in Rust. Where it gives up, for example at a regular expression that needs too many steps for a
+text, it raises a `PanicException`. That is no `Exception`, so outside `guarded` one text would end the process. Its
+errors, for example that a text has a character without a token, are of the class `Exception` itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from swarm_node.errors import UserError
+
+PANIC = "PanicException"  # each library in Rust has a class of this name, which no module exports
+
+
+class TokenizerError(UserError):
+    """The tokenizer's library failed at a text, at token ids or at a file. The same call fails again."""
+
+
+@contextmanager
+def guarded(at: str) -> Iterator[None]:
+    """Within it, or in a function that it decorates, an error or a panic of the library is a TokenizerError; `at` says
+    where. Other exceptions are left as they are."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != PANIC:
+            raise
+        detail = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"the model's tokenizer fails at {at}: {detail}; take another model") from error
+
+
+@guarded("a text")
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+    """Token ids of each text, with the special tokens that the tokenizer puts around a text if `special`."""
+    return tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"] if texts else []
+
+
+@guarded("token ids")
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False) -> str:
+    """Text of token ids, without special tokens unless `special`."""
+    return tokenizer.decode(token_ids, skip_special_tokens=not special)
+
+
+@guarded("its own files")
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write the tokenizer's files into the directory `out`."""
+    tokenizer.save_pretrained(out)
+
+
+@guarded("its vocabulary")
+def size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Number of tokens, added ones included."""
+    return len(tokenizer)
+
+
+@guarded("its vocabulary")
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+@guarded("its vocabulary")
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits of the vocabulary and merges: equal for tokenizers whose ids mean the same."""
+    core = getattr(tokenizer, "backend_tokenizer", None)  # tokenizers written in Python have none
+    merges = [] if core is None else json.loads(core.to_str())["model"].get("merges", [])
+    table = [sorted(tokenizer.get_vocab().items()), merges]
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+
+
+@guarded("its special tokens")
+def special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[int]) -> tuple[list[str], set[int]]:
+    """Texts and ids of the special tokens; `more` ids count as special, too."""
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return sorted({*added.values(), *tokenizer.all_special_tokens}), {*added, *tokenizer.all_special_ids, *more}
+
+
+@guarded("its special tokens")
+def special_called(tokenizer: PreTrainedTokenizerBase, names: Collection[str]) -> set[int]:
+    """Ids of the special tokens with these texts."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and token.content in names}
