@@ -32,9 +32,6 @@ from swarm_node.policy.tokenizing import TokenizerError, guarded
 from swarm_node.say import Once, Warned
 from swarm_node.types import Rollout, Sampling
 
-READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
-"""Tokens that stay in a completion's text though a tokenizer calls them special: answers and reasoning are found by
-them."""
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
@@ -157,12 +154,8 @@ class Policy:
         return self._framed[1]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens but for `READ` ones."""
-        kept, special = self._read_tokens, self._special[1]
-        if kept.isdisjoint(token_ids):
-            return tokenizing.decode(self.tokenizer, token_ids)
-        shown = [i for i in token_ids if i in kept or i not in special]
-        return tokenizing.decode(self.tokenizer, shown, special=True)
+        """Text of a completion, without special tokens."""
+        return tokenizing.decode(self.tokenizer, token_ids)
 
     def text_of_prompt(self, token_ids: list[int]) -> str:
         """A prompt's text, special tokens included."""
@@ -223,14 +216,8 @@ class Policy:
 
     @cached_property
     def _special(self) -> tuple[list[str], set[int]]:
-        """Texts and ids of the special tokens, but for `READ` ones."""
-        names, ids = tokenizing.special_tokens(self.tokenizer, self.eos_ids)
-        return [name for name in names if name not in READ], ids - self._read_tokens
-
-    @cached_property
-    def _read_tokens(self) -> set[int]:
-        """Ids of special tokens that the reading of answers needs."""
-        return tokenizing.special_called(self.tokenizer, READ) - set(self.eos_ids)
+        """Texts and ids of the special tokens."""
+        return tokenizing.special_tokens(self.tokenizer, self.eos_ids)
 
     # ----------------------------------------------------------------- samples
 

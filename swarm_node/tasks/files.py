@@ -201,10 +201,10 @@ class QuestionFile(OneTurn):
         return verdict.extracted, float(verdict.right)
 
     def _judge(self, task: Task, completion: str) -> Verdict:
-        accepted = task.accepted or (task.answer or "",)
+        references = task.accepted or (task.answer or "",)
         if self.kind == "choice":
-            accepted = with_texts(task.question, accepted)
-        return judge(self.kind, accepted, completion, self.form)
+            references = with_texts(task.question, references)
+        return judge(self.kind, references, completion, self.form)
 
     @property
     def config_of_copy(self) -> str:
