@@ -2,6 +2,7 @@
 
     python -m benchmarks.memory [--quick] [--sizes 0.44M 3M 0.5B] [--tokens 500 2000 8000] [--modes full lora nf4 int8]
                                 [--again]
+    python -m benchmarks.memory --model DIR    sampling in place of updates: see benchmarks/memory_sampling.py
 
 Groups of 8 answers behind a prompt of 64 tokens, so many that one microbatch has about the given number of tokens;
 rewards 0, 1, 0, 1; AdamW. Every row is a process of its own with one thread: the most main memory that it had while it
@@ -32,11 +33,13 @@ from typing import Any
 import psutil
 
 from benchmarks.common import RESULTS, table, write
+from benchmarks.memory_sampling import sampled
 from benchmarks.real_model import make_model
 
 PROMPT, ANSWERS, NEW = 64, 8, 56
 GROUP = PROMPT + ANSWERS * (NEW - 1)
 SIZES = {"0.44M": (128, 2), "3M": (256, 4), "0.5B": None}
+ENGINES, DTYPES = ("native", "transformers"), ("float32", "bfloat16")
 WAYS = ("kept", "mapped", "checkpointed")
 MODES = ("full", "lora", "nf4", "int8")
 KEY = ("size", "mode", "tokens", "way")
@@ -170,8 +173,16 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--again", action="store_true", help="measure rows that are there once more")
     parser.add_argument("--quick", action="store_true", help="the two small sizes, 500 and 2,000 tokens; none is kept")
+    parser.add_argument("--model", help="directory of a model: measure sampling from it instead of updates")
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 256], help="answers sampled at a time")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.model:
+        sampled(args)
+        return
     if args.child:
         child(json.loads(args.child))
         return

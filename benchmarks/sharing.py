@@ -38,7 +38,7 @@ from protocol.transports.memory import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import collect
-from swarm_node.rollouts.evaluate import QUESTIONS_PER_BATCH
+from swarm_node.rollouts.evaluate import QUESTIONS_PER_SEED
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
@@ -150,12 +150,12 @@ def held_out(setting: Setting, node: Node, count: int = 0) -> dict[str, float]:
     """pass@1 and pass@8 on `count` held-out questions (QUESTIONS if not given), right = full reward."""
     tasks = load_tasks(list(setting.held_out), node.config.rewards)
     rollouts = RolloutsConfig(
-        groups=QUESTIONS_PER_BATCH, group_size=SAMPLES, max_new_tokens=node.config.rollouts.max_new_tokens
+        groups=QUESTIONS_PER_SEED, group_size=SAMPLES, max_new_tokens=node.config.rollouts.max_new_tokens
     )
     questions = tasks.held_out(count or QUESTIONS)
     waiting = iter(questions)
     groups: list[Group] = []
-    for start in range(0, len(questions), QUESTIONS_PER_BATCH):
+    for start in range(0, len(questions), QUESTIONS_PER_SEED):
         groups += collect(node.policy, lambda n: list(islice(waiting, n)), tasks, rollouts, f"{start}").groups
     right = [[rollout.reward > 0.999 for rollout in group.rollouts] for group in groups]
     return {"pass_1": fmean(map(fmean, right)), "pass_8": fmean(map(any, right))}

@@ -42,9 +42,9 @@ from swarm_node.grpo.objective import clip_range
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.schedule import decay
-from swarm_node.grpo.trainer import SMALL, Before, Trainer
+from swarm_node.grpo.trainer import Before, Trainer
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.sizes import GROUPS
+from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal

@@ -16,12 +16,18 @@ class Warned(str):
     """A sentence of level `warning`: something failed or was lost, and the node goes on. Any `Say` takes it."""
 
 
+class Failed(str):
+    """A sentence of level `error`: the node has to end for what it says. Any `Say` takes it."""
+
+
 class Detail(str):
     """A sentence of level `debug`: a technical detail, shown with --verbose alone. Any `Say` takes it."""
 
 
 def level_of(sentence: str) -> int:
     """The level of a sentence, as `logging` counts them."""
+    if isinstance(sentence, Failed):
+        return logging.ERROR
     if isinstance(sentence, Warned):
         return logging.WARNING
     return logging.DEBUG if isinstance(sentence, Detail) else logging.INFO

@@ -48,6 +48,7 @@ class Rollout(msgspec.Struct):
     correct: bool = False
     """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
     checked: bool = True  # whether the task's own checker judged it; without that, `correct` says nothing
+    advantage: float | None = None  # with which the last update trained on it; None = it did not
 
 
 class Group(msgspec.Struct):

@@ -90,6 +90,9 @@ def samples(
         ),
     ] = None,
     count: Annotated[int, option("--count", "Groups to show.", min=1)] = 5,
+    prompt: Annotated[
+        bool, option("--prompt/--question", "The prompt as the model gets it, or the question (the default).", "PROMPT")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Show questions with what was answered, and the reward of each answer."""
@@ -99,7 +102,7 @@ def samples(
     if json_output:
         typer.echo(json.dumps({"samples": found}))
         return
-    for line in show_samples(found):
+    for line in show_samples(found, prompt):
         typer.echo(line)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarm_node.cli.options import CommandSettings, Json, note, option, refusals_in
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
+
+if TYPE_CHECKING:
+    from protocol.manifest import Manifest
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of a key, as `identity export` writes it.")]
 
@@ -55,7 +59,7 @@ def new(
     from protocol.manifest import ManifestLimits
     from swarm_node.observability.wrapping import for_stream
     from swarm_node.swarm.links import join_link
-    from swarm_node.swarm.manifests import make_manifest, with_usual_columns, write_manifest
+    from swarm_node.swarm.manifests import make_manifest, put_beside, with_usual_columns, write_manifest
 
     path = out or Path(f"{name}.toml")
     limits = ManifestLimits(
@@ -71,16 +75,30 @@ def new(
     tasks = with_usual_columns(config.tasks, path.parent, note, config.rewards.kind)
     manifest = make_manifest(name, tasks, expected_peers, licence, config.rewards.kind, **rest)
     write_manifest(manifest, path)
+    copies = put_beside(manifest, tasks, path.parent)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)
     if json_output:
         typer.echo(json.dumps({"swarm": manifest.swarm_id, "manifest": str(path), "link": link}))
         return
-    typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
+    typer.echo("".join(f"wrote {each}\n" for each in [path, *copies]) + f"swarm id {manifest.swarm_id}\n{link}")
+    for line in _given_by(manifest, path, model):
+        typer.echo(for_stream(line, sys.stderr), err=True)
     if not manifest.bootstrap:
         told = (
             f"this link names no peer, so nobody can join by it: run `swarm-node bootstrap {path}`, which prints the "
         )
         typer.echo(for_stream(f"{told}link for others", sys.stderr), err=True)
+
+
+def _given_by(manifest: Manifest, path: Path, model: str | None) -> Iterator[str]:
+    """Who gives the swarm's model and its questions to newcomers, as far as that is this machine."""
+    files = [f"{task.name}.jsonl" for task in manifest.tasks if task.sha256 and not task.source]
+    if files:
+        yield f"a bootstrap on {path} gives the questions to members, while {', '.join(files)} lies beside it"
+    if manifest.model is not None and model is not None and not manifest.model.revision:
+        size = f"{manifest.model.bytes / 1e6:,.1f} MB"
+        elsewhere = f"on another machine: `swarm-node bootstrap {path} --model DIR`"
+        yield f"a bootstrap on this machine gives the model from {model} ({size}) to members; {elsewhere}"
 
 
 def bootstrap(

@@ -101,7 +101,21 @@ def _resolved(layers: Layers) -> NodeConfig:
         sources = dict.fromkeys(source for source, layer in layers if section in layer)
         raise UserError(explain(error, " and ".join(sources))) from None
     _check_together(config)
-    return config
+    return _with_own_groups(config)
+
+
+def _with_own_groups(config: NodeConfig) -> NodeConfig:
+    """`config` in which a member samples no more own groups than `rollouts.groups`. UserError if `sharing.own` asks for
+    more."""
+    groups, sharing = config.rollouts.groups, config.sharing
+    if config.swarm is None or not groups or sharing.own <= groups:
+        return config
+    if "own" in sharing.model_fields_set:
+        raise UserError(
+            f"sharing.own = {sharing.own} asks for more groups of its own than rollouts.groups = {groups}, "
+            "the most of a round: lower it (--own), or raise rollouts.groups"
+        )
+    return config.model_copy(update={"sharing": sharing.model_copy(update={"own": groups})})
 
 
 def _check_together(config: NodeConfig) -> None:

@@ -33,7 +33,7 @@ class MetricsConfig(Section):
     so the file stays below about 15 MB. `all` = one line for each round, without limit (docs/dashboard.md)."""
     samples_every: int = Field(10, ge=0)
     """Rounds between two records in samples.jsonl, which has questions with their answers for people to look at; 0 =
-    none. The file stays below about 8 MB (docs/dashboard.md)."""
+    none. The first round has one as well. The file stays below about 8 MB (docs/dashboard.md)."""
     samples_groups: PositiveInt = 3
     """Groups recorded each time, if the round has them. First one with right and wrong answers, one of another member
     that was trained on, and one that nothing solved."""

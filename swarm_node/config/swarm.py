@@ -45,7 +45,7 @@ class SharingConfig(Section):
     """Learning from the answers of other peers (arXiv 2509.08721)."""
 
     own: PositiveInt = 8
-    """Own groups to train on in each round (I)."""
+    """Own groups to train on in each round (I); `rollouts.groups`, if that is set to fewer."""
     foreign: int = Field(24, ge=0)
     """Groups of other peers to train on in each round (J). 0 = none; the node still shares its own."""
     fill: bool = True

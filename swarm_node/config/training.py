@@ -158,7 +158,8 @@ class RolloutsConfig(Section):
     """Sampling of answers."""
 
     groups: int = Field(0, ge=0)
-    """Groups sampled in each round; 0 = 32 for policies below 20 million parameters on one machine, else 8."""
+    """Groups sampled in each round; 0 = 32 for policies below 20 million parameters on one machine, else 8. A member of
+    a swarm samples at most so many: `sharing.own`, and more while others' groups are missing (`sharing.fill`)."""
     group_size: int = Field(8, ge=2)
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
@@ -255,6 +256,9 @@ class EvalConfig(Section):
 
     questions: int = Field(128, ge=0)
     """Held-out questions, over all tasks; 0 = no held-out figures."""
+    before_s: PositiveFloat = 30.0
+    """Most seconds that the questions before training take, but a first few are asked in any case. Where fewer than
+    `questions` fit in, the run asks only those later on."""
     samples: PositiveInt = 8
     """Samples per question: pass@1 is their mean, pass@k says whether any is right."""
     tasks: list[str | TaskConfig] = []

@@ -11,6 +11,7 @@ same numbers as without any of this. A run of which not even one answer fits is 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,8 @@ from swarm_node.policy.sizes import (
 )
 from swarm_node.say import Detail
 
+MOST_AT_ONCE = 2**16  # questions that are sampled at a time
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -54,10 +57,12 @@ class Estimate:
     bytes: int
     seconds: float
     gpu: bool = False
+    asks: bool = False  # whether held-out questions are counted
 
     def __str__(self) -> str:
         where = "GPU memory" if self.gpu else "memory, the program itself included"
-        return f"a round needs at most about {self.bytes / 2**30:.2f} GiB of {where}"
+        what = "rounds and held-out questions need" if self.asks else "a round needs"
+        return f"{what} at most about {self.bytes / 2**30:.2f} GiB of {where}"
 
     @property
     def longest(self) -> str:
@@ -124,10 +129,27 @@ def sampled_tokens(policy: Policy, prompt: int, n: int, new: int) -> int:
     return n * new + prompt * (1 if isinstance(policy.engine, NativeEngine) else n)
 
 
+def prefilled_tokens(policy: Policy, prompt: int, n: int) -> int:
+    """Tokens of a question's prompt that are computed at once before `n` answers are sampled."""
+    return prompt * (1 if isinstance(policy.engine, NativeEngine) else n)
+
+
+def bytes_of_sampling(policy: Policy, shape: Shape, questions: int, prompt: int, n: int, new: int) -> int:
+    """Bytes of sampling `n` answers of at most `new` tokens to each of so many questions with prompts of `prompt`
+    tokens, beside weights and their copy."""
+    tokens, first = sampled_tokens(policy, prompt, n, new), prefilled_tokens(policy, prompt, n)
+    native, gpu = isinstance(policy.engine, NativeEngine), policy.device.type == "cuda"
+    return sampling_bytes(shape, questions * n, questions * tokens, questions * first, native, gpu)
+
+
 def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n: int, new: int) -> int:
     """Questions with prompts of so many tokens of which `n` answers of at most `new` tokens can be sampled at a time in
     `room` bytes; at least one."""
-    return max(1, int(room // sampling_bytes(shape, n, sampled_tokens(policy, prompt, n, new))))
+
+    def bytes(questions: int) -> int:
+        return bytes_of_sampling(policy, shape, questions, prompt, n, new)
+
+    return max(1, bisect_right(range(1, MOST_AT_ONCE + 1), room, key=bytes))
 
 
 def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report: Callable[[str], None]) -> None:
@@ -152,7 +174,7 @@ def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n:
         lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
         return machine.room - lasting
 
-    one = max(sampling_bytes(shape, n, sampled_tokens(policy, longest, n, new)), copying_bytes(shape))
+    one = max(bytes_of_sampling(policy, shape, 1, longest, n, new), copying_bytes(shape))
     choose_layout(policy, lambda: one <= room(), "the answers to a question", policy.report)
     if machine.room < math.inf:
         policy.prompts_at_once = partial(questions_at_once, policy, shape, room())
@@ -222,7 +244,9 @@ class Fitting:
         """The work that takes least memory: one question sampled, and one of its answers trained on, at a time."""
         n, checkpointing = self.config.rollouts.group_size, self.policy.checkpointing is not None
         sampled, tokens = sampled_tokens(self.policy, self._prompt, n, self._new), self._answer
-        return Work(n, sampled, tokens, tokens, self._new, True, checkpointing, self.mapped, self._copied)
+        first, native = prefilled_tokens(self.policy, self._prompt, n), isinstance(self.policy.engine, NativeEngine)
+        update = tokens, tokens, self._new, True, checkpointing, self.mapped
+        return Work(n, sampled, *update, self._copied, first, native)
 
     def work(self) -> Work:
         """The work at a time in a round within the limits."""
@@ -242,7 +266,23 @@ class Fitting:
             checkpointing=self.policy.checkpointing is not None,
             mapped=self.mapped,
             copied=self._copied,
+            prefilled=questions * prefilled_tokens(self.policy, self._prompt, rollouts.group_size),
+            native=isinstance(self.policy.engine, NativeEngine),
         )
+
+    def asking(self, prompts: Sequence[Sequence[int]], n: int, at_once: int) -> int:
+        """Bytes of asking these encoded held-out questions, at most `at_once` at a time, for `n` answers to each."""
+        longest = max(map(len, prompts))
+        questions = min(at_once, len(prompts), self.policy.prompts_at_once(longest, n, self._new))
+        sampling = bytes_of_sampling(self.policy, self.shape, questions, longest, n, self._new)
+        return self._lasting + max(sampling, copying_bytes(self.shape))
+
+    @property
+    def _lasting(self) -> int:
+        """Bytes that are held while answers are sampled, the copy of the weights included."""
+        gpu = self.machine.gpu
+        lasting = lasting_bytes(self.shape, gpu, self._reference, self._copies)
+        return lasting + (self._copied or copied_bytes(self.shape, gpu))
 
     @property
     def _copied(self) -> int:
@@ -264,10 +304,7 @@ class Fitting:
     def _prompts_at_once(self, prompt: int, n: int, new: int) -> int:
         """Questions with prompts of so many tokens of which `n` answers of at most `new` tokens can be sampled at a
         time."""
-        least, gpu = self._least, self.machine.gpu
-        lasting = lasting_bytes(self.shape, gpu, self._reference, self._copies)
-        lasting += least.copied or copied_bytes(self.shape, gpu)
-        return questions_at_once(self.policy, self.shape, self.machine.room - lasting, prompt, n, new)
+        return questions_at_once(self.policy, self.shape, self.machine.room - self._lasting, prompt, n, new)
 
     def _checkpoint(self, asked: bool) -> None:
         again = Checkpointing(self.policy.model)

@@ -37,11 +37,9 @@ from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
+from swarm_node.policy.sizes import SMALL
 from swarm_node.say import Warned
 from swarm_node.types import Group, Rollout, Sampling
-
-SMALL = 20_000_000
-"""Below this many trained parameters the default learning rate is that of a small model trained in full."""
 
 
 @dataclass
@@ -211,6 +209,8 @@ class Trainer:
             groups = _down_sampled(groups, advantages, config, self.policy.version)
             advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         rollouts = [r for group in groups for r in group.rollouts]
+        for rollout, value in zip(rollouts, advantages.tolist(), strict=True):
+            rollout.advantage = value
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():

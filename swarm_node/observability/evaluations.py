@@ -39,6 +39,7 @@ class Shown(msgspec.Struct, frozen=True):
     answer: str
     correct: bool | None  # None = no checker judged it
     reward: float = 0.0
+    cut: bool = False  # whether the answer ended at the length limit
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -50,6 +51,11 @@ class Evaluation(msgspec.Struct, frozen=True):
     shown: list[Shown] = []  # the first questions asked, each with its first answer
     rewards: list[float] = []  # mean reward of the answers to each question; empty if measured by an earlier version
     judged: list[bool] = []  # whether a checker judges answers to each; empty if measured by an earlier version
+    asked: int = 0  # questions drawn, those that were too long included; 0 = measured by an earlier version
+    cut: float = 0.0  # share of the answers that ended at the length limit
+    mixed: int = 0  # questions with answers of different rewards: in training, only such groups teach
+    tokens: float = 0.0  # mean length of an answer
+    per_token_s: float = 0.0  # seconds of sampling for each token
 
     def by(self, figure: str) -> list[float]:
         """That figure, pass_1 or reward, of each question; pass_1 is 0 where no checker judges."""
@@ -79,6 +85,7 @@ class HeldOutRecord(msgspec.Struct):
     last: Evaluation = msgspec.field(default_factory=Evaluation)  # the latest from after it began
     round: int = 0  # the round after which `last` was measured
     seconds: float = 0.0  # seconds that the latest evaluation took
+    asked: int = 0  # questions of each evaluation, if that before training had no time for more; 0 = `eval.questions`
     worse: dict[str, str] = {}  # `remarks` of `falling` about `last`
 
     def by_round(self, with_reward: bool) -> dict[int, dict[str, float]]:

@@ -37,6 +37,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
 from swarm_node.observability.tally import Buckets
 from swarm_node.observability.worth import others_words
@@ -229,8 +230,8 @@ class ProgressDisplay:
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
-        reward = [*self._reward()[:1], *self._latest_held_out()]
-        figures = [f"round {self._round}{self._of}", *reward, *self._speed(), *self._peers()[:1]]
+        reward = [*self._reward()[:1], cut_off(self._metrics), *self._latest_held_out()]
+        figures = [f"round {self._round}{self._of}", *filter(None, reward), *self._speed(), *self._peers()[:1]]
         rest = [self._averaged, f"{self._seconds_per_round():.2f} s/round", self._time_left(), self.usage()]
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
@@ -273,7 +274,7 @@ class ProgressDisplay:
 
     def _reward_line(self, waiting: str) -> str:
         figures = [waiting] if waiting else [*self._latest_held_out(), *self._speed()]  # the speed is of before that
-        rewards = self._reward()
+        rewards = ["  ".join(filter(None, [reward, cut_off(self._metrics)])) for reward in self._reward()]
         lines = ["  ".join([reward, *figures]) for reward in rewards]
         if lines and (rest := self._console.width - cell_len(lines[0]) - 1) >= LEAST_SPARK:
             curve = sparkline(self._rewards_shown, min(SPARK_WIDTH, rest), self._console.options.ascii_only)

@@ -1,8 +1,10 @@
 """Some questions with what was answered, in samples.jsonl: a few groups every few rounds.
 
 A record has one group: its round and time, the task's label, the question and the right answer, and up to MAX_ANSWERS
-answers, each with its text, the part of it that was judged, and its reward. `peer` is the id of the member that sampled
-the group; null = this node. Long texts lose their middle. When the file is full, its newer half stays.
+answers, each with its text, the part of it that was judged, its reward, the reward of each function where there are
+several, and the advantage that it was trained with. `prompt` is the text that the model was given, special tokens
+included. `peer` is the id of the member that sampled the group; null = this node. Long texts lose their middle. When
+the file is full, its newer half stays.
 
 Texts come from models and from strangers: those who show them escape control characters.
 """
@@ -12,14 +14,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines, record_in, whole_lines
-from swarm_node.observability.shown_samples import MAX_ANSWERS, NAME, TEXT
-from swarm_node.types import Group
+from swarm_node.observability.shown_samples import MAX_ANSWERS, MAX_REWARDS, NAME, TEXT
+from swarm_node.types import Group, Rollout
 
 SAMPLES_BYTES = 8 << 20  # most bytes of samples.jsonl
 QUESTION_CHARS, ANSWER_CHARS, EXTRACTED_CHARS = TEXT, 1000, NAME  # most characters kept of each text
@@ -30,8 +33,16 @@ GAP = " […] "
 class SampleLog:
     """Writes samples.jsonl of a run."""
 
-    def __init__(self, path: Path, config: MetricsConfig, report: Callable[[str], None]) -> None:
-        """`report` takes sentences for the user. Raises UserError if the file cannot be written."""
+    def __init__(
+        self,
+        path: Path,
+        config: MetricsConfig,
+        report: Callable[[str], None],
+        prompt_text: Callable[[list[int]], str],
+    ) -> None:
+        """`report` takes sentences for the user, `prompt_text` decodes a prompt. Raises UserError if the file cannot be
+        written."""
+        self._prompt_text = prompt_text
         self._file = JsonLines(path, report)
         self._config = config
         self._report = report
@@ -45,15 +56,15 @@ class SampleLog:
             self._report(f"{error}; until then, samples of lost rounds stay in it")
 
     def due(self, round: int) -> bool:
-        """Whether groups of this round are to be recorded."""
+        """Whether groups of this round are to be recorded: it is the first, or one of the `metrics.samples_every`."""
         every = self._config.samples_every
-        return every > 0 and round % every == 0
+        return every > 0 and (round == 1 or round % every == 0)
 
     def write(self, round: int, own: Sequence[Group], trained: Sequence[Group]) -> list[dict[str, Any]]:
         """Record some groups, and return their records. `own` are the groups that this node sampled in the round,
         `trained` those that it trained on, of which those of other peers are eligible."""
         foreign = [group for group in trained if group.peer is not None]
-        records = [_record(round, group) for group in self._chosen(own, foreign)]
+        records = [self._record(round, group) for group in self._chosen(own, foreign)]
         for record in records:
             self._file.append(record)
         self._file.bound(SAMPLES_BYTES)
@@ -82,6 +93,21 @@ class SampleLog:
                     chosen.append(group)
         return chosen
 
+    def _record(self, round: int, group: Group) -> dict[str, Any]:
+        task, rollouts = group.task, group.rollouts
+        return {
+            "round": round,
+            "time": time.time(),
+            "task": task.label,
+            "peer": group.peer,
+            "question": without_middle(task.question, QUESTION_CHARS),
+            "prompt": without_middle(self._prompt_text(group.prompt_ids), QUESTION_CHARS),
+            "right": None if task.answer is None else without_middle(task.answer, ANSWER_CHARS),
+            "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
+            "of": len(rollouts),
+            "answers": [_answer(rollout) for rollout in rollouts[:MAX_ANSWERS]],
+        }
+
 
 def read_samples(path: Path, most_bytes: int = SAMPLES_BYTES) -> Iterator[dict[str, Any]]:
     """The records in the last `most_bytes` of samples.jsonl, oldest first; lines that are no such records are left out.
@@ -106,25 +132,14 @@ def _kind(group: Group) -> tuple[str, str]:
     return group.peer or "", group.task.label
 
 
-def _record(round: int, group: Group) -> dict[str, Any]:
-    task, rollouts = group.task, group.rollouts
+def _answer(rollout: Rollout) -> dict[str, Any]:
+    several = {"rewards": dict(islice(rollout.rewards.items(), MAX_REWARDS))} if len(rollout.rewards) > 1 else {}
     return {
-        "round": round,
-        "time": time.time(),
-        "task": task.label,
-        "peer": group.peer,
-        "question": without_middle(task.question, QUESTION_CHARS),
-        "right": None if task.answer is None else without_middle(task.answer, ANSWER_CHARS),
-        "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
-        "of": len(rollouts),
-        "answers": [
-            {
-                "text": without_middle(rollout.text, ANSWER_CHARS),
-                "extracted": None if rollout.extracted is None else without_middle(rollout.extracted, EXTRACTED_CHARS),
-                "reward": rollout.reward,
-                "correct": rollout.correct if rollout.checked else None,
-                "finished": rollout.finished,
-            }
-            for rollout in rollouts[:MAX_ANSWERS]
-        ],
+        "text": without_middle(rollout.text, ANSWER_CHARS),
+        "extracted": None if rollout.extracted is None else without_middle(rollout.extracted, EXTRACTED_CHARS),
+        "reward": rollout.reward,
+        "correct": rollout.correct if rollout.checked else None,
+        "finished": rollout.finished,
+        "advantage": rollout.advantage,
+        **several,
     }

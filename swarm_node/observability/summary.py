@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
+from swarm_node.observability.cut_off import CUT, remedy
 from swarm_node.observability.evaluations import Answered
 from swarm_node.observability.noise import ENOUGH_QUESTIONS, verdict
 from swarm_node.observability.progress import clock_face, volume
@@ -96,6 +97,7 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     resumed_at: int = 0  # the round after which the last start resumed
     reward_first_tenth: float | None = None
     reward_last_tenth: float | None = None
+    cut: float | None = None  # share of the last round's own answers that ended at the length limit
     seconds: float = 0.0  # seconds spent in rounds, without held-out evaluation and pauses
     num_tokens: int = 0  # tokens trained on; 0 = no update was made
     alike: bool = False  # whether the rewards of each own group were all equal, and no update was made
@@ -133,6 +135,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
         resumed_at=resumed_at,
         reward_first_tenth=first,
         reward_last_tenth=last,
+        cut=tally.cut or None,
         seconds=tally.seconds,
         num_tokens=round(tally.num_tokens),
         alike=tally.rounds > 0 and not tally.num_tokens and not tally.differing,
@@ -167,7 +170,7 @@ def summary(run: Figures, of_weights: Callable[[str], str] = str) -> list[str]:
         received.append(f"of the crew's stages {run.stages.lost:,} lost" + (f"; built so far: {ways}" if ways else ""))
     return _labelled(
         {
-            "outcome": [*_reward(run), *_held_out(run.held_out)],
+            "outcome": [*_reward(run), *filter(None, [remedy({CUT: run.cut})]), *_held_out(run.held_out)],
             "worse": [] if run.held_out is None else run.held_out.remarks,
             "best": _best(run.held_out),
             "worth": _worth(run),

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from swarm_node.observability.cut_off import CUT
 from swarm_node.observability.thinning import rounds_of
 
 BUCKETS = 512  # most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB
@@ -106,6 +107,7 @@ class Tally(msgspec.Struct):
     totals: dict[str, float] = {}  # totals of the swarm, averaging and stages, over all starts
     seen: dict[str, float] = {}  # the same totals in the last round
     cost: dict[str, float] = {}  # `cost/*` of the last round
+    cut: float = 0.0  # share of the last round's own answers that ended at the length limit
 
     def judge(self, by: str) -> None:
         """Begin the rewards anew if the next round is judged by other tasks or rewards than those so far."""
@@ -124,6 +126,7 @@ class Tally(msgspec.Struct):
         self.num_tokens = record.get("num_tokens") or 0
         self.differing += n * (record.get("frac_reward_zero_std") != 1.0)
         self.rewards.add(record.get("reward"), n)
+        self.cut = record.get(CUT) or 0.0
         self.cost = {name: value for name, value in record.items() if name.startswith("cost/") and value is not None}
         before, self.seen = self.seen, {}
         self._count(record, before)

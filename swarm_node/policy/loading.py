@@ -42,7 +42,7 @@ from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.extras import check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, starter_path
-from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
+from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory, return_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
 from swarm_node.policy.quantised import (
@@ -106,6 +106,8 @@ def load_policy(
     policy.model.eval()  # for good: dropout would make the trained distribution another one than the sampled one
     settle(policy.model)
     choose_paths(policy, rollouts)
+    if plan.device.type == "cpu":
+        return_freed_memory()  # of weights in another dtype: as much again as a model in 16 bits takes
     count = policy.num_parameters(trainable=True)
     trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
     trained = f"LoRA: {trained}" if plan.lora else trained

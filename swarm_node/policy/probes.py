@@ -168,20 +168,30 @@ def graphs_agree(policy: Policy, prompt: list[int], more: list[int], layout: Lay
     return agree
 
 
-def round_seconds(policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig) -> float:
+def round_seconds(
+    policy: Policy,
+    prompts: list[list[int]],
+    rollouts: RolloutsConfig,
+    grpo: GrpoConfig,
+    tokens: float | None = None,
+    per_token_s: float | None = None,
+) -> float:
     """Seconds of one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
     time = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
 
-    Every completion counts with its length limit, which most do not reach. Scoring and evaluation are left out.
+    `tokens`: mean length of a completion; None = its length limit, which most do not reach. `per_token_s`: seconds of
+    sampling for each token, if they are known. Scoring and evaluation are left out.
     """
+    new = rollouts.max_new_tokens if tokens is None else tokens
     length = round(fmean(len(p) for p in prompts))
-    sampled = rollouts.groups * rollouts.group_size * rollouts.max_new_tokens
+    sampled = rollouts.groups * rollouts.group_size * new
     kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
     copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
-    trained = rollouts.groups * (kept * rollouts.max_new_tokens + copies * length)
+    trained = rollouts.groups * (kept * new + copies * length)
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
     per_sampled, per_trained = _measure(policy, prompts[0], rollouts)
+    per_sampled = per_sampled if per_token_s is None else per_token_s
     seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
     return seconds + trained * passes * per_trained
 

@@ -1,7 +1,8 @@
 """Memory of a round, from the shape of a model; and which open models a machine carries. Loads no torch.
 
     memory   = program + weights + optimiser + reference + copies for averaging + what is larger of
-    sampling = keys and values of the sampled tokens + logits of one step + a merged copy of the weights
+    sampling = a merged copy of the weights + keys and values of all tokens + logits of one step
+               + what is larger of the draw and of one layer's work on the prompts
     update   = what is larger of activations of one microbatch + logits of one chunk, and gradients
 
 A loaded policy measures its activations (`activations`); `Shape.activations` computes the same numbers for a decoder of
@@ -19,6 +20,7 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 2 * 4 / 256}
 """Bytes of a weight's two moments, and of their scales, by `grpo.optimizer`."""
 RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after an update
 CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
+SLICE_BYTES = 16 * 2**20  # float32 logits of the rows that a CPU draws from at a time
 CHUNK_BYTES_ON_GPU = 512 * 2**20
 COPIED_BYTES = 512 * 2**20  # a CPU samples from a copy of weights that take at most this much; see `engines.products`
 SPARE_ON_GPU = 1.2
@@ -28,6 +30,9 @@ SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.4, "adapter over 16 bits": 1.3
 """The same for the C library's heap, whose gaps cost more with more tensors of different sizes (benchmarks/memory.py).
 There are none where large tensors are mapped one by one, see `oom`."""
 AVERAGING_COPIES = 5  # of what is trained in float32 during an exchange (docs/evidence.md)
+SMALL = 20_000_000
+"""Below this many trained parameters the defaults are those of a small model trained in full: learning rate, groups of
+a round, questions asked at a time."""
 GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
 PROMPT_TOKENS = 200  # of a question with its chat template
 PART = 0.8  # of the free memory that a proposal may take
@@ -135,6 +140,8 @@ class Work:
     checkpointing: bool = False
     mapped: bool = True  # whether large tensors are mapped one by one, on a CPU
     copied: int = 0  # bytes of the copy of the weights that is sampled from, if it is known
+    prefilled: int = 0  # tokens of prompts that sampling computes at once
+    native: bool = True  # whether the native engine samples
 
 
 def head_bytes(shape: Shape, targets: int, gpu: bool) -> int:
@@ -160,17 +167,38 @@ def update_bytes(shape: Shape, kept: Activations, work: Work, gpu: bool) -> int:
     return int(shape.gradients + update if work.several else update)
 
 
-def sampling_bytes(shape: Shape, answers: int, tokens: int) -> int:
-    """Bytes of sampling `answers` answers that have `tokens` tokens together, prompts included: keys, values, and four
-    tensors of the size of the logits of one step."""
-    return shape.cached * tokens + 16 * shape.vocabulary * answers
+def sampling_bytes(
+    shape: Shape, answers: int, tokens: int, prefilled: int = 0, native: bool = True, gpu: bool = False
+) -> int:
+    """Bytes of sampling `answers` answers that have `tokens` tokens together, prompts included, of which `prefilled`
+    are computed at once.
+
+    Memory for keys and values of all tokens is taken before prompts are computed. A CPU draws from slices of the
+    logits. The native engine holds the logits of two steps, `generate` those of one and
+    copies of two in float32."""
+    if gpu:
+        return shape.cached * tokens + 16 * shape.vocabulary * answers
+    logits = shape.vocabulary * answers * (2 * shape.width if native else shape.width + 8)
+    head = 0 if shape.width == 4 else shape.vocabulary * shape.hidden * shape.width
+    drawn = 3 * min(4 * shape.vocabulary * answers, SLICE_BYTES)
+    return shape.cached * tokens + logits + max(head + drawn, prefill_bytes(shape, native) * prefilled)
+
+
+def prefill_bytes(shape: Shape, native: bool) -> int:
+    """Bytes of a prompt's token inside a feed-forward layer. `generate` computes an adapter beside its layer: its
+    result, scaled, and the sum, in float32."""
+    h, i, w = shape.hidden, shape.inner, shape.width
+    if native or not shape.rank:
+        return w * (4 * i + 2 * h)
+    return 2 * w * i + (12 if w == 2 else 8) * i + 2 * w * h + 4 * h
 
 
 def round_bytes(
     shape: Shape, kept: Activations, work: Work, gpu: bool = False, reference: bool = False, copies: int = 0
 ) -> int:
     """Bytes of a round; see `lasting_bytes`."""
-    copied, sampling = work.copied or copied_bytes(shape, gpu), sampling_bytes(shape, work.answers, work.sampled)
+    copied = work.copied or copied_bytes(shape, gpu)
+    sampling = sampling_bytes(shape, work.answers, work.sampled, work.prefilled, work.native, gpu)
     if copied:
         sampling = copied + max(sampling, copying_bytes(shape))
     return lasting_bytes(shape, gpu, reference, copies) + max(sampling, update_bytes(shape, kept, work, gpu))
@@ -276,7 +304,8 @@ def least_work(config: NodeConfig, prompt: int = PROMPT_TOKENS) -> Work:
     rollouts, checkpointing = config.rollouts, config.grpo.gradient_checkpointing != "off"
     answers, new = rollouts.group_size, rollouts.max_new_tokens
     length = prompt + new
-    return Work(answers, answers * new + prompt, length, length, new, checkpointing=checkpointing)
+    sampled = answers * new + prompt
+    return Work(answers, sampled, length, length, new, checkpointing=checkpointing, prefilled=prompt)
 
 
 def largest_fitting(config: NodeConfig, free: int, gpu: bool) -> KnownModel | None:

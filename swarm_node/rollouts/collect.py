@@ -44,15 +44,17 @@ def collect(
     config: RolloutsConfig,
     seed: str,
     collected: Collected | None = None,
+    first: int = 0,
 ) -> Collected:
     """Sample `config.groups` groups with `policy`: fewer if too many prompts are too long or cannot be encoded.
 
     `draw(n)` gives n tasks, and `tasks` judges answers to them. `seed` names this round's randomness: the same seed,
     tasks and weights give the same groups. If this is interrupted, a `collected` of the caller's has what is scored.
+    `first`: groups that were sampled under this seed before, which the randomness of these goes on from.
     """
     collected = Collected() if collected is None else collected
     fitting = _fitting(policy, draw, tasks, config, collected)
-    for group in _sample(policy, fitting, config, seed, collected) if fitting else ():
+    for group in _sample(policy, fitting, config, seed, collected, first) if fitting else ():
         try:
             prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
         except TokenizerError as error:
@@ -124,9 +126,14 @@ def _fitting(
 
 
 def _sample(
-    policy: Policy, fitting: list[tuple[Task, list[int]]], config: RolloutsConfig, seed: str, collected: Collected
+    policy: Policy,
+    fitting: list[tuple[Task, list[int]]],
+    config: RolloutsConfig,
+    seed: str,
+    collected: Collected,
+    first: int,
 ) -> list[Group]:
-    names = [f"{seed}/{slot}" for slot in range(len(fitting))]
+    names = [f"{seed}/{slot}" for slot in range(first, first + len(fitting))]
     seeds = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 for name in names]  # 63 bits
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     start = time.perf_counter()

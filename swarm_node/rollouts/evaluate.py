@@ -6,7 +6,11 @@ reward = mean over samples, averaged over questions
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from statistics import fmean
 
@@ -15,11 +19,14 @@ from swarm_node.config.figures import reports_reward
 from swarm_node.observability.evaluations import Evaluation, Held, Shown
 from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts import collect
+from swarm_node.policy.sizes import SMALL
+from swarm_node.rollouts import Collected, collect
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Task
 
-QUESTIONS_PER_BATCH = 32
+QUESTIONS_PER_SEED = 32
+PART = 8  # questions asked at a time by policies of SMALL parameters or more; smaller ones are asked 32
 SHOWN = 24  # first questions of which an evaluation keeps the first answer; tasks take turns, so these are of many
 SHOWN_CHARS = 300  # most characters kept of each of their texts
 NONE_HELD_OUT = (
@@ -29,9 +36,28 @@ NONE_HELD_OUT = (
 )
 
 
-def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions: int, samples: int) -> Evaluation:
-    """Held-out figures of `policy`; every call has the same questions and sampling seeds."""
-    groups = answers_to(tasks.held_out(questions), policy, tasks, rollouts, samples)
+def evaluate(
+    policy: Policy,
+    tasks: TaskSet,
+    rollouts: RolloutsConfig,
+    questions: int,
+    samples: int,
+    asked: Asked | None = None,
+    most_s: float = math.inf,
+) -> Evaluation:
+    """Held-out figures of `policy`; every call has the same questions and sampling seeds. `asked` and `most_s`: see
+    `ask_in_parts`."""
+    asked = Asked() if asked is None else asked
+    ask_in_parts(tasks.held_out(questions), policy, tasks, rollouts, samples, asked, most_s)
+    return evaluation(asked, tasks)
+
+
+def evaluation(asked: Asked, tasks: TaskSet) -> Evaluation:
+    """The held-out figures of the questions that were asked; empty if none was."""
+    groups = asked.groups
+    if not groups:
+        return Evaluation()
+    answers = [rollout for group in groups for rollout in group.rollouts]
     return Evaluation(
         summarise(groups, tasks.labels),
         [fmean(r.correct for r in g.rollouts) for g in groups],
@@ -39,7 +65,28 @@ def evaluate(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, questions
         [_shown(g) for g in groups[:SHOWN]],
         [fmean(r.reward for r in g.rollouts) for g in groups],
         [_judged(g) for g in groups],
+        asked=asked.questions,
+        cut=fmean(not r.finished for r in answers),
+        mixed=sum(has_signal(g.rollouts) for g in groups),
+        tokens=fmean(len(r.token_ids) for r in answers),
+        per_token_s=asked.per_token_s,
     )
+
+
+@dataclass
+class Asked:
+    """Questions that were asked, with their scored answers."""
+
+    groups: list[Group] = field(default_factory=list)  # those too long are left out
+    questions: int = 0  # asked, those too long included
+    per_token_s: float = 0.0  # seconds of sampling for each token, the last time
+    progress: Callable[[], None] = lambda: None  # called after each part
+
+    def add(self, found: Collected, questions: int) -> None:
+        self.groups += found.groups
+        self.questions += questions
+        self.per_token_s = found.seconds / max(1, found.num_tokens)
+        self.progress()
 
 
 def _judged(group: Group) -> bool:
@@ -51,7 +98,8 @@ def _shown(group: Group) -> Shown:
     first, task = group.rollouts[0], group.task
     texts = (without_middle(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
     question, right, answer = texts
-    return Shown(task.label, question, right, answer, first.correct if first.checked else None, first.reward)
+    correct = first.correct if first.checked else None
+    return Shown(task.label, question, right, answer, correct, first.reward, not first.finished)
 
 
 def evaluate_on(
@@ -65,12 +113,43 @@ def answers_to(
     held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
 ) -> list[Group]:
     """These questions of `tasks`, each with so many scored answers, in their order; those too long are left out."""
-    config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH})
-    groups: list[Group] = []
-    waiting = iter(held_out)
-    for start in range(0, len(held_out), QUESTIONS_PER_BATCH):
-        groups += collect(policy, lambda n: list(islice(waiting, n)), tasks, config, f"eval/{start}").groups
-    return groups
+    asked = Asked()
+    ask_in_parts(held_out, policy, tasks, rollouts, samples, asked)
+    return asked.groups
+
+
+def part_size(policy: Policy) -> int:
+    """Held-out questions that are asked of a policy at a time."""
+    return QUESTIONS_PER_SEED if policy.num_parameters() < SMALL else PART
+
+
+def ask_in_parts(
+    held_out: Sequence[Task],
+    policy: Policy,
+    tasks: TaskSet,
+    rollouts: RolloutsConfig,
+    samples: int,
+    asked: Asked,
+    most_s: float = math.inf,
+) -> None:
+    """Ask these questions of `tasks`, and add the scored answers to `asked` after each part: the first part, and then
+    as many as `most_s` seconds allow."""
+    config, began = rollouts.model_copy(update={"group_size": samples}), time.monotonic()
+    size = part_size(policy)
+    for start in range(0, len(held_out), size):
+        parts = start // size
+        if parts and (time.monotonic() - began) * (parts + 1) / parts > most_s:
+            return
+        part = list(held_out[start : start + size])
+        seed, before = f"eval/{start - start % QUESTIONS_PER_SEED}", start % QUESTIONS_PER_SEED
+        config = config.model_copy(update={"groups": len(part)})
+        draw = partial(_next_of, iter(part))
+        found = collect(policy, draw, tasks, config, seed, first=before)
+        asked.add(found, len(part))
+
+
+def _next_of(waiting: Iterator[Task], n: int) -> list[Task]:
+    return list(islice(waiting, n))
 
 
 def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]:

@@ -166,7 +166,7 @@ def _enter(
     serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {transport.peer_id}")
     own = config.tasks if "tasks" in config.model_fields_set else []
-    give_what_is_here(config, manifest, transport, say)
+    give_what_is_here(config, manifest, transport, say, asked=True)
     files |= gather_files(manifest, swarm, run, own, say, transport)
     return manifest, transport
 

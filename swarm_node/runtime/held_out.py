@@ -7,6 +7,7 @@ quick one is made once more after it, if it came while the run trained.
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ from swarm_node.errors import StopRequested
 from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
 from swarm_node.observability.falling import EARLY_ROUNDS, remarks, withdrawn
 from swarm_node.observability.noise import interval
+from swarm_node.observability.progress import clock_face
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, evaluate, evaluation
 from swarm_node.runtime.console import say
 from swarm_node.say import Warned, own_command
 from swarm_node.storage.best import Best
@@ -115,13 +117,16 @@ class HeldOutFigures:
 
     def measure_before(self) -> dict[str, float]:
         """Measure before the first round; the metrics, which are empty if no question is held out."""
-        if self._config.eval.questions == 0:
+        settings = self._config.eval
+        if settings.questions == 0 or self.figures.asked:  # asked in an earlier start that did not get to a round
             return {}
         if self.tasks.held_out(1):
-            self._show("held-out questions, before training")
+            self._show(f"held-out questions, before training (eval.before_s: {settings.before_s:g} s at most)")
         else:
             say(NONE_HELD_OUT, "held_out")
-        return self._metrics(self._measure("before training", 0))
+        found = self._measure("before training", 0, most_s=settings.before_s)
+        self.figures.asked = found.asked
+        return self._metrics(found)
 
     def begin(self) -> None:
         """Tell that training begins: its time is what evaluations get a share of."""
@@ -189,19 +194,24 @@ class HeldOutFigures:
         best = None if self.best is None else (self.best.round, self.best.value)
         return msgspec.structs.replace(compared_now, round=at, best=best)
 
-    def _measure(self, when: str, round: int, allowed: Allowed | None = None) -> Evaluation:
-        """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay.
-        `allowed` replaces that of the run."""
+    def _measure(self, when: str, round: int, allowed: Allowed | None = None, most_s: float = math.inf) -> Evaluation:
+        """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay, and
+        before training those of the questions that were asked. `allowed` replaces that of the run; `most_s`: see
+        `ask_in_parts`."""
         settings = self._config.eval
         if settings.questions == 0 or not self.tasks.held_out(1):
             return Evaluation()
-        self.doing = f"held-out questions, {when}"
-        began = time.monotonic()
+        questions, began = self.figures.asked or settings.questions, time.monotonic()
+        self.doing = doing = f"held-out questions, {when}"
+        asked = Asked(progress=lambda: self._tell(doing, asked, questions, began, most_s))
+        parts = self._policy, self.tasks, self._config.rollouts, questions, settings.samples
         try:
             with (allowed or self._allowed)():
-                found = evaluate(self._policy, self.tasks, self._config.rollouts, settings.questions, settings.samples)
+                found = evaluate(*parts, asked, most_s)
         except StopRequested:
             self._broken_off = True
+            if round == 0:
+                self._keep(evaluation(asked, self.tasks), 0)
             raise
         finally:
             self.doing = ""
@@ -211,6 +221,12 @@ class HeldOutFigures:
             self._keep(found, round)
             self._measured(round, found)
         return found
+
+    def _tell(self, doing: str, asked: Asked, questions: int, began: float, most_s: float) -> None:
+        """Say in `doing` how many questions of an evaluation were asked, and how long the others take at most."""
+        took = time.monotonic() - began
+        left_s = max(0.0, min(took * questions / asked.questions, most_s) - took)
+        self.doing = f"{doing}: {asked.questions} of at most {questions}, {clock_face(left_s)} left"
 
     def _keep(self, now: Evaluation, round: int) -> None:
         if round == 0:

@@ -26,11 +26,11 @@ from types import FrameType
 
 from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import TEMPORARY, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.pause import Machine, on_battery, quiet
 from swarm_node.runtime.shutdown import Stopper
-from swarm_node.say import Once, Say, Warned
+from swarm_node.say import Failed, Once, Say, Warned
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir
 
@@ -262,5 +262,5 @@ class ResourceLimits:
                 continue
             if exceeded and not ended.is_set():
                 self.over = f"the node took {exceeded}; what it had learned is saved"
-                stop.notice(MEMORY_LEAVE_S)
-                self._say(self.over)
+                stop.notice(MEMORY_LEAVE_S, exit_code=TEMPORARY)
+                self._say(Failed(self.over))

@@ -25,11 +25,12 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.collect import encode_each
-from swarm_node.rollouts.evaluate import Evaluation
+from swarm_node.rollouts.evaluate import Evaluation, part_size
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, say_reach, show_saving
+from swarm_node.runtime.first_look import first_look
 from swarm_node.runtime.held_out import HeldOutFigures, tasks_of_run
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -45,6 +46,7 @@ from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
+from swarm_node.tasks import TaskSet
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.types import Group
 
@@ -134,7 +136,8 @@ class Run:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside()
-        self.records = RunRecords(config, run, self.node.round, self.console.health, stack)
+        decode = self.policy.text_of_prompt
+        self.records = RunRecords(config, run, self.node.round, self.console.health, stack, decode)
         self.state.catch_up()
         self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
         if crew is None:
@@ -241,14 +244,13 @@ class Run:
         """Check that a round fits into memory, and measure held-out figures before the first one."""
         config, node, stop = self.config, self.node, self.stop
         stop.allow()
-        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
-        asked = list(map(self.tasks.prompt, drawn))
-        prompts = [each for each in encode_each(self.policy, asked) if each] or self.policy.encode_questions(asked)
+        prompts = _prompts_of_a_round(node)
         self.limits.wait(stop)
         if self.crew is None:
-            _fit(node, self.limits, prompts)
+            _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
+            _say_first_look(self.held_out, node, prompts)
         self.held_out.begin()
         if node.round >= config.total_rounds:
             say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
@@ -358,18 +360,48 @@ class Run:
         return TrainResult(self.run.path, rounds, self.finished, report.figures, newest, now, self.own.not_used)
 
 
-def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]]) -> None:
-    """Make rounds fit into memory, and say what they take. UserError if they cannot."""
+def _prompts_of_a_round(node: Node) -> list[list[int]]:
+    """The encoded prompts of tasks as a round draws them. TokenizerError if none can be encoded."""
+    drawn = node.tasks.sample(random.Random(node.config.seed), node.config.rollouts.groups)
+    asked = list(map(node.tasks.prompt, drawn))
+    return [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
+
+
+def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:
+    """The held-out questions that are not too long, encoded."""
+    number, longest = node.config.eval.questions, node.config.rollouts.max_prompt_tokens
+    asked = [tasks.prompt(task) for task in tasks.held_out(number)] if number else []
+    return [prompt for prompt in encode_each(node.policy, asked) if prompt is not None and len(prompt) <= longest]
+
+
+def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: list[list[int]]) -> None:
+    """Make rounds and the evaluations on the `asked` questions fit into memory, and say what they take. UserError if
+    they cannot."""
     config, policy = node.config, node.policy
     copies = 0 if node.averager is None else AVERAGING_COPIES
     machine = hardware_of(policy.device, limits.own_memory)
-    bytes = Fitting(node.trainer, prompts, config, machine, copies).fit()
+    fitting = Fitting(node.trainer, prompts, config, machine, copies)
+    bytes = fitting.fit()
+    if asked:
+        bytes = max(bytes, fitting.asking(asked, config.eval.samples, part_size(policy)))
     bytes = bytes if machine.gpu else limits.with_network(bytes)
-    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu)
+    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu, bool(asked))
     say(str(needed), "estimate")
     say(Detail(needed.longest), "estimate")
     if not machine.gpu:
         limits.check_estimate(needed.bytes)
+
+
+def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int]]) -> None:
+    """Say what the policy answers before training, and how long a round with such answers takes."""
+    before, rollouts, grpo = held_out.figures.before, node.config.rollouts, node.config.grpo
+    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens):
+        say(line, "first_look")
+    if before.tokens and node.config.pipeline.stages == 0:
+        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s)
+        took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
+        so_far = f"with answers of {before.tokens:.0f} tokens, their mean length so far"
+        say(f"a round takes about {took} {so_far}", "estimate")
 
 
 def _say_completions(groups: Sequence[Group]) -> None:

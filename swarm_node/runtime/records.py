@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,14 +18,23 @@ from swarm_node.types import Group
 class RunRecords:
     """Writes metrics.jsonl, samples.jsonl and the sinks of one run, until the stack is closed."""
 
-    def __init__(self, config: NodeConfig, run: RunDir, done: int, health: Sink, stack: ExitStack) -> None:
-        """`done`: rounds done in earlier starts; records of later ones are dropped. Raises UserError."""
+    def __init__(
+        self,
+        config: NodeConfig,
+        run: RunDir,
+        done: int,
+        health: Sink,
+        stack: ExitStack,
+        prompt_text: Callable[[list[int]], str],
+    ) -> None:
+        """`done`: rounds done in earlier starts; records of later ones are dropped. `prompt_text` decodes a prompt.
+        Raises UserError."""
         shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
         sinks = [*open_sinks(config.log, run.path, shown, done + 1), health]
         self._metrics = MetricsWriter(run.metrics, say, sinks, keep_all=config.metrics.keep == "all")
         stack.callback(self._metrics.close)
         self._metrics.truncate_after(done)
-        self._samples = SampleLog(run.samples, config.metrics, say)
+        self._samples = SampleLog(run.samples, config.metrics, say, prompt_text)
         stack.callback(self._samples.close)
         self._samples.truncate_after(done)
 

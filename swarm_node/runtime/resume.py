@@ -164,7 +164,7 @@ class RunState:
             self.held_out.restore(state)
             best = read_best(self.run.path, conditions)
             self.held_out.best = best if best is not None and best.round <= self.node.round else None
-        else:
+        elif checkpoint.round:  # before the first round nothing was learned: all is measured anew
             say(
                 Warned(
                     "tasks or evaluation settings are not those this run began with: no figures from before training"

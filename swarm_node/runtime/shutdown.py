@@ -51,6 +51,7 @@ class Stopper:
         self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
         self.noticed = False  # whether a notice has come
         self.hurried = False  # whether it was not by the node's owner: the machine, or its memory, is about to end
+        self.exit_code = 0  # of the process if it has to be ended at the deadline
         self._ends = math.inf
         self._signalled = False  # whether a first signal has come, for the main thread
         self._signal_seen = False  # the same, for the watchdog
@@ -117,10 +118,11 @@ class Stopper:
         self._woken.wait(seconds)
         self.check()
 
-    def notice(self, left_s: float, by_owner: bool = False) -> None:
-        """Tell that this machine goes away in `left_s` seconds, or that its owner ends the run within them. From any
-        thread, also after the context was left."""
+    def notice(self, left_s: float, by_owner: bool = False, exit_code: int = 0) -> None:
+        """Tell that this machine goes away in `left_s` seconds, or that its owner ends the run within them. A process
+        that is ended at the deadline has this `exit_code`. From any thread, also after the context was left."""
         self.hurried = self.hurried or not by_owner
+        self.exit_code = self.exit_code or exit_code
         self.noticed, self._notice_s = True, max(1.0, left_s - NOTICE_RESERVE_S)
         self._woken.set()
         interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
@@ -156,14 +158,14 @@ class Stopper:
         elif not self._left.is_set():
             self._left.wait(SAFE_EXIT_S)
         if not self._left.is_set():
-            _quit(0)
+            _quit(self.exit_code)
 
     def _resort(self) -> None:
         try:
             self._last_resort()
         finally:  # whatever could not be saved has been said
             if not self._left.is_set():
-                _quit(0)
+                _quit(self.exit_code)
 
     def _signal_before(self, ends: float) -> int | None:
         """The number of the next stopping signal; None at the time `ends`, or once the context is left. A second signal
@@ -206,9 +208,10 @@ class EmbeddedStopper(Stopper):
         self.hold()
         self._restore()
 
-    def notice(self, left_s: float, by_owner: bool = False) -> None:
+    def notice(self, left_s: float, by_owner: bool = False, exit_code: int = 0) -> None:
         """Tell the run to stop at the next point where it allows that."""
         self.hurried = self.hurried or not by_owner
+        self.exit_code = self.exit_code or exit_code
         self.requested = self.noticed = True
         self._ends = min(self._ends, time.monotonic() + left_s)
         self._woken.set()

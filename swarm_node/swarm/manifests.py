@@ -118,6 +118,22 @@ def with_usual_columns(
     return found
 
 
+def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Path) -> list[Path]:
+    """Copy the question files among `specs` into the folder of the manifest, under the names by which a bootstrap looks
+    for them there, and return the copies. A file that is there already stays as it is. Raises UserError."""
+    made = []
+    tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in specs]
+    for table in tables:
+        if table.file is None or is_url(table.file):
+            continue
+        data = read_questions(table.file)
+        copy = folder / f"{_of_file(table, data, '').name}.jsonl"
+        if not copy.exists():
+            write_new_file(copy, [data])
+            made.append(copy)
+    return made
+
+
 def render(manifest: Manifest) -> bytes:
     """The manifest as TOML."""
     return tomli_w.dumps(msgspec.to_builtins(manifest)).encode()

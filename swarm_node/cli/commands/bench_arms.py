@@ -30,7 +30,7 @@ from swarm_node.cli.commands.bench import Arm, Spec, StepWork
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import Fitting, hardware_of
-from swarm_node.grpo.trainer import SMALL, Trainer
+from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.engines.base import Engine
@@ -38,6 +38,7 @@ from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.loading import load_base, load_policy, load_tokenizer, prepare
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.sizes import SMALL
 from swarm_node.rollouts import collect
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling, Score, Task

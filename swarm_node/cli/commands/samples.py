@@ -49,8 +49,9 @@ def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, c
     return [record | {"name": names.get(str(record.get("peer")), "")} for record in found[:count]]
 
 
-def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines that show the records, at most 80 columns wide."""
+def show_samples(records: Sequence[Mapping[str, Any]], prompt: bool = False) -> Iterator[str]:
+    """Lines that show the records, at most 80 columns wide. `prompt`: the text that the model was given is shown in
+    place of the question."""
     width = _width()
     for record in records:
         sample = shown_sample(record)
@@ -62,10 +63,12 @@ def show_samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             rated = f"{kept} answer{'' if kept == 1 else 's'} kept"
         head = f"round {sample['round']:.0f}, {sample['task']}, {whose}, {rated}, {when}"
         yield textwrap.shorten(printable(head), width, placeholder="…")
-        yield from _text("  asked  ", sample["question"], width)
+        asked = sample["prompt"] if prompt and sample["prompt"] else sample["question"]
+        yield from _text("  asked  ", asked, width)
         yield from _text("  right  ", "(no reference answer)" if sample["right"] is None else sample["right"], width)
         for answer in sample["answers"]:
             yield from _text(f"  {answer['reward']:5.2f}  ", _answer(answer), width)
+            yield from _text("         ", figures, width) if (figures := _figures(answer)) else ()
         if (more := int(sample["of"]) - kept) > 0:
             yield f"         and {more} more answers"
         yield ""
@@ -106,6 +109,13 @@ def _answer(answer: Mapping[str, Any]) -> str:
     elif judged != text.strip():
         end += f" [judged: {judged}]"
     return (f"{answer['times']}x " if answer["times"] > 1 else "") + (text or "(empty)") + end
+
+
+def _figures(answer: Mapping[str, Any]) -> str:
+    """The reward of each function, if there are several, and the advantage of an answer that was trained on."""
+    advantage = [] if answer["advantage"] is None else [f"advantage {answer['advantage']:+.2f}"]
+    rewards = [f"{name} {value:.2f}" for name, value in answer["rewards"].items()]
+    return f"({', '.join([*rewards, *advantage])})" if rewards or advantage else ""
 
 
 def _text(head: str, text: str, width: int) -> Iterator[str]:

@@ -25,9 +25,9 @@ from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.ending import last_words
+from swarm_node.observability.ending import TAIL_BYTES, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
-from swarm_node.observability.jsonl import last_record
+from swarm_node.observability.jsonl import last_lines, last_record, record_in
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
@@ -84,7 +84,7 @@ def _newest() -> RunDir:
 def _of_run(run: RunDir) -> dict[str, Any]:
     status = read_status(run)
     last = last_record(run.metrics) if run.metrics.is_file() else None
-    if status is None and last is None:
+    if status is None and last is None and not run.events.is_file():
         raise UserError(f"{run.path} is no run, or has just started: there is nothing to show yet")
     known, in_use, said = status or {}, run.in_use, last_words(run)
     saved, state = newest_checkpoint(run)
@@ -105,7 +105,17 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
         "swarm": status,
         "metrics": last,
+        "said": _last_said(run) if last is None else None,
     }
+
+
+def _last_said(run: RunDir) -> str | None:
+    """The last sentence of a run that has done no round yet; None if its log has none."""
+    try:
+        records = [record_in(line) for line in last_lines(run.events, TAIL_BYTES)]
+    except UserError:  # it is not there, or cannot be read
+        return None
+    return next((str(record["text"]) for record in reversed(records) if record and "text" in record), None)
 
 
 def _reward(state: Mapping[str, Any]) -> dict[str, Any] | None:

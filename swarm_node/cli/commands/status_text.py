@@ -9,14 +9,17 @@ from typing import Any
 
 import msgspec
 
+from protocol.errors import printable
 from swarm_node.averaging.skipping import happened
 from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
 from swarm_node.config.figures import WORDS
+from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.ending import WORDS as WORDS_OF_END
 from swarm_node.observability.progress import RATE_AFTER_S, volume
 from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.restarts import restarts
+from swarm_node.observability.samples import without_middle
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
 from swarm_node.say import own_command
@@ -27,6 +30,7 @@ UNSENT = "swarm/unsent/"  # start of the names of counts of own groups that were
 USUAL = {"zero", "rate", "slot", "queue"}  # reasons for that which need no remedy
 WORST = 5  # most sources of refusals that are named
 NAMED = 4  # most members that are named on one line
+SAID_CHARS = 300  # most characters of a sentence of the log
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Part = Callable[[Mapping[str, Any]], Iterator[str]]
 
@@ -44,7 +48,7 @@ def _parts(found: Mapping[str, Any], verbose: bool) -> list[Part]:
     """The parts of the text after the first line of a run, in their order."""
     if not found["run"]:
         return [_swarm, _count, _cards]
-    own = [_saved, _paused, _round, _held_out]
+    own = [_saved, _paused, _round, _last_said, _held_out]
     if found["swarm"] is None:
         return [*own, _uses, _alone, _next]
     if verbose:
@@ -78,7 +82,14 @@ def _paused(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _round(found: Mapping[str, Any]) -> Iterator[str]:
     if metrics := found["metrics"]:
-        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}"
+        cut = cut_off(metrics)
+        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}{cut and f'; {cut}'}"
+
+
+def _last_said(found: Mapping[str, Any]) -> Iterator[str]:
+    """What a run that has done no round yet is at."""
+    if said := found.get("said"):
+        yield f"round      none yet; it said last: {printable(without_middle(said, SAID_CHARS))}"
 
 
 def _worth(found: Mapping[str, Any]) -> Iterator[str]:
@@ -182,7 +193,10 @@ def _not_used(found: Mapping[str, Any]) -> Iterator[str]:
     sent = found["swarm"].get("sent", {})
     if unsent := reasons_in(sent, UNSENT):
         usual = all(name.removeprefix(UNSENT) in USUAL for name, n in sent.items() if name.startswith(UNSENT) and n)
-        yield f"not sent   {unsent}: {'nothing to do, ' if usual else ''}this node used them all the same"
+        alike = "no answer was right, so they teach nothing (`swarm-node samples` shows them)"
+        plain = f"{'nothing to do, ' if usual else ''}this node used them all the same"
+        nothing_right = sent.get(f"{UNSENT}zero") and (found["metrics"] or {}).get("reward") == 0
+        yield f"not sent   {unsent}: {alike if nothing_right else plain}"
     if reasons := _rejected(found["swarm"], unused=True):
         yield f"not used   {reasons}"
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarm_node.policy.sizes import SLICE_BYTES
 from swarm_node.types import Sampling
 
 End = Literal["stop", "length", "cancelled"]
@@ -154,6 +155,15 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     The log-probabilities are those of p. Inverting its sum is 10x cheaper than drawing an exponential for every entry
     of the vocabulary.
     """
+    rows = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
+    if logits.device.type == "cpu" and len(logits) > rows:
+        parts = [_sample(*part, sampling) for part in zip(logits.split(rows), uniform.split(rows), strict=True)]
+        tokens, logprobs = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+    return _sample(logits, uniform, sampling)
+
+
+def _sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
     probs = logprobs.exp()
     if sampling.top_p < 1.0:

@@ -285,8 +285,9 @@ class Cache:
         return (score[..., :t] @ self.prompt_values[i]).view(p, heads, g, rep, -1) + own
 
     def pick(self, alive: Tensor, column: Tensor) -> None:
-        self.keys = [_pick(x, alive, column) for x in self.keys]
-        self.values = [_pick(x, alive, column) for x in self.values]
+        for i in range(len(self.keys)):  # one after the other: all of them twice would take as much again
+            self.keys[i] = _pick(self.keys[i], alive, column)
+            self.values[i] = _pick(self.values[i], alive, column)
         self.prompt_keys = [x[alive] for x in self.prompt_keys]
         self.prompt_values = [x[alive] for x in self.prompt_values]
         self.lengths, self.prompt_mask = self.lengths[alive], self.prompt_mask[alive]

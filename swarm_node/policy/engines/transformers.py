@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion, sample
 from swarm_node.types import Sampling
@@ -38,7 +41,7 @@ class _Draw(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token, logprob = sample(scores, self.uniform[:, len(self.logprobs)], self.sampling)
         self.logprobs.append(logprob)
-        return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+        return scores.fill_(float("-inf")).scatter_(1, token[:, None], 0.0)  # `generate` keeps no other use of them
 
 
 class _Stop(StoppingCriteria):
@@ -57,6 +60,47 @@ class _Stop(StoppingCriteria):
         stopped = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         stopped[list(self.lengths)] = True
         return stopped
+
+
+class _Reserved(DynamicLayer):
+    """Keys and values of a layer in memory that is taken once, for rows of at most `room` tokens.
+
+    A cache that is copied to append a token takes the time of the copies, and leaves gaps in the C library's heap that
+    no longer tensor fits into.
+    """
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if self._taken is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            shapes = ((*x.shape[:2], self._room, x.shape[-1]) for x in (key_states, value_states))
+            keys, values = (key_states.new_empty(shape) for shape in shapes)
+            self._taken = keys, values
+        keys, values = self._taken
+        keys[:, :, start:stop], values[:, :, start:stop] = key_states, value_states
+        self.keys, self.values = keys[:, :, :stop], values[:, :, :stop]
+        return self.keys, self.values
+
+
+def _reserved(model: PreTrainedModel, room: int) -> DynamicCache | None:
+    """A cache for rows of at most `room` tokens, in memory that is taken once; None for a model that keeps anything but
+    all keys and values of all layers, whose cache `generate` makes."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if "past_key_values" not in signature(base.forward).parameters or not base._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=base.config.get_text_config(decoder=True))
+    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return None
+    cache.layers = [_Reserved(room) for _ in cache.layers]
+    return cache
 
 
 @contextmanager
@@ -106,6 +150,10 @@ class TransformersEngine(BatchEngine):
         ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         draw, stop = _Draw(uniform.to(device), sampling), _Stop(n, cancelled)
+        options: dict[str, Any] = {"use_cache": False}
+        if self.cached:
+            cache = _reserved(self._model, ids.shape[1] + sampling.max_new_tokens)
+            options = {} if cache is None else {"past_key_values": cache}
         with _plain_generation(self._model):
             out = self._model.generate(
                 input_ids=ids.to(device),
@@ -116,7 +164,7 @@ class TransformersEngine(BatchEngine):
                 do_sample=False,
                 eos_token_id=self._eos,
                 pad_token_id=self._pad_id,
-                **({} if self.cached else {"use_cache": False}),
+                **options,
             )
         logprobs = torch.stack(draw.logprobs, 1).tolist()
         samples = []

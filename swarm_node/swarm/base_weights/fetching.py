@@ -292,7 +292,8 @@ class Donors:
 
     def _progress(self, called: str, there: int, total: int, seconds: float) -> str:
         if not there:
-            return f"none of {len(self.donors)} members gives {called} yet: still asking"
+            remedy = "`swarm-node bootstrap SWARM --model DIR` gives it; with a copy of your own, join with --model DIR"
+            return f"none of {len(self.donors)} members gives {called} yet: still asking ({remedy})"
         givers = sum(1 for donor in self.donors.values() if donor.given)
         rate = there / 1e6 / max(seconds, 1e-9)
         return f"{called}: {there / 2**20:.0f} of {total / 2**20:.0f} MiB from {givers} members, {rate:.1f} MB/s"

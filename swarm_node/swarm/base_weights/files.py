@@ -166,6 +166,12 @@ def as_model(
     return Model(digest, folder, found)
 
 
+def last_place(digest: str) -> Path | None:
+    """The directory where the model with that digest was last read and right; it may have changed, or be gone."""
+    before = _checked(digest)
+    return None if before is None or not before.files else Path(min(before.files)).parent
+
+
 def known_listing(digest: str) -> ModelListing | None:
     """The listing with that digest, if this machine has kept it."""
     for path in (cache() / digest / LISTING, cache() / f"{digest}.partial" / LISTING, cache() / f"{digest}.json"):
@@ -177,12 +183,14 @@ def known_listing(digest: str) -> ModelListing | None:
     return None
 
 
-def remember(listing: ModelListing) -> str:
-    """Keep the listing of a model whose directory may hold more files besides. Returns its digest. Raises OSError."""
+def remember(listing: ModelListing, folder: Path) -> str:
+    """Keep the listing of the model in `folder`, which may hold more files besides, and where it lies: this machine
+    gives it to members from there. Returns its digest. Raises OSError."""
     data = encode_listing(listing)
     digest = digest_of(data)
     cache().mkdir(parents=True, exist_ok=True)
     (cache() / f"{digest}.json").write_bytes(data)
+    _note(digest, Checked(listing, _marks(folder, [file.name for file in listing.files])))
     return digest
 
 

@@ -53,9 +53,12 @@ def choose_model(
     return STARTER if found.folder == files.starter_folder() else str(found.folder)
 
 
-def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transport, say: Say) -> None:
-    """For a member that does not train the swarm's model: give it to others if it is in the cache, at `policy.model`
-    or in the hub's cache. Returns at once; the model is read in the background."""
+def give_what_is_here(
+    config: NodeConfig, manifest: Manifest, transport: Transport, say: Say, asked: bool = False
+) -> None:
+    """For a member that does not train the swarm's model: give it to others if this machine has it, at `policy.model`
+    or elsewhere (`at_hand`). Returns at once; the model is read in the background. `asked`: members may count on this
+    one, so it says if it cannot give the model."""
     model = manifest.model
     if model is None or not config.sharing.give_model:
         return
@@ -65,6 +68,9 @@ def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transpo
         found = at_hand(model, [own] if own.is_dir() else [], say)
         if found is not None:
             _give(config, found, manifest.swarm_id, transport, say)
+        elif asked and not model.revision:  # else the hub gives it
+            lacking = f"this node does not give model {model.name}, since it is not here, and nobody trains before a"
+            say(Warned(f"{lacking} member gives it: start again with --model DIR, or on the machine that has it"))
 
     threading.Thread(target=give, name="model", daemon=True).start()
 
@@ -96,12 +102,13 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
 
 
 def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda sentence: None) -> Model | None:
-    """The model in the cache, in one of the directories `near`, or in the hub's cache; `None` if it is in none."""
+    """The model in the cache, in one of the directories `near`, where this machine last read it (`new --model DIR`), or
+    in the hub's cache; `None` if it is in none."""
     found = files.cached_model(model.digest)
     if found is not None:
         return found
     starter = files.starter_folder() if model.name == STARTER else None
-    places = [*near, starter, in_hub_cache(model.name, model.revision)]
+    places = [*near, files.last_place(model.digest), starter, in_hub_cache(model.name, model.revision)]
     listing = files.known_listing(model.digest)
     tried = (files.as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
     return next((there for there in tried if there is not None), None)
@@ -189,7 +196,7 @@ def describe_model(named: str) -> ManifestModel:
     except OSError as error:
         raise UserError(f"cannot read the model: {os_error_text(error, folder)}") from error
     with os_errors_explained(folder):
-        return ManifestModel(name, files.remember(listing), listing.size, commit)
+        return ManifestModel(name, files.remember(listing, folder), listing.size, commit)
 
 
 def _downloaded(name: str) -> Path:

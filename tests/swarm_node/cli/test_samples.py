@@ -128,3 +128,13 @@ def test_a_bootstrap_has_no_samples(tmp_path: Path) -> None:
     run.write_status({"role": BOOTSTRAP})
     with pytest.raises(UserError, match="is of a bootstrap, which answers no questions"):
         find_samples(run, False, None, None, 5)
+
+
+def test_rewards_advantages_and_the_prompt_are_shown(samples: Path) -> None:
+    one = record(50, "gcd", 1) | {"prompt": "<|im_start|>user\nWhat is 50?"}
+    one["answers"][0] |= {"rewards": {"checker": 0.0, "short": 1.0}, "advantage": -0.5}
+    write(samples / "samples.jsonl", one)
+    shown = run("samples", "run").stdout
+    assert "(checker 0.00, short 1.00, advantage -0.50)" in shown and "asked  What is 50?" in shown
+    assert "<|im_start|>user" not in shown
+    assert "asked  <|im_start|>user\n" in run("samples", "run", "--prompt").stdout

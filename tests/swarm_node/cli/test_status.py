@@ -328,6 +328,14 @@ def test_a_run_without_a_swarm_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert "swarm      none: this run trains alone" in shown(capsys, "runs/local").splitlines()
 
 
+def test_a_run_before_its_first_round_says_what_it_is_at(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("early").mkdir()
+    Path("early/events.jsonl").write_text('{"time": 1.0, "kind": "start", "text": "held-out questions\\u001b[2J"}\n')
+    with RunDir.open("early"):
+        lines = shown(capsys, "early").splitlines()
+    assert "round      none yet; it said last: held-out questions?[2J" in lines
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

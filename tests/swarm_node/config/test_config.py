@@ -284,6 +284,7 @@ def test_overridden_wrong_values_are_blamed_too() -> None:
             "--quantize nf4 freezes the model's weights: leave out --no-lora",
         ),
         (["policy.quantize=int8", "pipeline.stages=2"], "--quantize int8 is not for policies in stages"),
+        (["swarm=s.toml", "rollouts.groups=2", "sharing.own=4"], "sharing.own = 4 asks for more groups of its own"),
     ],
 )
 def test_settings_that_contradict_each_other(sets: list[str], message: str) -> None:
@@ -291,6 +292,20 @@ def test_settings_that_contradict_each_other(sets: list[str], message: str) -> N
         load_config(sets=[part])
     with pytest.raises(UserError, match=re.escape(message)):
         load_config(sets=sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "own"),
+    [
+        (["swarm=s.toml", "rollouts.groups=2"], 2),
+        (["swarm=s.toml", "rollouts.groups=9"], 8),
+        (["swarm=s.toml", "rollouts.groups=4", "sharing.own=3"], 3),
+        (["rollouts.groups=2"], 8),
+    ],
+)
+def test_a_member_samples_no_more_groups_than_were_asked_for(sets: list[str], own: int) -> None:
+    config = load_config(sets=sets)
+    assert config.sharing.own == own and config.rollouts.groups >= min(own, 2)
 
 
 def test_a_run_with_a_correction_that_is_gone_reads(tmp_path: Path) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from transformers import LlamaConfig
 
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.memory import Fitting, check_plan, fit_sampling, hardware_of, shape_of, training_of
+from swarm_node.grpo.memory import (
+    Estimate,
+    Fitting,
+    bytes_of_sampling,
+    check_plan,
+    fit_sampling,
+    hardware_of,
+    questions_at_once,
+    shape_of,
+    training_of,
+)
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.engines import native
@@ -20,6 +31,8 @@ from swarm_node.policy.fitting import SHARE, Hardware, Training, option_that_fit
 from swarm_node.policy.loading import load_policy, prepare
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import KNOWN, RUNTIME_BYTES
+from swarm_node.rollouts.evaluate import evaluate
+from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling
 
 GIB = 2**30
@@ -129,6 +142,34 @@ def test_questions_are_sampled_in_turn_if_memory_asks_for_it(policy: Policy, mon
     in_turn = policy.generate(prompts, 4, sampling, [1, 2, 3])
     assert asked == [(4, 4, 12)] and len(made) == 2, "a copy of the weights serves all questions"
     assert [[r.token_ids for r in group] for group in in_turn] == [[r.token_ids for r in group] for group in together]
+
+
+def test_held_out_questions_keep_to_the_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cut into as many parts as the room asks for, with the same answers, and the estimate counts them."""
+    config = NodeConfig.model_validate({"tasks": ["small/gcd"], "rollouts": {"max_new_tokens": 4, "groups": 4}})
+    tasks, sizes = load_tasks(config.tasks, config.rewards), []
+    prompts = policy.encode_questions([tasks.prompt(task) for task in tasks.held_out(40)])
+    decode = policy.engine.decode
+    monkeypatch.setattr(policy.engine, "decode", lambda prompts, *a: sizes.append(len(prompts)) or decode(prompts, *a))
+    ample = evaluate(policy, tasks, config.rollouts, 40, 2)
+    assert sizes == [32, 8]
+    sizes.clear()
+    each = fitting(policy, 64 * GIB, config)
+    each.fit()
+    longest = max(map(len, prompts))
+    room = bytes_of_sampling(policy, each.shape, 3, longest, 2, 4)
+    policy.prompts_at_once = partial(questions_at_once, policy, each.shape, room)
+    assert policy.prompts_at_once(longest, 2, 4) == 3
+    assert each.asking(prompts, 2, 32) <= each._lasting + room
+    policy.prompts_at_once, cut = lambda prompt, n, new: 2**16, policy.prompts_at_once
+    assert each.asking(prompts, 2, 32) > each._lasting + room
+    policy.prompts_at_once = cut
+    assert evaluate(policy, tasks, config.rollouts, 40, 2) == ample and sum(sizes) == 40 and 3 <= max(sizes) <= 4
+
+
+def test_the_sentence_of_memory_names_what_it_counts() -> None:
+    assert str(Estimate(GIB, 1.0)).startswith("a round needs at most about 1.00 GiB of memory, the program itself")
+    assert str(Estimate(GIB, 1.0, asks=True)).startswith("rounds and held-out questions need at most about 1.00 GiB")
 
 
 def test_a_policy_that_is_not_trained_samples_within_memory(policy: Policy) -> None:

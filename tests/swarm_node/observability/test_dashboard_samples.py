@@ -39,12 +39,23 @@ def test_a_run_without_samples_shows_none() -> None:
 
 
 def test_equal_answers_are_counted() -> None:
-    right = {"text": "7", "extracted": "7", "reward": 1.0, "correct": True, "finished": True}
+    rewards = {"rewards": {"checker": 1.0, "short": None}}
+    right = {"text": "7", "extracted": "7", "reward": 1.0, "correct": True, "finished": True, **rewards}
     wrong = {"text": "8…", "extracted": None, "reward": 0.0, "correct": False, "finished": False}
-    assert shown_sample(answered(1, wrong, right, right))["answers"] == [
-        {"text": "7", "judged": "7", "reward": 1.0, "times": 2, "correct": True, "cut": False},
-        {"text": "8…", "judged": None, "reward": 0.0, "times": 1, "correct": False, "cut": True},
-    ]
+    trained = right | {"advantage": 1.5}
+    one, other = shown_sample(answered(1, wrong, right, trained))["answers"]
+    assert one == {
+        "text": "7",
+        "judged": "7",
+        "reward": 1.0,
+        "times": 2,
+        "correct": True,
+        "cut": False,
+        "rewards": {"checker": 1.0},
+        "advantage": 1.5,
+    }
+    assert (other["text"], other["times"], other["cut"]) == ("8…", 1, True)
+    assert (other["rewards"], other["advantage"]) == ({}, None)
 
 
 @pytest.mark.parametrize(

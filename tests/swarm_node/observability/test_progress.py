@@ -52,6 +52,16 @@ def test_a_plain_line():
     ]
 
 
+@pytest.mark.parametrize(("share", "words"), [(0.84, "84% cut off"), (0.5, ""), (None, "")])
+def test_many_answers_that_are_cut_off_stand_beside_the_reward(share, words):
+    progress = ProgressDisplay(10, stream=(stream := io.StringIO()), clock=VirtualTime())
+    progress.start()
+    progress.update(1, {"reward": 0.25, "completions/clipped_ratio": share})
+    reward = f"reward 0.250  {words}".rstrip()
+    assert lines_in_view(progress)[1].removesuffix(" ▁") == reward
+    assert stream.getvalue().splitlines() == [f"round 1/10  {reward}  0.00 s/round  0:00 left"]
+
+
 def test_plain_lines_come_at_each_tenth():
     lines = plain_lines(200, 1.0)
     assert rounds_of(lines) == [1, 20, 40, 60, 80, 100, 120, 140, 160, 180, 200]
@@ -482,6 +492,16 @@ def test_nobody_there_is_said_as_such():
     progress.start()
     progress.update(1, {"reward": 0.5, "swarm/trainers": 0.0, "swarm/groups_used": 0.0})
     assert "nobody else trains" in out.getvalue()
+
+
+@pytest.mark.parametrize(("reward", "words"), [(0.0, "no answer is right yet"), (1.0, "answers are rewarded alike")])
+def test_why_nothing_is_shared_is_in_view(reward, words):
+    out = io.StringIO()
+    progress = ProgressDisplay(2, stream=out)
+    progress.start()
+    alike = {"reward": reward, "frac_reward_zero_std": 1.0}
+    progress.update(1, {"swarm/trainers": 1.0, "swarm/groups_used": 0.0, **alike})
+    assert f"1 other; {words}, so there is nothing to share" in out.getvalue()
 
 
 def test_a_waiting_node_shows_total_traffic_only():

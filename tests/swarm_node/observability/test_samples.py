@@ -22,7 +22,7 @@ def group(label: str, *rewards: float, peer: str | None = None, text: str = "so 
 
 def log(said: list[str], every: int = 10, groups: int = 3) -> SampleLog:
     config = MetricsConfig(samples_every=every, samples_groups=groups)
-    return SampleLog(Path("samples.jsonl"), config, said.append)
+    return SampleLog(Path("samples.jsonl"), config, said.append, lambda ids: f"<prompt {ids}>")
 
 
 def test_each_kind_of_group_is_recorded() -> None:
@@ -46,7 +46,16 @@ def test_each_kind_of_group_is_recorded() -> None:
         "reward": 1,
         "correct": True,
         "finished": True,
+        "advantage": None,
     }
+    assert first["prompt"] == "<prompt [1]>"
+
+
+def test_each_reward_and_the_advantage_are_recorded() -> None:
+    one = group("gcd", 0.5)
+    one.rollouts[0].rewards, one.rollouts[0].advantage = {"checker": 0.0, "short": None}, -0.25
+    answer = log([]).write(1, [one], [])[0]["answers"][0]
+    assert (answer["rewards"], answer["advantage"]) == ({"checker": 0.0, "short": None}, -0.25)
 
 
 def test_tasks_take_turns() -> None:
@@ -63,9 +72,9 @@ def test_no_round_is_due_when_off() -> None:
     assert not any(log([], every=0).due(round) for round in range(1, 30))
 
 
-def test_every_tenth_round_is_due() -> None:
+def test_the_first_and_every_tenth_round_are_due() -> None:
     writer = log([])
-    assert [round for round in range(1, 31) if writer.due(round)] == [10, 20, 30]
+    assert [round for round in range(1, 31) if writer.due(round)] == [1, 10, 20, 30]
 
 
 def test_long_texts_lose_their_middle() -> None:

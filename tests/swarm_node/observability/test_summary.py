@@ -157,6 +157,13 @@ def test_json_says_what_the_sentences_say() -> None:
     assert member["swarm"] == {"sent": 3} and member["unused"] == {"age": 2} and "refused" not in member
 
 
+def test_answers_cut_off_in_the_last_round_are_told() -> None:
+    cut = "87% cut off at the length limit in the last round: rollouts.max_new_tokens sets it"
+    told = summary(figures(rounds([0.1, 0.1], completions__clipped_ratio=[0.2, 0.87])))
+    assert told[1].split(maxsplit=0)[0].strip() == cut
+    assert not any("cut off" in line for line in summary(figures(rounds([0.1], completions__clipped_ratio=[0.4]))))
+
+
 @pytest.mark.parametrize(
     ("interval", "words"),
     [

@@ -10,7 +10,8 @@ from protocol.messages import TaskName
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.policy.loading import load_policy
-from swarm_node.rollouts.evaluate import Held, evaluate, rows, summarise
+from swarm_node.rollouts import evaluate as evaluating
+from swarm_node.rollouts.evaluate import Asked, Held, evaluate, rows, summarise
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group, Rollout, Task
 
@@ -51,3 +52,24 @@ def test_an_evaluation_tells_which_questions_are_judged(tmp_path: Path, monkeypa
     policy = load_policy(config.policy, config.rollouts, lambda sentence: None)
     found = evaluate(policy, load_tasks(config.tasks, OWN), config.rollouts, 8, 2)
     assert found.judged == [label == "gcd" for label in found.labels] and len(set(found.judged)) == 2
+
+
+def test_a_part_of_the_questions_is_asked_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NodeConfig.model_validate({"rollouts": {"max_new_tokens": 4}})
+    policy, tasks = (
+        load_policy(config.policy, config.rollouts, lambda sentence: None),
+        load_tasks(["small"], RewardsConfig()),
+    )
+    whole = evaluate(policy, tasks, config.rollouts, 40, 2)
+    monkeypatch.setattr(evaluating, "SMALL", 0)
+    parts: list[int] = []
+    asked = Asked(progress=lambda: parts.append(asked.questions))
+    found = evaluate(policy, tasks, config.rollouts, 40, 2, asked)
+    assert parts == [8, 16, 24, 32, 40] and found.asked == 40
+    assert (found.labels, found.by_question, found.shown) == (whole.labels, whole.by_question, whole.shown)
+    assert found.cut == whole.cut and found.tokens == whole.tokens and found.mixed == whole.mixed
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(evaluating.time, "monotonic", lambda: float(next(clock)))
+    first = evaluate(policy, tasks, config.rollouts, 40, 2, Asked(), 35.0)  # ten seconds for each look at the clock
+    assert first.asked == 24 and first.by_question == whole.by_question[:24]
+    assert evaluate(policy, tasks, config.rollouts, 40, 2, Asked(), 1.0).asked == 8, "a first part in any case"

@@ -12,19 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from protocol.messages import TaskName
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.observability.comparing import read_run
 from swarm_node.observability.evaluations import newest_checkpoint
 from swarm_node.observability.falling import EARLY_ROUNDS
+from swarm_node.rollouts import Collected
 from swarm_node.rollouts.evaluate import SHOWN, Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST
 from swarm_node.storage.rundir import RunDir
+from swarm_node.types import Group, Rollout, Task
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 
@@ -348,6 +351,43 @@ def test_a_remedy_in_force_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> No
     assert "become alike" in said[0] and "grpo.advantage" not in said[0]
     summary = ours.compared(LATER[1])
     assert summary is not None and summary.remarks == said
+
+
+def test_what_was_asked_before_a_stop_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    doing: list[str] = []
+
+    def asked_twice(*arguments: Any) -> Evaluation:
+        asked = arguments[5]
+        for _ in range(2):
+            answered = Group(
+                Task(TaskName("gcd", "0" * 16, "g", 0, 0), "gcd", "?", "1"), [1], [Rollout([1], [0.0], True)]
+            )
+            asked.add(Collected([answered], seconds=1.0), 1)
+            doing.append(ours.doing)
+        raise StopRequested
+
+    monkeypatch.setattr(held_out, "evaluate", asked_twice)
+    tasks = cast(Any, type("T", (), {"names": ["gcd"], "labels": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    ours = HeldOutFigures(settings(9), cast(Any, None), tasks, print, lambda round, found: None, True)
+    with pytest.raises(StopRequested):
+        ours.measure_before()
+    assert ours.figures.before.table["all"].questions == 2 and ours.figures.asked == 0, "asked anew by the next start"
+    assert doing[1].startswith("held-out questions, before training: 2 of at most 14, ") and ours.doing == ""
+
+
+def test_later_evaluations_ask_what_was_asked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def answers(*arguments: Any) -> Evaluation:
+        asked.append(arguments[3])
+        return Evaluation({"all": Held(8, 0.5, 0.5)}, [0.5] * 8, ["gcd"] * 8, asked=8)
+
+    monkeypatch.setattr(held_out, "evaluate", answers)
+    ours = figures()
+    ours.measure_before()
+    ours.measure_during(1)
+    assert asked == [14, 8]
+    assert ours.measure_before() == {} and len(asked) == 2, "a start that did no round has its figures"
 
 
 def test_only_questions_are_asked_interruptibly(monkeypatch: pytest.MonkeyPatch) -> None:

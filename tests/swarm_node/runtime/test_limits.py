@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.machine import ResourcesConfig
-from swarm_node.errors import StopRequested, TemporaryError, UserError
+from swarm_node.errors import TEMPORARY, StopRequested, TemporaryError, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.limits import (
     BURST_S,
@@ -47,6 +49,8 @@ from swarm_node.runtime.pause import (
     seconds_of,
     unpause_run,
 )
+from swarm_node.runtime.shutdown import EmbeddedStopper
+from swarm_node.say import level_of
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.run_files import read_jsonl
@@ -540,6 +544,15 @@ def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
     rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
     assert newest.name.startswith(f"round-{rounds:08}")
+
+
+def test_too_much_memory_is_an_error_whose_code_a_forced_exit_has(tmp_path: Path) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+    limits, stop = ResourceLimits(ResourcesConfig(max_memory_gb=0.01), RunDir(tmp_path), said.put), EmbeddedStopper()
+    with limits.watching(stop):
+        sentence = said.get(timeout=60)
+    assert level_of(sentence) == logging.ERROR and sentence == limits.over
+    assert stop.requested and stop.exit_code == TEMPORARY
 
 
 # --------------------------------------------------------------------- where it lives

@@ -227,6 +227,11 @@ def test_a_notice_ends_a_long_c_call():
     assert ended(process) == ("last resort\n", 0)
 
 
+def test_a_process_ended_at_the_deadline_has_the_code_of_the_reason():
+    process = start(STUCK.replace("ready))", "lambda: (ready(), stop.notice(2.5, exit_code=75))))"))
+    assert ended(process) == ("last resort\n", 75)
+
+
 def test_a_failing_last_resort_ends_the_process_too():
     process = start("def last_resort(): raise OSError('disk full')\n" + STUCK)
     process.send_signal(signal.SIGTERM)

@@ -424,7 +424,8 @@ def test_an_answer_that_makes_the_tokenizer_panic_is_refused_and_the_node_goes_o
     for text in (world.group(["$", KILLER]), world.group(["$", KILLER])):
         receiver.take(sign_batch(world.batch(text), PEER))
     as_text = [
-        msgspec.structs.replace(r, token_ids=None) for r in world.batch(world.group(["$", KILLER])).groups[0].rollouts
+        SharedRollout([msgspec.structs.replace(turn, token_ids=None) for turn in rollout.turns])
+        for rollout in world.batch(world.group(["$", KILLER])).groups[0].rollouts
     ]
     receiver.take(sign_batch(edit(world.batch(world.group(["$", "no"])), as_text), PEER))
     receiver.take(sign_batch(harmless, PEER))

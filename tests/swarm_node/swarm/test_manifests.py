@@ -29,6 +29,7 @@ from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from tests.support.fake_transport import address
+from tests.support.model_folders import make_model
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -54,6 +55,16 @@ def test_a_written_manifest_reads_back_the_same() -> None:
     assert (file.name, file.bytes, file.licence, file.source) == ("my-sums", len(QUESTIONS), "CC-BY-4.0", "")
     assert file.sha256 == hashlib.sha256(QUESTIONS).hexdigest()
     assert time.strptime(read.created, "%Y-%m-%dT%H:%M:%SZ")
+
+
+def test_new_says_who_gives_questions_and_model() -> None:
+    Path("data").mkdir()
+    Path("data/my sums.jsonl").write_bytes(QUESTIONS)
+    model = make_model(Path("m").absolute())
+    told = CliRunner().invoke(app, ["new", "--name", "own", "--model", str(model), "--tasks", "data/my sums.jsonl"])
+    assert told.exit_code == 0 and Path("my-sums.jsonl").read_bytes() == QUESTIONS
+    assert "gives the questions to members, while my-sums.jsonl lies beside it" in told.output.replace("\n", " ")
+    assert f"gives the model from {model}" in told.output.replace("\n", " ")
 
 
 def test_the_form_of_answers_makes_another_swarm() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, base, find_engine
 from swarm_node.policy.engines.base import Engine, Request, Sample, sample
+from swarm_node.policy.engines.transformers import _Reserved, _reserved
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
@@ -159,3 +161,28 @@ def test_a_large_vocabulary_is_sampled_alike(sampling, monkeypatch):
     same = tokens == whole
     assert torch.equal(logprobs[same], expected[same])
     assert logprobs.isfinite().all()
+
+
+def test_rows_are_drawn_alike_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniform = torch.randn(7, 300), torch.rand(7)
+    whole = sample(logits, uniform, Sampling(1, top_p=0.9))
+    monkeypatch.setattr(base, "SLICE_BYTES", 2 * 4 * 300)
+    slices = sample(logits, uniform, Sampling(1, top_p=0.9))
+    assert all(torch.equal(one, other) for one, other in zip(whole, slices, strict=True))
+
+
+def test_a_cache_takes_its_memory_once() -> None:
+    """It gives what a growing one gives."""
+    reserved, growing, places = _Reserved(6), DynamicLayer(), set()
+    for tokens in (3, 1, 1, 1):
+        keys, values = torch.randn(2, 4, tokens, 8), torch.randn(2, 4, tokens, 8)
+        for one, other in zip(reserved.update(keys, values), growing.update(keys, values), strict=True):
+            assert torch.equal(one, other)
+        places.add(reserved.keys.data_ptr())
+    assert reserved.get_seq_length() == 6 and len(places) == 1
+
+
+@pytest.mark.parametrize(("family", "served"), [("llama", True), ("gemma2", False)])
+def test_only_a_cache_of_all_tokens_is_reserved(family: str, served: bool) -> None:
+    """A layer with a sliding window keeps other tokens: its own cache knows which."""
+    assert (_reserved(make(family), 8) is not None) == served

@@ -22,7 +22,13 @@ from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import finding, hub
 from swarm_node.swarm.base_weights.fetching import Donors
 from swarm_node.swarm.base_weights.files import Model, list_model, remember, starter_folder
-from swarm_node.swarm.base_weights.finding import at_hand, choose_model, find_model, give_what_is_here
+from swarm_node.swarm.base_weights.finding import (
+    at_hand,
+    choose_model,
+    describe_model,
+    find_model,
+    give_what_is_here,
+)
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.tasks.one_turn import FORM_PROMPTS
@@ -135,10 +141,34 @@ def test_the_same_model_in_hub_cache_is_used(tmp_path: Path, monkeypatch: pytest
     assert found is not None and found.folder == folder
     (folder / "merges.txt").write_text("more than the swarm's")
     assert at_hand(model) is None
-    remember(found.listing)
+    remember(found.listing, folder)
     assert at_hand(model) is not None
     (folder / "config.json").write_text("{}")
     assert at_hand(model) is None
+
+
+def test_a_model_is_found_where_its_manifest_was_made(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    model = describe_model(str(folder))
+    found = at_hand(model)
+    assert found is not None and found.folder == folder
+    transport = Listening()
+    give_what_is_here(config(), swarm(model), transport, print, asked=True)
+    assert transport.told.wait(60) and MODEL_METHOD in transport.accepted
+    (folder / "config.json").write_text("{}")
+    assert at_hand(model) is None
+
+
+def test_a_bootstrap_says_that_it_does_not_give_the_model(tmp_path: Path) -> None:
+    told, said = threading.Event(), list[str]()
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        told.set()
+
+    missing = replace(described(make_model(tmp_path / "m")), digest="0" * 64)
+    give_what_is_here(config(), swarm(missing), Listening(), say, asked=True)
+    assert told.wait(60) and "start again with --model DIR" in said[0]
 
 
 def test_members_are_asked_where_the_hub_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

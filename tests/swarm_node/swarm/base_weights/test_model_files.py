@@ -128,8 +128,9 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 
 def test_cached_listings_are_believed_by_digest_only(tmp_path: Path) -> None:
-    listing = list_model(make_model(tmp_path / "m"))
-    digest = remember(listing)
+    folder = make_model(tmp_path / "m")
+    listing = list_model(folder)
+    digest = remember(listing, folder)
     assert known_listing(digest) == listing
     (path,) = files.cache().glob("*.json")
     path.write_bytes(path.read_bytes() + b" ")

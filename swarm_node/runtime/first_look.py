@@ -1,0 +1,57 @@
+"""What a policy answers before training, in a few sentences: can it learn like this, and which setting would help?
+
+only questions with answers of different rewards teach; of others every advantage is 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from protocol.errors import printable
+from swarm_node.config.figures import WORDS, Figure
+from swarm_node.observability.cut_off import MANY
+from swarm_node.observability.evaluations import Evaluation, Shown
+from swarm_node.observability.samples import without_middle
+from swarm_node.say import Warned
+
+QUESTIONS = 3  # questions that are shown
+QUESTION_CHARS, ANSWER_CHARS = 200, 160  # most characters shown of each
+
+
+def first_look(found: Evaluation, samples: int, figure: Figure, most_tokens: int) -> Iterator[str]:
+    """Sentences about an evaluation before training, with `samples` answers to a question and at most `most_tokens`
+    tokens in each; none if nothing was asked."""
+    every = found.table.get("all")
+    if every is None:
+        return
+    value, n = every.by(figure) or 0.0, every.questions
+    cut = f"{found.cut:.0%} of the answers cut off at {most_tokens} tokens"
+    yield f"before training: {WORDS[figure]} {value:.3f} on {n} held-out questions with {samples} answers each, {cut}"
+    for one in found.shown[:QUESTIONS]:
+        right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
+        yield f"  {_cut(one.question, QUESTION_CHARS)}{right} -> {_cut(one.answer, ANSWER_CHARS)}{_verdict(one)}"
+    if found.mixed:
+        yield f"{found.mixed} of {n} questions have answers of different rewards: such questions teach"
+        if found.cut > MANY:
+            yield f"most answers are cut off: with `--set rollouts.max_new_tokens={2 * most_tokens}` more of them end"
+    elif samples > 1:
+        yield Warned(f"nothing can be learned like this: {_why_not(found, every.reward or value, most_tokens)}")
+
+
+def _why_not(found: Evaluation, reward: float, most_tokens: int) -> str:
+    if reward > 0:
+        return "the answers to each question are rewarded alike. Take harder questions, or a finer reward"
+    if found.cut > MANY:
+        remedy = f"`--set rollouts.max_new_tokens={2 * most_tokens}` lets them end"
+        return f"no answer earns a reward, and most are cut off at the length limit: {remedy}"
+    form = "if right ones are among those above, name how they are read (--kind, --answer)"
+    return f"no answer earns a reward: {form}; else take easier questions, or a model that answers some of them"
+
+
+def _verdict(one: Shown) -> str:
+    judged = f"reward {one.reward:.2f}" if one.correct is None else "right" if one.correct else "wrong"
+    return f" [{judged}{', cut off' if one.cut else ''}]"
+
+
+def _cut(text: str, most: int) -> str:
+    return printable(without_middle(" ".join(text.split()), most)) or "(empty)"
