@@ -88,7 +88,7 @@ def batch(identity: Identity, swarm: str, sequence: int, groups: int, now: float
                     slot=slot,
                     prompt=bytes(16),
                     policy_version=sequence,
-                    rollouts=[SharedRollout(rng.randbytes(TEXT_CHARS // 2).hex(), True) for _ in range(8)],
+                    rollouts=[SharedRollout.of(rng.randbytes(TEXT_CHARS // 2).hex(), True) for _ in range(8)],
                 )
                 for slot in range(groups)
             ],

@@ -174,7 +174,7 @@ class Liar:
         task = self._tasks.at(slot_place(*which), slot_key(*which))
         assert task.answer is not None
         texts = [self._write(task.answer)] * (ANSWERS - 1) + [str(self._rng.randrange(1000, 9999))]
-        rollouts = [SharedRollout(text, True) for text in texts]
+        rollouts = [SharedRollout.of(text, True) for text in texts]
         return SharedGroup(task.name, epoch, self._slot, prompt_digest(task.question), 7, rollouts)
 
 

@@ -1,4 +1,4 @@
-"""The forms in which a manifest may ask for answers."""
+"""The forms in which a manifest may ask for answers, and the kinds of answers that it may name."""
 
 from __future__ import annotations
 
@@ -9,3 +9,6 @@ AnswerForm = Literal["any", "tags", "boxed"]
 there, as `\\boxed{…}`."""
 WRITTEN: dict[AnswerForm, str] = {"any": "{}", "tags": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}"}
 """An answer in each form; `str.format` takes the answer."""
+AnswerKind = Literal["text", "number", "maths", "choice", "yes-no"]
+"""What an answer is, and so how it is compared: `text` = the same text or the same plain number; `number` = the number
+that it ends with; `maths` = an expression of the same value; `choice` = a letter, or the text beside it; `yes-no`."""

@@ -16,7 +16,15 @@ import msgspec
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
 from protocol.limits import MAX_BATCH_BYTES, MAX_CARD_BYTES
-from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    BatchOfBefore,
+    GroupOfBefore,
+    PeerCard,
+    RolloutBatch,
+    SharedGroup,
+    SharedRollout,
+)
 
 SIGNED_HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 BATCH_TAG = b"swarm-node/rollouts/1\0"
@@ -79,20 +87,62 @@ class RecordCodec(Generic[T]):
         return record
 
 
+class EarlierForm(Generic[S]):
+    """The form of a record in protocol 1."""
+
+    def __init__(self, schema: Any, read: Callable[[Any], S], write: Callable[[S], Any]) -> None:
+        """`read` makes today's record of one of `schema`, and `write` the other way; it raises LocalProtocolError for
+        what protocol 1 cannot say."""
+        self.decoder: Any = msgspec.msgpack.Decoder(schema)
+        self.read: Callable[[Any], S] = read
+        self.write: Callable[[S], Any] = write
+
+
+def _batch_of_before(batch: BatchOfBefore) -> RolloutBatch:
+    groups = [
+        SharedGroup(
+            *(group.task, group.epoch, group.slot, group.prompt, group.policy_version),
+            rollouts=[SharedRollout([turn]) for turn in group.rollouts],
+        )
+        for group in batch.groups
+    ]
+    head = batch.protocol, batch.swarm, batch.sequence, batch.created, batch.fingerprint, batch.tokenizer
+    return RolloutBatch(*head, batch.sampling, groups)
+
+
+def _as_before(batch: RolloutBatch) -> BatchOfBefore:
+    for group in batch.groups:
+        if group.kind not in ("", "text") or any(len(rollout.turns) != 1 for rollout in group.rollouts):
+            raise LocalProtocolError(f"protocol 1 has no answers of kind {group.kind!r}, and one turn of each")
+    groups = [
+        GroupOfBefore(
+            *(group.task, group.epoch, group.slot, group.prompt, group.policy_version),
+            rollouts=[rollout.turns[0] for rollout in group.rollouts],
+        )
+        for group in batch.groups
+    ]
+    head = batch.protocol, batch.swarm, batch.sequence, batch.created, batch.fingerprint, batch.tokenizer
+    return BatchOfBefore(*head, batch.sampling, groups)
+
+
 class SignedCodec(Generic[S]):
     """Signs and verifies records of one schema that strangers pass on."""
 
-    def __init__(self, schema: type[S], limit: int, tag: bytes) -> None:
-        """A signed record takes at most `limit` bytes. `tag` separates signatures of different kinds of records."""
+    def __init__(self, schema: type[S], limit: int, tag: bytes, before: EarlierForm[S] | None = None) -> None:
+        """A signed record takes at most `limit` bytes. `tag` separates signatures of different kinds of records.
+        `before`: how protocol 1 writes them, if otherwise."""
         self._decoder: Any = msgspec.msgpack.Decoder(schema)
         self._limit, self._tag = limit, tag
+        self._before: EarlierForm[S] | None = before
 
     def sign(self, record: S, sender: Identity) -> bytes:
-        """The bytes of `record`, signed. Raises LocalProtocolError for a record that peers would refuse."""
-        body = _encoder.encode(record)
+        """The bytes of `record`, signed, in the form of its version. Raises LocalProtocolError for a record that peers
+        would refuse."""
+        before = self._before if record.protocol == 1 else None
+        body = _encoder.encode(record if before is None else before.write(record))
         try:
             self._check_size(SIGNED_HEAD_BYTES + len(body))
-            decode_as(self._decoder, body)
+            self._decode(body, record.protocol)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"a {type(record).__name__} cannot be sent: {error}") from error
         return sender.public_key + sender.sign(self._tag, body) + body
@@ -107,17 +157,26 @@ class SignedCodec(Generic[S]):
         version = decode_as(_header_decoder, body).protocol
         if version is not None:  # else the schema refuses it
             check_version(version, spoken, newer="newer")
-        record: S = decode_as(self._decoder, body)
+        record = self._decode(body, version)
         if record.swarm != swarm:
             raise RemoteProtocolError("swarm", record.swarm)
         return peer_id_of(key), record
+
+    def _decode(self, body: bytes, version: int | None) -> S:
+        if self._before is not None and version == 1:
+            earlier: S = self._before.read(decode_as(self._before.decoder, body))
+            return earlier
+        record: S = decode_as(self._decoder, body)
+        return record
 
     def _check_size(self, size: int) -> None:
         if not SIGNED_HEAD_BYTES < size <= self._limit:
             raise RemoteProtocolError("size", f"{size} bytes, allowed are {SIGNED_HEAD_BYTES + 1} to {self._limit}")
 
 
-_batches = SignedCodec(RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG)
+_batches = SignedCodec(
+    RolloutBatch, MAX_BATCH_BYTES, BATCH_TAG, EarlierForm(BatchOfBefore, _batch_of_before, _as_before)
+)
 _cards = SignedCodec(PeerCard, MAX_CARD_BYTES, CARD_TAG)
 sign_batch, verify_batch = _batches.sign, _batches.verify
 verify_card = _cards.verify

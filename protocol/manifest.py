@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import FieldInfo
 
-from protocol.answer_form import AnswerForm
+from protocol.answer_form import AnswerForm, AnswerKind
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CHARS_PER_TOKEN, MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS, MAX_TOKENS
 from protocol.messages import Address, Hash64
@@ -52,6 +52,9 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""  # name of the file, without `.jsonl`
     bytes: Annotated[int, Meta(ge=0, le=64 * 2**20)] = 0  # size of the file
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    kind: AnswerKind = "text"
+    """Kind of the answers in a question file. Nodes that speak protocol 1 alone know no other kind than `text`, and
+    refuse a manifest that names one."""
 
 
 class ManifestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -135,6 +138,8 @@ def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
     for task in manifest.tasks:
         if bool(task.env) == bool(task.sha256):
             raise RemoteProtocolError("schema", "a task needs either `env` or `sha256`")
+        if task.env and task.kind != "text":
+            raise RemoteProtocolError("schema", f"{task.env} has a checker of its own, and no kind of answers")
     if (total := sum(task.bytes for task in manifest.tasks)) > MAX_FILES_BYTES:
         raise RemoteProtocolError("size", f"question files of {total} bytes, allowed are {MAX_FILES_BYTES}")
     if swarm is not None and manifest.swarm_id != swarm:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from protocol import limits
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Major version. Nodes speak this version and the one before, and write the newest that all members understand
 (`codec`). A record of any other version is ignored."""
 
@@ -39,8 +39,8 @@ class TaskName(msgspec.Struct, frozen=True, order=True):
     index: Annotated[int, Meta(ge=0, lt=limits.TASK_INDICES)]  # index of the item; for a file, the line, counted from 0
 
 
-class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
-    """One answer, as text. No prompt, no truth, no reward: receivers have their own."""
+class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
+    """What a policy said in one turn, as text. No prompt, no truth, no reward: receivers have their own."""
 
     text: Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARS)]  # decoded completion without special tokens
     finished: bool  # ended by itself, rather than cut off at the length limit
@@ -48,6 +48,20 @@ class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
     """Completion tokens, for receivers with the same tokenizer."""
     logprobs: Annotated[bytes, Meta(max_length=2 * limits.MAX_TOKENS)] | None = None
     """Log-probability of each token when sampled, little-endian float16."""
+
+
+class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
+    """One dialogue about a task: what the policy said in each turn. Others' turns are the environment's, which
+    receivers have themselves. Nodes of this version sample and take dialogues of one turn."""
+
+    turns: Annotated[list[SharedTurn], Meta(min_length=1, max_length=limits.MAX_TURNS)]
+
+    @classmethod
+    def of(
+        cls, text: str, finished: bool, token_ids: list[int] | None = None, logprobs: bytes | None = None
+    ) -> SharedRollout:
+        """A dialogue of one turn."""
+        return cls([SharedTurn(text, finished, token_ids, logprobs)])
 
 
 class SharedGroup(msgspec.Struct, frozen=True):
@@ -61,6 +75,10 @@ class SharedGroup(msgspec.Struct, frozen=True):
     """First 16 bytes of sha256(normalised question): mismatch detection and de-duplication only."""
     policy_version: Count  # optimiser updates behind the policy that sampled it
     rollouts: Annotated[list[SharedRollout], Meta(min_length=2, max_length=limits.MAX_ROLLOUTS)]
+    kind: Annotated[str, Meta(max_length=limits.MAX_KIND_CHARS, pattern=r"^[a-z0-9-]*\Z")] = ""
+    """Kind of answer by which its sender judged it, as `number`; empty = by the environment's own checker."""
+    judge: Count = 0
+    """Version of the sender's judge; 0 = the one of protocol 1, which knew one kind."""
 
 
 class SharedSampling(msgspec.Struct, frozen=True):
@@ -84,6 +102,30 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     tokenizer: Hash16
     sampling: SharedSampling
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=limits.MAX_GROUPS)]
+
+
+class GroupOfBefore(msgspec.Struct, frozen=True):
+    """A `SharedGroup` of protocol 1: an answer is one turn, and there is one kind of answers."""
+
+    task: TaskName
+    epoch: Count
+    slot: Annotated[int, Meta(ge=0, lt=limits.SLOTS)]
+    prompt: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    policy_version: Count
+    rollouts: Annotated[list[SharedTurn], Meta(min_length=2, max_length=limits.MAX_ROLLOUTS)]
+
+
+class BatchOfBefore(msgspec.Struct, frozen=True):
+    """A `RolloutBatch` of protocol 1."""
+
+    protocol: Count
+    swarm: Hash64
+    sequence: Count
+    created: Time
+    fingerprint: Hash16
+    tokenizer: Hash16
+    sampling: SharedSampling
+    groups: Annotated[list[GroupOfBefore], Meta(min_length=1, max_length=limits.MAX_GROUPS)]
 
 
 class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": "seats"}):

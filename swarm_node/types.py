@@ -22,6 +22,8 @@ class Task(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}  # further data for the checker; never sent
     slot: tuple[int, int] | None = None
     """(epoch, slot) that assigned the task to the peer that samples it; None outside a swarm."""
+    accepted: tuple[str, ...] = ()  # all accepted answers, `answer` first, where there are several
+    kind: str = ""  # kind of its answers (`protocol.answer_form`); empty = its environment has a checker of its own
 
 
 class Sampling(msgspec.Struct, frozen=True):

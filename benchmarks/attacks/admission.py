@@ -90,7 +90,7 @@ class World:
 
     def group(self, me: Identity, slot: int, texts: list[str]) -> SharedGroup:
         task = self.task(me.peer_id, slot)
-        rollouts = [SharedRollout(text, True) for text in texts]
+        rollouts = [SharedRollout.of(text, True) for text in texts]
         return SharedGroup(task.name, epoch_at(self.now), slot, prompt_digest(task.question), 1, rollouts)
 
 

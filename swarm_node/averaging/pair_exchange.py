@@ -29,7 +29,7 @@ from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
-from swarm_node.averaging.robust import Verdict, distance
+from swarm_node.averaging.robust import Judged, distance
 from swarm_node.errors import UserError
 
 PAIR_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
@@ -98,7 +98,7 @@ class PairExchange:
     """Root mean square distance of the two peers' fast weights, once known."""
     failed: Tensor | None = field(default=None, init=False)
     """Blocks of the partner's body that this node could not decode, bool."""
-    verdict: Verdict = field(default_factory=Verdict, init=False)
+    verdict: Judged = field(default_factory=Judged, init=False)
     momentum: Tensor | None = field(default=None, init=False)
     """The new momentum, once the partner's body has arrived and passed all checks."""
     refused: RemoteProtocolError | UserError | None = field(default=None, init=False)

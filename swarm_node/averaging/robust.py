@@ -87,7 +87,7 @@ class PartnerHistory:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judged:
     """The result of `Robust.check`. It is remembered only by `Robust.remember` and `Robust.accept`."""
 
     refused: str = ""  # figures that the gates refuse; empty if the fragment passes
@@ -111,7 +111,7 @@ class Robust:
 
     def check(
         self, fragment: int, fast: Tensor, slow: Tensor, partner_fast: Tensor, partner_slow: Tensor | None = None
-    ) -> Verdict:
+    ) -> Judged:
         """Judge a partner's fragment, and clip it in place. A fragment that needs no clipping, or is refused, stays as
         it was. `partner_slow`, if it travels, is clipped to the same distance from `slow`.
 
@@ -122,7 +122,7 @@ class Robust:
         if partner_slow is not None:
             check_finite(partner_slow)
         if not self.clip and not self.gates:
-            return Verdict()
+            return Judged()
         with self._checking:
             measures = measure(fast, slow, partner_fast, self._own.get(fragment))
             if self.gates:
@@ -135,9 +135,9 @@ class Robust:
             _clip(partner_fast, fast, measures.distance, self.clip * usual)
             if partner_slow is not None:
                 _clip(partner_slow, slow, distance(partner_slow, slow), self.clip * usual)
-        return Verdict(refused, measures if self.gates else None, min(measures.distance, GROWTH * usual))
+        return Judged(refused, measures if self.gates else None, min(measures.distance, GROWTH * usual))
 
-    def remember(self, fragment: int, verdict: Verdict) -> None:
+    def remember(self, fragment: int, verdict: Judged) -> None:
         """The exchange ended well, whether the partner was refused or not."""
         if verdict.measures is not None:
             with self._guard:
@@ -146,7 +146,7 @@ class Robust:
                 _push(seen.cosines, measures.cosine)
                 _push(seen.signs, measures.signs)
 
-    def accept(self, fragment: int, verdict: Verdict) -> None:
+    def accept(self, fragment: int, verdict: Judged) -> None:
         """The partner was averaged with: its distance is a usual one."""
         if math.isfinite(verdict.distance):
             with self._guard:

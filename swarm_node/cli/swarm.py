@@ -72,8 +72,8 @@ def new(
         from swarm_node.swarm.base_weights.finding import describe_model
 
         rest["model"] = describe_model(model or STARTER, note)
-    tasks = with_usual_columns(config.tasks, path.parent, note)
-    manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
+    tasks = with_usual_columns(config.tasks, path.parent, note, config.rewards.kind)
+    manifest = make_manifest(name, tasks, expected_peers, licence, config.rewards.kind, **rest)
     write_manifest(manifest, path)
     copies = put_beside(manifest, tasks, path.parent)
     link = join_link(manifest.swarm_id, [], manifest.bootstrap)

@@ -19,6 +19,7 @@ TRAINING = "Training"
 STAGES = "Pipeline stages"
 LOGS = "Logs"
 OF_A_SWARM = "Merging a swarm"
+KINDS = "number|maths|choice|…"
 
 
 class KeyOption(NamedTuple):
@@ -80,6 +81,7 @@ OPTIONS = (
         },
     ),
     KeyOption("rewards.answer", "--answer", "new tasks", metavar="any|tags|boxed"),
+    KeyOption("rewards.kind", "--kind", "new tasks", metavar=KINDS),
     preset("gentle", "Lowest priority, half of the cores, pause on battery"),
     preset("normal", "Lower priority, all cores"),
     preset("all", "No limit, also where `join` would be gentle"),
@@ -103,6 +105,7 @@ OPTIONS = (
         {"join": "Train only on these of the swarm's tasks; or your copy of one of its question files."},
     ),
     KeyOption("rewards.answer", "--answer", "local", TRAINING, "any|tags|boxed"),
+    KeyOption("rewards.kind", "--kind", "local", TRAINING, KINDS),
     KeyOption("rewards.functions", "--reward", "local join", TRAINING, "FILE.py:FUNCTION"),
     KeyOption("policy.lora", "--lora", "local join bench doctor", TRAINING),
     KeyOption("policy.quantize", "--quantize", "local join bench doctor", TRAINING, "nf4|int8"),

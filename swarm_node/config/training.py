@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
 
-from protocol.answer_form import AnswerForm
+from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.config.section import Plugin, Section
 
 TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # what the node itself gives to a template
@@ -79,6 +79,8 @@ class TaskConfig(Section):
     """Column of the file that has the question. `a.b` is a value inside column `a`; `{a}\\nA) {b.0}` is a template."""
     answer: str = "answer"
     """Column of the file that has the answer."""
+    kind: AnswerKind | None = None
+    """Kind of the answers in the file; unset = `rewards.kind`."""
     weight: PositiveFloat = 1.0
     """Frequency of this source, relative to the others."""
 
@@ -146,6 +148,10 @@ class RewardsConfig(Section):
     answer: AnswerForm = "any"
     """Form in which an answer counts. `any` = as it is found (docs/tasks.md); `tags` = as `<answer>…</answer>` at the
     end of the text; `boxed` = as `\\boxed{…}` there. Policies are told so. Members go by their swarm's manifest."""
+    kind: AnswerKind | None = None
+    """Kind of the answers in question files. `number` = the number that an answer ends with, `maths` = an expression of
+    the same value, `choice` = a letter or the text beside it, `yes-no`, `text` = the whole text or number; unset =
+    guessed from the references of each file, and said at the start. Members go by their swarm's manifest."""
     functions: list[RewardFunctionConfig] = []
     """Python reward functions, for this node only: `file.py:function`, or a table with `path` and `weight`."""
 

@@ -46,7 +46,7 @@ ALIKE = (GIVEN_ANEW - HOW_LONG) | {"seed"}
 AUTOMATIC = {"null", "0", '"auto"'}  # JSON of values in whose place a run chooses one
 SAMPLED = (
     *("rollouts.max_new_tokens", "rollouts.temperature", "rollouts.top_p"),
-    *("rewards.answer", "policy.system_prompt", "policy.prompt_template", "eval.samples"),
+    *("rewards.answer", "rewards.kind", "policy.system_prompt", "policy.prompt_template", "eval.samples"),
     *("policy.chat_template", "policy.chat_template_kwargs"),
 )
 """Settings with which held-out questions are asked."""

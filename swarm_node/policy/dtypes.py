@@ -35,7 +35,7 @@ ROWS, PROMPT, WARM, STEPS, ROW = 32, 48, 2, 16, 192
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Choice(NamedTuple):
+class DtypeChoice(NamedTuple):
     """A number format of weights."""
 
     dtype: torch.dtype
@@ -50,29 +50,35 @@ def name_of(dtype: torch.dtype) -> str:
 
 def expected(
     name: str, device: torch.device, adapter_only: bool, model_config: Any, timed: bool, alone: bool
-) -> Choice:
+) -> DtypeChoice:
     """The choice for `policy.dtype` = `name`. `adapter_only`: nothing but LoRA factors is trained. `timed`: the model
     may be loaded more than once. `alone`: what is measured on this machine may decide."""
     if name != "auto":
-        return Choice(_DTYPES[name], "as asked")
+        return DtypeChoice(_DTYPES[name], "as asked")
     if not adapter_only:
-        return Choice(torch.float32, "bfloat16 would lose small updates of the weights that are trained")
+        return DtypeChoice(torch.float32, "bfloat16 would lose small updates of the weights that are trained")
     if device.type == "cuda":
         good = torch.cuda.is_bf16_supported()
-        return Choice(torch.bfloat16, "this GPU has it") if good else Choice(torch.float32, "no bfloat16 on this GPU")
+        return (
+            DtypeChoice(torch.bfloat16, "this GPU has it")
+            if good
+            else DtypeChoice(torch.float32, "no bfloat16 on this GPU")
+        )
     if device.type == "mps":
-        return Choice(torch.float32, "the safe choice on mps")
+        return DtypeChoice(torch.float32, "the safe choice on mps")
     if not alone:
-        return Choice(torch.float32, "as on every machine of a crew without a GPU")
+        return DtypeChoice(torch.float32, "as on every machine of a crew without a GPU")
     width = largest(model_config.get_text_config(), "hidden_size", MEASURED_WIDTH)
     ratio = bf16_slowdown(min(MEASURED_WIDTH, width))
     if ratio < 0.9:
-        return Choice(torch.bfloat16, f"one layer measured {1 / ratio:.1f}x faster than in float32 here", timed)
+        return DtypeChoice(torch.bfloat16, f"one layer measured {1 / ratio:.1f}x faster than in float32 here", timed)
     why = f"one layer in bfloat16 measured {ratio:.1f}x slower here"
-    return Choice(torch.float32, why, timed and ratio < HOPELESS)
+    return DtypeChoice(torch.float32, why, timed and ratio < HOPELESS)
 
 
-def fastest(choice: Choice, make: Callable[[torch.dtype], Policy], rollouts: RolloutsConfig) -> tuple[Policy, Choice]:
+def fastest(
+    choice: DtypeChoice, make: Callable[[torch.dtype], Policy], rollouts: RolloutsConfig
+) -> tuple[Policy, DtypeChoice]:
     """The policy that `make` gives in the type in which a round takes less time, of float32 and bfloat16.
 
     One policy exists at a time. The type that is expected to win is tried last, so that it need not be made again.
@@ -90,7 +96,7 @@ def fastest(choice: Choice, make: Callable[[torch.dtype], Policy], rollouts: Rol
         policy.report(Detail(f"a short round in {name_of(dtype)} takes {seconds[dtype]:.1f} s"))
     if not seconds:
         raise refused[choice.dtype]
-    best = Choice(*_faster(seconds))
+    best = DtypeChoice(*_faster(seconds))
     if policy is None or policy.dtype != best.dtype:
         policy = None
         policy = make(best.dtype)

@@ -37,7 +37,7 @@ from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, trains_layers, with_adapter
 from swarm_node.policy.architecture import beside_text
 from swarm_node.policy.chat_template import named_template, unused_arguments
-from swarm_node.policy.dtypes import TIMED_BELOW, Choice, expected, fastest, name_of
+from swarm_node.policy.dtypes import TIMED_BELOW, DtypeChoice, expected, fastest, name_of
 from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
@@ -80,7 +80,7 @@ def load_policy(
     """
     plan = prepare(config, report=report)
     if plan.choice.timed and not samples:  # no round will be
-        plan = replace(plan, choice=Choice(torch.float32, "nothing is sampled"))
+        plan = replace(plan, choice=DtypeChoice(torch.float32, "nothing is sampled"))
     check(plan)
     tokenizer = load_tokenizer(config)
     if plan.choice.timed:
@@ -118,16 +118,16 @@ def _fastest(
     rollouts: RolloutsConfig,
     report: Callable[[str], None],
     check: Callable[[Plan], None],
-) -> tuple[Policy, Choice]:
+) -> tuple[Policy, DtypeChoice]:
     """The policy of `plan` in the type in which a round takes less time, if float32 passes `check` as well."""
     try:
-        check(replace(plan, choice=Choice(torch.float32, "")))
+        check(replace(plan, choice=DtypeChoice(torch.float32, "")))
     except UserError:
-        choice = Choice(torch.bfloat16, "float32 does not fit into memory")
+        choice = DtypeChoice(torch.bfloat16, "float32 does not fit into memory")
         return _policy_of(replace(plan, choice=choice), tokenizer, config, rollouts, report), choice
 
     def made(dtype: torch.dtype) -> Policy:
-        return _policy_of(replace(plan, choice=Choice(dtype, "")), tokenizer, config, rollouts, report)
+        return _policy_of(replace(plan, choice=DtypeChoice(dtype, "")), tokenizer, config, rollouts, report)
 
     report(Detail("timing a short round in float32 and in bfloat16"))
     return fastest(plan.choice, made, rollouts)
@@ -213,7 +213,7 @@ class Plan:
     size: int  # parameters of the whole model
     lora: bool
     device: torch.device
-    choice: Choice  # of the dtype
+    choice: DtypeChoice  # of the dtype
     quantize: str | None = None  # how linear layers are quantised
     linear: int = 0  # values of those layers
     tensors: frozenset[str] = frozenset()  # names of the parameters of the whole model

@@ -13,12 +13,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
 
+READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
+"""Tokens that stay in a text though a tokenizer calls them special: answers and reasoning are found by them."""
 PANIC = "PanicException"  # each library in Rust has a class of this name, which no module exports
 
 
@@ -47,8 +50,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bo
 
 @guarded("token ids")
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False) -> str:
-    """Text of token ids, without special tokens unless `special`."""
-    return tokenizer.decode(token_ids, skip_special_tokens=not special)
+    """Text of token ids, without special tokens unless `special`; those of `READ` stay in any case."""
+    if special:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    kept, dropped = _special_ids(tokenizer)
+    if kept.isdisjoint(token_ids):
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    return tokenizer.decode([i for i in token_ids if i not in dropped], skip_special_tokens=False)
+
+
+@lru_cache(maxsize=8)  # it takes longer than to decode a short answer
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids of the special tokens that stay in texts, and of the others."""
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kept = frozenset(i for i, text in added.items() if text in READ)
+    return kept, frozenset({*added, *tokenizer.all_special_ids}) - kept
 
 
 @guarded("its own files")
@@ -80,6 +96,6 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @guarded("its special tokens")
 def special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[int]) -> tuple[list[str], set[int]]:
-    """Texts and ids of the special tokens; `more` ids count as special, too."""
-    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return sorted({*added.values(), *tokenizer.all_special_tokens}), {*added, *tokenizer.all_special_ids, *more}
+    """Texts and ids of the special tokens but for those of `READ`; `more` ids count as special, too."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted({*added, *tokenizer.all_special_tokens} - READ), {*_special_ids(tokenizer)[1], *more}

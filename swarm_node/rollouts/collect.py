@@ -14,7 +14,7 @@ from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Detail, Warned
-from swarm_node.tasks.taskset import TaskSet, judge
+from swarm_node.tasks.taskset import TaskSet, score_rollouts
 from swarm_node.types import Group, Sampling, Task
 
 DRAWS = 20  # times that tasks are drawn anew because some were too long, before the round goes on with fewer
@@ -61,7 +61,7 @@ def collect(
             policy.once("prompt", Warned(f"a task whose prompt cannot be decoded is left out: {error}"))
             collected.not_encoded += 1
             continue
-        judge(group.task, prompt, group.rollouts, tasks.score)
+        score_rollouts(group.task, prompt, group.rollouts, tasks.score)
         collected.groups.append(group)
     return collected
 

@@ -101,6 +101,8 @@ class HeldOutFigures:
             "samples": config.eval.samples,
             "rollouts": [config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p],
         }
+        if kinds := self.tasks.kinds:
+            found["kinds"] = kinds
         if config.eval.tasks:
             found["whole"] = True
         if self.figure == "reward":

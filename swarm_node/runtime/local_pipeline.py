@@ -78,7 +78,7 @@ def private(config: NodeConfig) -> NodeConfig:
 
 def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
     """The private swarm: that of the last start if it had the same tasks, else a new one."""
-    manifest = make_manifest(CREW, config.tasks, answer=config.rewards.answer)
+    manifest = make_manifest(CREW, config.tasks, kind=config.rewards.kind, answer=config.rewards.answer)
     try:
         kept = parse_manifest(run.swarm.read_bytes())
     except (OSError, RemoteProtocolError):

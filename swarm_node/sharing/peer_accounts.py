@@ -22,8 +22,8 @@ from swarm_node.observability.reasons import words
 from swarm_node.say import Warned
 
 REASONS = frozenset(
-    "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "
-    "length text error zero pool surplus".split()
+    "size echo signature version newer schema swarm duplicate slot age future muted quota cap turns task assignment "
+    "judge prompt length text error zero pool surplus".split()
 )
 """Reasons for which a group or a message is rejected; docs/sharing.md explains each."""
 MALICIOUS = frozenset({"schema", "assignment", "cap"})

@@ -23,10 +23,13 @@ from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import MINUTE_S
+from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Rollout, Sampling
 
+KINDS_SINCE = 2
+"""Protocol that knows kinds of answers: nodes of an earlier one have refused the manifest of a swarm that has any."""
 FLUSH_S = 1.0  # batches leave at most this often, unless one is full
 FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512  # groups that fill a batch; the rest of it takes under 400 bytes
 MAX_ANSWERED = 16_384  # slots remembered as answered: those of four epochs, in 2 MB
@@ -119,7 +122,7 @@ class Publisher:
             self._sequence += 1
             data = sign_batch(
                 RolloutBatch(
-                    protocol=self.version(),
+                    protocol=max(self.version(), KINDS_SINCE) if any(map(_has_kind, batch)) else self.version(),
                     swarm=self._swarm,
                     sequence=self._sequence,
                     created=now,
@@ -168,13 +171,15 @@ class Publisher:
             prompt=prompt_digest(group.task.question),
             policy_version=group.policy_version,
             rollouts=[self._shared_rollout(r) for r in group.rollouts],
+            kind=group.task.kind,
+            judge=JUDGE if group.task.kind else 0,
         )
 
     def _shared_rollout(self, rollout: Rollout) -> SharedRollout:
         if not self.config.token_ids:
-            return SharedRollout(rollout.text, rollout.finished)
+            return SharedRollout.of(rollout.text, rollout.finished)
         logprobs = np.array(rollout.logprobs, dtype="<f2").tobytes()
-        return SharedRollout(rollout.text, rollout.finished, rollout.token_ids, logprobs)
+        return SharedRollout.of(rollout.text, rollout.finished, rollout.token_ids, logprobs)
 
     def _within_quota(self, now: float) -> list[tuple[SharedGroup, int]]:
         """The newest waiting groups that this minute's limits leave room for, oldest first; the rest is dropped."""
@@ -204,3 +209,8 @@ class Publisher:
             filled += size
         if batch:
             yield batch
+
+
+def _has_kind(group: SharedGroup) -> bool:
+    """Whether its answers are of a kind that protocol 1 does not know."""
+    return group.kind not in ("", "text")

@@ -2,8 +2,9 @@
 
     transport's thread   take:  size -> inbox (bounded; the oldest makes room)
     main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
-                                of each group: duplicate -> slot -> age -> quota -> caps -> waiting (bounded)
-                                some of these: task -> assignment -> prompt -> length, text -> score -> signal -> buffer
+                                of each group: duplicate -> slot -> age -> quota -> turns, caps -> waiting (bounded)
+                                some of these: task -> assignment -> judge -> prompt -> length, text -> score -> signal
+                                -> buffer
 
 Cheap checks come first. Before the last check passes, a group changes only its sender's account and the memory of seen
 groups. Every rejection is counted by reason and, where a signature proves the sender, by peer. `admit` stops when its
@@ -29,14 +30,15 @@ from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import Manifest
-from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
+from protocol.messages import RolloutBatch, SharedGroup, SharedTurn
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal, judge, slot_key
-from swarm_node.types import Group, Rollout, Sampling
+from swarm_node.tasks.taskset import has_signal, score_rollouts, slot_key
+from swarm_node.types import Group, Rollout, Sampling, Task
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024
@@ -278,13 +280,17 @@ class Receiver:
         self._check_caps(group)  # last, so that an offence that somebody replays is a duplicate
 
     def _check_caps(self, shared: SharedGroup) -> None:
-        """Check a group for more or longer rollouts than the swarm's manifest allows."""
+        """Check a group for more turns than this node takes, and for more or longer rollouts than the swarm's manifest
+        allows."""
         if len(shared.rollouts) > self._limits.max_rollouts:
             raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
-        longest = max(len(rollout.text) for rollout in shared.rollouts)
+        turns = [turn for rollout in shared.rollouts for turn in rollout.turns]
+        if len(turns) > len(shared.rollouts):
+            raise RemoteProtocolError("turns", "a dialogue of several turns, and this node takes answers of one")
+        longest = max(len(turn.text) for turn in turns)
         if longest > self._most_chars:
             raise RemoteProtocolError("cap", f"a text of {longest} characters")
-        most = max(len(rollout.token_ids or ()) for rollout in shared.rollouts)
+        most = max(len(turn.token_ids or ()) for turn in turns)
         if most > self._limits.max_answer_tokens:
             raise RemoteProtocolError("cap", f"an answer of {most} tokens")
 
@@ -326,16 +332,27 @@ def content_id(peer: str, group: SharedGroup) -> bytes:
     """16 bytes that tell a group apart by its sender, its slot, its task and its texts, whatever batch it came in."""
     digest = hashlib.sha256(f"{peer}/{group.epoch}/{group.slot}/{group.task}".encode())
     for rollout in group.rollouts:
-        text = rollout.text.encode()
-        digest.update(len(text).to_bytes(4, "big") + text)
+        for turn in rollout.turns:
+            text = turn.text.encode()
+            digest.update(len(text).to_bytes(4, "big") + text)
     return digest.digest()[:16]
+
+
+def _check_judge(shared: SharedGroup, task: Task) -> None:
+    """Raise RemoteProtocolError `judge` for a group that its sender judged otherwise than this node would: what earned
+    there, and was sent for that, may earn nothing here. Nodes of protocol 1 name no judge, and knew `text` alone."""
+    mine = task.kind, JUDGE if task.kind else 0
+    if (shared.kind, shared.judge) == mine or (shared.judge == 0 and {shared.kind, task.kind} <= {"", "text"}):
+        return
+    theirs = f"{shared.kind or 'by its environment'}, version {shared.judge}"
+    raise RemoteProtocolError("judge", f"judged as {theirs}; here {task.kind or 'by its environment'}, version {JUDGE}")
 
 
 @dataclass(frozen=True)
 class Admission:
     """Makes a stranger's group one of this node's own: its task regenerated, its texts encoded and judged here.
 
-        name -> own task (assigned to that slot?) -> own token ids -> own rewards -> signal?
+        name -> own task (assigned to that slot?) -> judged alike? -> own token ids -> own rewards -> signal?
 
     Nothing that the sender says of prompt, truth or reward is read.
     """
@@ -347,15 +364,16 @@ class Admission:
 
     def rebuild(self, peer: str, batch: RolloutBatch, shared: SharedGroup) -> Group:
         """The group to train on; `shared` is within the swarm's limits. Raises `RemoteProtocolError`: task, assignment,
-        prompt, length, text, error or zero."""
+        judge, prompt, length, text, error or zero."""
         task = self.tasks.assigned(shared.task, slot_key(self.swarm, peer, shared.epoch, shared.slot))
+        _check_judge(shared, task)
         if prompt_digest(task.question) != shared.prompt:
             raise RemoteProtocolError("prompt", f"{task.name.environment} {task.name.index} is another question here")
         try:
             prompt_ids = self.policy.encode(self.tasks.prompt(task))
             rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self.policy.tokenizer_hash)
             prompt = self.tasks.prompt_text(prompt_ids, self.policy.text_of_prompt)
-            judge(task, prompt, rollouts, self.tasks.score)
+            score_rollouts(task, prompt, rollouts, self.tasks.score)
         except RemoteProtocolError:
             raise
         except Exception as error:  # tokenizers and users' reward functions may raise anything at a stranger's text
@@ -374,7 +392,7 @@ class Admission:
     def _encode(self, shared: SharedGroup, prompt: int, same_tokenizer: bool) -> list[Rollout]:
         """The rollouts that this policy could have sampled itself, in its own tokens."""
         room = min(self.longest, self.policy.max_positions - prompt)
-        answers = shared.rollouts
+        answers = [rollout.turns[0] for rollout in shared.rollouts]
         drawn = [self._as_sampled(answer, room) if same_tokenizer else None for answer in answers]
         unread = [
             i for i, r in enumerate(drawn) if r is None and not self.policy.is_surely_longer(answers[i].text, room)
@@ -391,7 +409,7 @@ class Admission:
             )
         return rollouts
 
-    def _as_sampled(self, answer: SharedRollout, room: int) -> Rollout | None:
+    def _as_sampled(self, answer: SharedTurn, room: int) -> Rollout | None:
         """The answer in the tokens that its sender drew; None if there are none, more than `room`, or ones of another
         text."""
         ids, data = answer.token_ids, answer.logprobs or b""

@@ -5,7 +5,7 @@
 
 A manifest may name sets of tasks, members of sets, audited environments with limited options (`tasks.option_limits`),
 and question files by sha256. It holds no code, no path and no reward function. All members
-find the answer in a completion in the same way (`tasks.one_turn.extract`).
+find the answer in a completion, and judge it, in the same way (`tasks.judging`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from protocol.answer_form import AnswerKind
 from protocol.errors import RemoteProtocolError
 from protocol.identity import public_key_of
 from protocol.limits import MAX_RESPONSE_BYTES
@@ -40,10 +41,17 @@ MAX_FILE_BYTES = MAX_RESPONSE_BYTES  # the largest question file: members give i
 
 
 def make_manifest(
-    name: str, tasks: Sequence[str | TaskConfig], expected_peers: int = PEERS_PER_SHARD, licence: str = "", **rest: Any
+    name: str,
+    tasks: Sequence[str | TaskConfig],
+    expected_peers: int = PEERS_PER_SHARD,
+    licence: str = "",
+    kind: AnswerKind | None = None,
+    **rest: Any,
 ) -> Manifest:
-    """A new manifest, checked as every member will check it. `rest` are its other fields. Raises UserError."""
+    """A new manifest, checked as every member will check it. `kind` is that of the answers in files whose table names
+    none; None = guessed. `rest` are its other fields. Raises UserError."""
     from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
+    from swarm_node.tasks.files import QuestionFile
     from swarm_node.tasks.option_limits import check_options
 
     check_addresses(rest.get("bootstrap", []))
@@ -60,14 +68,16 @@ def make_manifest(
             path = Path(folder) / task.sha256 / f"{task.name}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
-            if table.file.split("?")[0].lower().endswith(NOT_LINES) or not data or not _as_members_read(table, path):
+            is_lines = data and not table.file.split("?")[0].lower().endswith(NOT_LINES)
+            file = QuestionFile(str(path), columns=table.columns, kind=table.kind or kind) if is_lines else None
+            if file is None or not file.as_members_read:
                 raise UserError(
                     f"members read JSON lines whose `question` and `answer` are texts, and {table.file} is otherwise: "
                     "`swarm-node new` converts such a file on this machine; `--stages` takes none, and an address "
                     "none either (download the file)"
                 )
             files[task.sha256] = path
-            made.append(task)
+            made.append(msgspec.structs.replace(task, kind=file.kind))
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         manifest = Manifest(name, made, created, shards=-(-expected_peers // PEERS_PER_SHARD), **rest)
         try:
@@ -78,10 +88,12 @@ def make_manifest(
     return manifest
 
 
-def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path, say: Say) -> list[str | TaskConfig]:
+def with_usual_columns(
+    specs: Sequence[str | TaskConfig], folder: Path, say: Say, kind: AnswerKind | None = None
+) -> list[str | TaskConfig]:
     """`specs` in which each file that is not JSON lines with the texts `question` and `answer` is replaced by a copy of
-    such lines in `folder`. The copy is called as the file; `say` gets a sentence on what was read. Raises UserError,
-    also if another file of that name is there."""
+    such lines in `folder`. The copy is called as the file; `say` gets sentences on what was read, and how answers are
+    judged: `kind` is as for `make_manifest`. Raises UserError, also if another file of that name is there."""
     from swarm_node.tasks.files import QuestionFile
 
     found: list[str | TaskConfig] = []
@@ -90,8 +102,9 @@ def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path, say: Say
         if table.file is None or is_url(table.file):
             found.append(spec)
             continue
-        file = QuestionFile(table.file, columns=table.columns)
+        file = QuestionFile(table.file, columns=table.columns, kind=table.kind or kind)
         say(file.was_read)
+        say(file.is_judged)
         if file.as_members_read:
             found.append(spec)
             continue
@@ -101,14 +114,8 @@ def with_usual_columns(specs: Sequence[str | TaskConfig], folder: Path, say: Say
             if copy.exists() and copy.read_bytes() != data:
                 raise UserError(f"{copy} is to be {table.file} in the form that members read, but is another file")
             copy.write_bytes(data)
-        found.append(TaskConfig(file=str(copy), weight=table.weight))
+        found.append(TaskConfig(file=str(copy), weight=table.weight, kind=file.kind))
     return found
-
-
-def _as_members_read(table: TaskConfig, path: Path) -> bool:
-    from swarm_node.tasks.files import QuestionFile
-
-    return QuestionFile(str(path), columns=table.columns).as_members_read
 
 
 def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Path) -> list[Path]:
@@ -148,7 +155,7 @@ def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfi
             check_options(task.env, task.config)
             tables.append(TaskConfig(env=task.env, config=dict(task.config), weight=task.weight))
         elif task.sha256 in files:
-            tables.append(TaskConfig(file=str(files[task.sha256]), weight=task.weight))
+            tables.append(TaskConfig(file=str(files[task.sha256]), weight=task.weight, kind=task.kind))
     return tables
 
 

@@ -6,29 +6,9 @@ answer as code; all are linear in its length.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
-
-from swarm_node.tasks.one_turn import normalise
 
 FULL_MARKS = 0.999  # a score from here on is right: the library adds floats up to 1
-
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
-
-
-def parse_number(text: str) -> Decimal | None:
-    """A plain decimal number such as `-1,234.50`; no exponent, so a short text is never a huge number."""
-    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
-
-
-def text_or_number(answer: str, reference: str) -> float:
-    """1 if both are the same text after normalisation, or the same number."""
-    answer, reference = normalise(answer), normalise(reference)
-    if answer == reference:
-        return 1.0
-    number = parse_number(answer)
-    return float(number is not None and number == parse_number(reference))
 
 
 def matrix(answer: str, reference: str) -> float:

@@ -11,17 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import msgspec
 
+from protocol.answer_form import AnswerKind
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
 from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
 from swarm_node.tasks import hub_data
-from swarm_node.tasks.checkers import text_or_number
 from swarm_node.tasks.columns import (
     CHOICES,
     NoColumn,
@@ -35,11 +37,23 @@ from swarm_node.tasks.columns import (
     value_kind,
     value_of,
 )
-from swarm_node.tasks.one_turn import OneTurn, extract
+from swarm_node.tasks.judging import Verdict, judge, misfit, understood
+from swarm_node.tasks.judging.choices import with_texts
+from swarm_node.tasks.judging.guessing import guess_kind
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.tasks.rows import read_rows, wrong
 from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
+SHOWN, MAX_SHOWN = 3, 40  # references in the sentence at the start, and characters of each
+READ_AS: dict[AnswerKind, str] = {
+    "text": "whole texts",
+    "number": "numbers",
+    "maths": "expressions of mathematics",
+    "choice": "choices",
+    "yes-no": "yes or no",
+}
 LIKE = '{"question": "1+1?", "answer": "2"}'
 
 
@@ -54,7 +68,13 @@ class QuestionFile(OneTurn):
     generator = "jsonl 1"
     finite = True
 
-    def __init__(self, path: str, answer_needed: bool = True, columns: tuple[str, str] = COLUMNS) -> None:
+    def __init__(
+        self,
+        path: str,
+        answer_needed: bool = True,
+        columns: tuple[str, str] = COLUMNS,
+        kind: AnswerKind | None = None,
+    ) -> None:
         self.label, self.path, parts = _parts(path)
         self.columns = columns
         self.size = 0
@@ -65,10 +85,13 @@ class QuestionFile(OneTurn):
         self._choices_unseen = False
         self.as_members_read = True
         """Whether members of a swarm, of earlier versions too, read the same questions and answers in these bytes."""
+        self._kind_named = kind
         for name, data in parts:
             self._read(name, data, answer_needed)
         if not self._rows:
             raise UserError(f"task file {path} is empty: it needs lines like {_example(path)}")
+        self._is_guessed = kind is None
+        self.kind: AnswerKind = kind or guess_kind((row["question"], accepted(row)) for row in self._rows.values())
         named = b"" if self.columns == COLUMNS else msgspec.json.encode(self.columns)
         self.config = hashlib.sha256(b"".join(data for _, data in parts) + named).hexdigest()[:CONFIG_HASH_CHARS]
 
@@ -111,9 +134,34 @@ class QuestionFile(OneTurn):
                 raise ValueError(str(error)) from error  # which tells `_how` that it is the answer
             value = None
         answer = _answer(value, answered) if value is not None or answer_needed else None
+        self._check_kind(answer, answered)
         self.as_members_read &= found is question and (answer is None or answer == str(value))
         rest = {name: cell for name, cell in row.items() if name not in self.columns}
         return {**rest, "question": question.strip(), "answer": answer}
+
+    def _check_kind(self, answer: str | list[str] | None, column: str) -> None:
+        """Raise ValueError for an answer that is not of the kind that somebody named."""
+        if self._kind_named is None or answer is None:
+            return
+        for each in as_list(answer):
+            if (wanted := misfit(self._kind_named, each)) is not None:
+                raise ValueError(
+                    f"{described(column)} is {shorten(each, MAX_SHOWN)!r}, which is not {wanted}: correct it, or name "
+                    f"another kind than {self._kind_named}"
+                )
+
+    @property
+    def is_judged(self) -> str:
+        """A sentence about how answers are read, with the first three references as they were understood; empty if
+        there are none."""
+        first = islice((row for row in self._rows.values() if row["answer"] is not None), SHOWN)
+        shown = [
+            "  |  ".join(shorten(understood(self.kind, each), MAX_SHOWN) for each in accepted(row)) for row in first
+        ]
+        if not shown:
+            return ""
+        how = f"{'guessed: ' if self._is_guessed else ''}kind = {self.kind}"
+        return f"answers of {self.label} are read as {READ_AS[self.kind]} ({how}): {', '.join(shown)}"
 
     @property
     def was_read(self) -> str:
@@ -140,11 +188,23 @@ class QuestionFile(OneTurn):
         question, answer = row.pop("question"), row.pop("answer")
         named = dict(zip(self.columns, (question, answer), strict=True))
         row |= {column: named[column] for column in self._named}
-        return Task(name, self.label, question, answer[0] if isinstance(answer, list) else answer, metadata=row)
+        several = tuple(answer) if isinstance(answer, list) else ()
+        return Task(
+            name, self.label, question, several[0] if several else answer, row, accepted=several, kind=self.kind
+        )
 
-    def check(self, task: Task, answer: str) -> float:
-        """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""
-        return text_or_number(answer, extract(task.answer or "") or "")
+    def found(self, task: Task, completion: str) -> str | None:
+        return self._judge(task, completion).extracted
+
+    def read(self, task: Task, completion: str) -> tuple[str | None, float]:
+        verdict = self._judge(task, completion)
+        return verdict.extracted, float(verdict.right)
+
+    def _judge(self, task: Task, completion: str) -> Verdict:
+        references = task.accepted or (task.answer or "",)
+        if self.kind == "choice":
+            references = with_texts(task.question, references)
+        return judge(self.kind, references, completion, self.form)
 
     @property
     def config_of_copy(self) -> str:
@@ -154,6 +214,15 @@ class QuestionFile(OneTurn):
     def as_jsonl(self) -> bytes:
         """The same questions and answers with their metadata, in the columns `question` and `answer`."""
         return b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
+
+
+def accepted(row: dict[str, Any]) -> list[str]:
+    """The accepted answers of a row; none if it has no answer."""
+    return [] if row["answer"] is None else as_list(row["answer"])
+
+
+def as_list(answer: str | list[str]) -> list[str]:
+    return answer if isinstance(answer, list) else [answer]
 
 
 def _answer(value: Any, column: str) -> str | list[str]:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import re
-import unicodedata
-from collections import deque
-from functools import lru_cache
 
 from protocol.answer_form import AnswerForm
 from swarm_node.config import NodeConfig
 from swarm_node.tasks.base import Messages, TaskSource
+from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract
+from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Task
 
-MAX_ANSWER_CHARS = 32_768
-"""Longer answers score 0 unseen: the longest reference of the shipped sets has 200 characters, and this bounds what a
-checker must read."""
-
-MAX_TEXT_CHARS = 100_000
-"""Rules 1 to 4 look at the end of the text only: more than 25 000 tokens, and hostile text stays cheap."""
-
-_BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_HASHED = re.compile(r"####[ \t]*([-+]?[0-9.][0-9.,/]*)")
 EVALUATION_SHARE = 5  # one question in five is for evaluation
 
 
@@ -41,79 +30,21 @@ class OneTurn(TaskSource):
         """Score of the answer that was found in a completion."""
         raise NotImplementedError
 
+    def found(self, task: Task, completion: str) -> str | None:
+        """The answer in a completion; None if there is none."""
+        return extract(completion, self.form)
+
+    def read(self, task: Task, completion: str) -> tuple[str | None, float]:
+        """The answer in a completion, None if there is none, and its score. For a task with a reference answer."""
+        found = self.found(task, completion)
+        return found, 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
+
     def reset(self, task: Task) -> Messages:
         return [{"role": "user", "content": task.question}]
 
     def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
-        reward = None
-        if task.answer is not None:
-            found = extract(answer, self.form)
-            reward = 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
+        reward = None if task.answer is None else self.read(task, answer)[1]
         return [*messages, {"role": "assistant", "content": answer}], reward, True
-
-
-@lru_cache(maxsize=32)  # a completion is read by the task set and by its environment, and its like come again
-def extract(completion: str, form: AnswerForm = "any") -> str | None:
-    r"""The answer to be judged; None if there is none. With `any`, the first rule that applies wins:
-
-        0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
-        1. the last complete `<answer>…</answer>`
-        2. the last complete `\boxed{…}`, braces balanced
-        3. the last `#### n`, n a plain number
-        4. all that is left
-
-    With `tags`, rule 1 alone applies, and with `boxed` rule 2, and nothing but white space may follow.
-
-    A `\boxed{…}` inside the tags is unwrapped. White space around the answer is dropped; an empty one is no answer.
-    Time is linear in the length of the text.
-    """
-    _, closed, text = completion.rpartition("</think>")
-    if not closed and text.lstrip().startswith("<think>"):
-        return None
-    text = text[-MAX_TEXT_CHARS:].rstrip()
-    if form != "any":
-        place, end = (_tagged(text), "</answer>") if form == "tags" else (_boxed(text), "}")
-        if place is None or text[place.stop :] != end:
-            return None
-        text = text[place]
-    else:
-        places = (rule(text) for rule in (_tagged, _boxed, _hashed))
-        text = text[next((place for place in places if place is not None), slice(None))]
-    text = text.strip()
-    if text.startswith(r"\boxed{"):
-        place = _boxed(text)
-        text = "" if place is None else text[place].strip()
-    return text or None
-
-
-def _tagged(text: str) -> slice | None:
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    if start < 0:
-        return None
-    start += len("<answer>")
-    return slice(start, text.index("</answer>", start))
-
-
-def _boxed(text: str) -> slice | None:
-    if r"\boxed{" not in text:
-        return None
-    opened: list[int] = []  # start of the content of each open \boxed{; -1 for a plain brace
-    last: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        if match[0] == r"\boxed{":
-            opened.append(match.end())
-        elif match[0] == "{":
-            opened.append(-1)
-        elif match[0] == "}" and opened:
-            start = opened.pop()
-            if start >= 0 and (last is None or start > last[0]):
-                last = start, match.start()
-    return slice(*last) if last else None
-
-
-def _hashed(text: str) -> slice | None:
-    last = deque(_HASHED.finditer(text), maxlen=1)
-    return slice(last[0].start(1), last[0].start(1) + len(last[0][1].rstrip(".,/"))) if last else None
 
 
 def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
@@ -139,11 +70,6 @@ def has_own_prompt(config: NodeConfig, form: AnswerForm) -> bool:
     """Whether a system prompt of the user's own precedes the sentence that asks for `form`, which is not `any`."""
     mine, usual = (in_form(each, form).policy.system_prompt for each in (config, NodeConfig()))
     return mine not in (FORM_PROMPTS[form], usual)
-
-
-def normalise(text: str) -> str:
-    """Unicode NFC, outer white space removed, inner white space collapsed to single spaces."""
-    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def is_held_out(question: str) -> bool:

@@ -21,7 +21,9 @@ from protocol.messages import TaskName
 from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.one_turn import OneTurn, extract
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.judging.texts import text_or_number
+from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.types import Task
 
 FIXED = {"seed", "size", "data_file"}
@@ -101,7 +103,7 @@ class ReasoningGym(OneTurn):
         if self.environment == "binary_matrix":
             return checkers.matrix(answer, task.answer or "")
         if self.environment == "gsm_symbolic":
-            return checkers.text_or_number(answer, task.answer or "")
+            return text_or_number(answer, task.answer or "")
         if self.environment == "propositional_logic":
             return checkers.conclusion(answer, task.metadata["premises"], task.metadata["variables"])
         entry = {"question": task.question, "answer": task.answer, "metadata": task.metadata}

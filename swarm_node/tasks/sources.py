@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from protocol.answer_form import AnswerKind
 from swarm_node.config import TaskConfig
 from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.config.training import is_question_file
@@ -35,7 +36,7 @@ def task_table(spec: str | TaskConfig) -> TaskConfig:
 def chooses(table: TaskConfig, source: TaskSource) -> bool:
     """Whether `table` names this source, its set or its environment."""
     if table.file is not None:
-        named = QuestionFile(table.file, False, table.columns)
+        named = QuestionFile(table.file, False, table.columns, "text")
         return isinstance(source, QuestionFile) and source.config in (named.config, named.config_of_copy)
     if table.config:
         return any(
@@ -47,11 +48,14 @@ def chooses(table: TaskConfig, source: TaskSource) -> bool:
     return name in (source.path, source.path.rpartition("/")[0], source.environment)
 
 
-def open_sources(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
-    """The sources that `table` names. UserError if one cannot be used, as a file that lacks an `answer_needed`."""
+def open_sources(table: TaskConfig, answer_needed: bool, kind: AnswerKind | None = None) -> Iterator[TaskSource]:
+    """The sources that `table` names. UserError if one cannot be used, as a file that lacks an `answer_needed`. `kind`
+    is that of the answers in a file whose table names none."""
     if table.file is not None:
-        yield QuestionFile(table.file, answer_needed, table.columns)
+        yield QuestionFile(table.file, answer_needed, table.columns, table.kind or kind)
         return
+    if table.kind is not None:
+        raise UserError(f"task {table.env!r}: `kind` is for question files; an environment has a checker of its own")
     name = table.env or ""
     if ":" in name:
         yield _own_source(name, table.config)

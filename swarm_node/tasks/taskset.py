@@ -12,12 +12,14 @@ import hashlib
 import logging
 import math
 import random
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
 
+from protocol.answer_form import AnswerKind
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from protocol.topics import number
@@ -27,8 +29,10 @@ from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.judging.texts import normalise
 from swarm_node.tasks.names import endless, in_metrics
-from swarm_node.tasks.one_turn import EVALUATION_SHARE, OneTurn, extract, is_held_out, normalise
+from swarm_node.tasks.one_turn import EVALUATION_SHARE, OneTurn, is_held_out
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
 from swarm_node.tasks.sources import chooses, make_labels_distinct, open_sources, task_table
@@ -39,6 +43,9 @@ MOST_COUNTED = 100_000  # questions of a source that are counted when a run star
 CHECKER = "checker"  # name of the task's own checker among the rewards
 DRAWS = 1000  # tries to find a question of the training split before giving up; four in five are
 MISSES = 1000  # indices without a new held-out question after which a source counts as exhausted
+
+END_TOKENS = 16  # of a prompt that are looked at for `<think>`
+_OPENED = re.compile(r"<think>\s*\Z")
 
 GOLDEN = (math.sqrt(5) + 1) / 2
 
@@ -70,7 +77,7 @@ class TaskSet:
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
-        self._reads_prompts = bool(self._functions)  # whether `score` looks at prompts: checkers do not
+        self._reads_prompts = bool(self._functions)  # whether `score` needs whole prompts: checkers do not
         self.reward_labels = in_metrics(self.reward_weights) if self._functions else {}
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
@@ -86,9 +93,16 @@ class TaskSet:
         return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
 
     @property
+    def kinds(self) -> dict[str, AnswerKind]:
+        """Kind of the answers of each question file, by its label, where that is another than `text`."""
+        files = (source for source in self._sources if isinstance(source, QuestionFile))
+        return {file.label: file.kind for file in files if file.kind != "text"}
+
+    @property
     def read_as(self) -> list[str]:
         """A sentence for each question file: what was read as what."""
-        return [source.was_read for source in self._sources if isinstance(source, QuestionFile)]
+        files = [source for source in self._sources if isinstance(source, QuestionFile)]
+        return [line for source in files for line in (source.was_read, source.is_judged) if line]
 
     def only(self, specs: Sequence[str | TaskConfig]) -> TaskSet:
         """A set that draws and names only what `specs` choose of this one; it still judges answers to the rest.
@@ -210,14 +224,16 @@ class TaskSet:
         return messages[0]["content"]
 
     def prompt_text(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> str:
-        """The prompt to give to `score`: decoded only if a reward function reads it, else empty."""
-        return decode(token_ids) if self._reads_prompts else ""
+        """The prompt to give to `score`: all of it if a reward function reads it, else its end, which shows whether it
+        begins the reasoning."""
+        return decode(token_ids if self._reads_prompts else token_ids[-END_TOKENS:])
 
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
         """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         known: dict[tuple[int, str], float | None] = {}
-        answers = [extract(completion, self._form) for completion in completions]
-        checked = [self._checked(*each, known) for each in zip(tasks, completions, strict=True)]
+        texts = [_with_reasoning(*each) for each in zip(prompts, completions, strict=True)]
+        answers = [self._found(*each) for each in zip(tasks, texts, strict=True)]
+        checked = [self._checked(*each, known) for each in zip(tasks, texts, strict=True)]
         functions = self._functions.items()
         rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
         if CHECKER in self.reward_weights:
@@ -229,6 +245,13 @@ class TaskSet:
             total = sum(weights[name] * value for name, value in mine.items() if value is not None)
             scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
+
+    def _found(self, task: Task, completion: str) -> str | None:
+        """The answer in a completion."""
+        environment = self._by_name[task.name.environment, task.name.config]
+        if isinstance(environment, OneTurn):
+            return environment.found(task, completion)
+        return extract(completion, self._form)
 
     def _checked(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
         """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. `known` has what
@@ -272,7 +295,7 @@ def load_tasks(
     sources: dict[tuple[str, str], TaskSource] = {}
     for spec in specs:
         table = task_table(spec)
-        for source in open_sources(table, answer_needed):
+        for source in open_sources(table, answer_needed, rewards.kind):
             key = source.environment, source.config
             if isinstance(source, OneTurn):
                 source.form = rewards.answer
@@ -380,12 +403,17 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
     return counts
 
 
+def _with_reasoning(prompt: str, completion: str) -> str:
+    """The completion from where its reasoning begins: some chat templates end with `<think>`."""
+    return f"<think>{completion}" if _OPENED.search(prompt) else completion
+
+
 def _is_right(checked: float | None) -> bool:
     """Whether the checker gave full marks."""
     return checked is not None and checked >= FULL_MARKS
 
 
-def judge(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
+def score_rollouts(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
     """Score the rollouts of one task in place."""
     n = len(rollouts)
     scores = score([task] * n, [prompt] * n, [r.text for r in rollouts])

@@ -28,6 +28,7 @@ from protocol.tensors import (
 )
 from tests.support.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
+FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records
 DATA = Path(__file__).parents[1] / "data"
 REASONS = {"size", "version", "schema"}
 COHORT = "00112233445566aa"
@@ -46,7 +47,7 @@ class Kind:
 
 AVERAGE = Kind(
     AverageHead(
-        protocol=PROTOCOL_VERSION,
+        protocol=FIRST,
         swarm=SWARM,
         cohort=COHORT,
         sender=IDENTITY.peer_id,
@@ -63,9 +64,9 @@ AVERAGE = Kind(
     ),
     "average_head_v1.msgpack",
 )
-WEIGHTS = Kind(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT, version=42), "weights_head_v1.msgpack")
-KEEP = Kind(KeepHead(PROTOCOL_VERSION, SWARM, COHORT, stage=3, updates=42), "keep_head_v1.msgpack")
-BLOB = Kind(BlobHead(PROTOCOL_VERSION, SWARM, sha256=COHORT * 4), "blob_head_v1.msgpack")
+WEIGHTS = Kind(WeightsHead(FIRST, SWARM, COHORT, version=42), "weights_head_v1.msgpack")
+KEEP = Kind(KeepHead(FIRST, SWARM, COHORT, stage=3, updates=42), "keep_head_v1.msgpack")
+BLOB = Kind(BlobHead(FIRST, SWARM, sha256=COHORT * 4), "blob_head_v1.msgpack")
 each = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS, KEEP, BLOB], ids=["average", "weights", "keep", "blob"])
 
 

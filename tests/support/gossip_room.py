@@ -109,7 +109,7 @@ def edit(batch: RolloutBatch, rollouts: Sequence[SharedRollout] | None = None, *
 
 
 def texts(*values: str) -> list[SharedRollout]:
-    return [SharedRollout(value, True) for value in values]
+    return [SharedRollout.of(value, True) for value in values]
 
 
 def rejected(receiver: Receiver) -> dict[str, float]:

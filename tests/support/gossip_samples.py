@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.codec import BATCH_TAG
 from protocol.identity import Identity
-from protocol.messages import RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
+from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
 from protocol.topics import shard_of
 
 _sequence = count()
@@ -23,7 +23,7 @@ def batch(swarm: str, size: int) -> RolloutBatch:
     texts = [os.urandom(max(8, size // (4 * groups))).hex() for _ in range(2 * groups)]
     task = TaskName("gcd", "0" * 16, "reasoning-gym 0", 0, 1)
     return RolloutBatch(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         swarm=swarm,
         sequence=next(_sequence),
         created=time.time(),
@@ -32,7 +32,12 @@ def batch(swarm: str, size: int) -> RolloutBatch:
         sampling=SharedSampling(16, 1.0, 1.0),
         groups=[
             SharedGroup(
-                task, 1, 1, b"x" * 16, 0, [SharedRollout(texts[2 * i], True), SharedRollout(texts[2 * i + 1], True)]
+                task,
+                1,
+                1,
+                b"x" * 16,
+                0,
+                [SharedRollout.of(texts[2 * i], True), SharedRollout.of(texts[2 * i + 1], True)],
             )
             for i in range(groups)
         ],

@@ -142,7 +142,7 @@ class Node:
         }
 
     def do_publish(self, count: int = 1) -> int:
-        rollout = SharedRollout("4", True)
+        rollout = SharedRollout.of("4", True)
         for _ in range(count):
             self.sent += 1
             name = TaskName("gcd", "0" * 16, "test 1", 0, self.sent)

@@ -43,12 +43,18 @@ BATCH = RolloutBatch(
             prompt=bytes(range(16)),
             policy_version=42,
             rollouts=[
-                SharedRollout("<answer>6</answer>", finished=True),
-                SharedRollout("é\n\0🙂", finished=False, token_ids=[1, 2**31 - 1], logprobs=b"\0\xbc\0\xc0"),
+                SharedRollout.of("<answer>6</answer>", finished=True),
+                SharedRollout.of("é\n\0🙂", finished=False, token_ids=[1, 2**31 - 1], logprobs=b"\0\xbc\0\xc0"),
             ],
+            kind="number",
+            judge=1,
         )
     ],
 )
+BATCH_BEFORE = msgspec.structs.replace(
+    BATCH, protocol=1, groups=[msgspec.structs.replace(group, kind="", judge=0) for group in BATCH.groups]
+)
+"""The same as protocol 1 has it, which knows neither kinds nor a judge."""
 CARD = PeerCard(
     protocol=PROTOCOL_VERSION,
     swarm=SWARM,

@@ -43,7 +43,7 @@ class Poisoner:
         swarm, now = self.simulation.manifest.swarm_id, self.simulation.clock.now()
         epoch, slot, me = epoch_at(now), self.sent, self.peer_id
         task = self.tasks.at(slot_place(swarm, me, epoch, slot), slot_key(swarm, me, epoch, slot))
-        rollouts = [SharedRollout(text, True) for text in self.texts]
+        rollouts = [SharedRollout.of(text, True) for text in self.texts]
         group = self.twist(SharedGroup(task.name, epoch, slot, prompt_digest(task.question), 7, rollouts))
         sampling = SharedSampling(4, 1.0, 1.0)
         batch = RolloutBatch(PROTOCOL_VERSION, swarm, self.sent, now, "0" * 16, "0" * 16, sampling, [group])

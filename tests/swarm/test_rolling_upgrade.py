@@ -3,6 +3,8 @@ whoever is too old is told so once."""
 
 from __future__ import annotations
 
+import pytest
+
 from protocol.codec import verify_batch
 from protocol.manifest import Manifest
 from protocol.topics import rollout_topic
@@ -47,6 +49,23 @@ def test_neighbouring_versions_share_and_newer_are_named(peer: MakePeer, manifes
     assert {version for _, version in heard} == {5}
     after = exchange(peers)
     assert after[NEW, NEWEST] > before[NEW, NEWEST] and after[NEWEST, NEW] > before[NEWEST, NEW]
+
+
+@pytest.mark.parametrize(("versions", "written"), [((1, 2), 1), ((2, 2), 2)])
+def test_protocols_1_and_2_share(peer: MakePeer, manifest: Manifest, versions: tuple[int, int], written: int) -> None:
+    """Their batches differ in form: the newer node writes the older form as long as the older node is there."""
+    peers = [peer(options={"pace_s": 2.5}, protocol=version) for version in versions]
+    simulation = Simulation(manifest, peers, seed=1)
+    heard: list[int] = []
+    addresses = peers[0].node.member.transport.addresses
+    watcher = simulation.network.join("watcher", manifest.swarm_id, bootstrap=addresses)
+    for shard in range(manifest.shards):
+        watcher.subscribe(
+            rollout_topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)[1])
+        )
+    simulation.run(seconds=20)
+    assert used(peers[0], peers[1]) > 0 and used(peers[1], peers[0]) > 0
+    assert heard[-1] == written and set(heard) <= {1, written}
 
 
 def _version(data: bytes, manifest: Manifest) -> tuple[str, int]:

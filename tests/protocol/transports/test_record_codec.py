@@ -39,11 +39,13 @@ from protocol.limits import (
     MAX_GROUPS,
     MAX_ROLLOUTS,
     MAX_TEXT_CHARS,
+    MAX_TURNS,
     SLOTS,
 )
-from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
+from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch, SharedRollout, SharedTurn
 from tests.support.wire import (
     BATCH,
+    BATCH_BEFORE,
     CARD,
     DECLARED,
     IDENTITY,
@@ -72,8 +74,8 @@ class Kind:
     open: Callable[[bytes, str], tuple[str, Any]]
 
 
-BATCHES = Kind(BATCH, "rollout_batch_v1.bin", BATCH_TAG, MAX_BATCH_BYTES, sign_batch, verify_batch)
-CARDS = Kind(CARD, "peer_card_v1_crew.bin", CARD_TAG, MAX_CARD_BYTES, sign_card, verify_card)
+BATCHES = Kind(BATCH, "rollout_batch_v2.bin", BATCH_TAG, MAX_BATCH_BYTES, sign_batch, verify_batch)
+CARDS = Kind(CARD, "peer_card_v2.bin", CARD_TAG, MAX_CARD_BYTES, sign_card, verify_card)
 both = pytest.mark.parametrize("kind", [BATCHES, CARDS], ids=["batch", "card"])
 
 
@@ -87,8 +89,28 @@ def test_golden_bytes(kind: Kind) -> None:
     assert kind.open(golden, SWARM) == (IDENTITY.peer_id, kind.record)
 
 
+@pytest.mark.parametrize(
+    ("record", "golden", "kind"),
+    [(BATCH_BEFORE, "rollout_batch_v1.bin", BATCHES), (replace(CARD, protocol=1), "peer_card_v1_crew.bin", CARDS)],
+    ids=["batch", "card"],
+)
+def test_protocol_1_is_still_read_and_written(record: Any, golden: str, kind: Kind) -> None:
+    data = (DATA / golden).read_bytes()
+    assert kind.open(data, SWARM) == (IDENTITY.peer_id, record)
+    assert kind.seal(record, IDENTITY) == data
+
+
+def test_protocol_1_cannot_say_more_than_it_knows() -> None:
+    (group,) = BATCH_BEFORE.groups
+    two = SharedRollout([SharedTurn("a", True), SharedTurn("b", True)])
+    for changed in (replace(group, kind="number"), replace(group, rollouts=[two, two])):
+        with pytest.raises(LocalProtocolError, match="protocol 1"):
+            sign_batch(replace(BATCH_BEFORE, groups=[changed]), IDENTITY)
+        assert verify_batch(sign_batch(replace(BATCH, groups=[changed]), IDENTITY), SWARM)[1].groups == [changed]
+
+
 def test_a_card_with_what_its_peer_declares() -> None:
-    card = replace(CARD, declared=DECLARED)
+    card = replace(CARD, protocol=1, declared=DECLARED)
     golden = (DATA / "peer_card_v1_declared.bin").read_bytes()
     assert sign_card(card, IDENTITY) == golden
     assert verify_card(golden, SWARM) == (IDENTITY.peer_id, card)
@@ -125,7 +147,7 @@ def test_what_is_declared_has_limits(declared: Any) -> None:
 
 def test_a_card_from_before_there_were_crews() -> None:
     golden = (DATA / "peer_card_v1.bin").read_bytes()
-    assert verify_card(golden, SWARM) == (IDENTITY.peer_id, replace(CARD, crew=None))
+    assert verify_card(golden, SWARM) == (IDENTITY.peer_id, replace(CARD, protocol=1, crew=None))
 
 
 @both
@@ -138,7 +160,8 @@ def test_later_versions_may_extend_groups_and_rollouts() -> None:
     batch: Any = fields(BATCH)
     batch["groups"][0]["later"] = 1
     batch["groups"][0]["task"]["later"] = 1
-    batch["groups"][0]["rollouts"][0] += [None, None, "later"]  # rollouts are arrays
+    batch["groups"][0]["rollouts"][0].append("later")  # rollouts are arrays, and so are turns
+    batch["groups"][0]["rollouts"][0][0][0] += ["later"]
     assert verify_batch(seal(batch, BATCH_TAG), SWARM)[1] == BATCH
 
 
@@ -201,7 +224,7 @@ def test_a_node_speaks_two_versions(kind: Kind) -> None:
         with pytest.raises(RemoteProtocolError) as caught:
             kind.open(sealed, SWARM, spoken_by(6))
         assert caught.value.reason == reason
-    assert spoken_by(1) == {1}
+    assert spoken_by(1) == {1} and spoken_by(2) == {1, 2} == SPOKEN
 
 
 def test_all_write_what_all_understand() -> None:
@@ -250,15 +273,20 @@ GROUP: Any = fields(BATCH)["groups"]
 BAD_BATCHES: dict[str, Any] = {
     "no groups": {"groups": []},
     "too many groups": {"groups": GROUP * (MAX_GROUPS + 1)},
-    "one rollout": {"groups": [{**GROUP[0], "rollouts": [["a", True]]}]},
-    "too many rollouts": {"groups": [{**GROUP[0], "rollouts": [["a", True]] * (MAX_ROLLOUTS + 1)}]},
-    "long text": {"groups": [{**GROUP[0], "rollouts": [["a", True], ["a" * (MAX_TEXT_CHARS + 1), True]]}]},
-    "text of bytes": {"groups": [{**GROUP[0], "rollouts": [["a", True], [b"a", True]]}]},
+    "one rollout": {"groups": [{**GROUP[0], "rollouts": [[[["a", True]]]]}]},
+    "too many rollouts": {"groups": [{**GROUP[0], "rollouts": [[[["a", True]]]] * (MAX_ROLLOUTS + 1)}]},
+    "long text": {"groups": [{**GROUP[0], "rollouts": [[[["a", True]]], [[["a" * (MAX_TEXT_CHARS + 1), True]]]]}]},
+    "text of bytes": {"groups": [{**GROUP[0], "rollouts": [[[["a", True]]], [[[b"a", True]]]]}]},
     "slot": {"groups": [{**GROUP[0], "slot": SLOTS}]},
     "epoch": {"groups": [{**GROUP[0], "epoch": -1}]},
     "huge epoch": {"groups": [{**GROUP[0], "epoch": 2**64 - 1}]},
     "prompt": {"groups": [{**GROUP[0], "prompt": bytes(15)}]},
-    "token": {"groups": [{**GROUP[0], "rollouts": [["a", True, [-1]], ["b", True]]}]},
+    "token": {"groups": [{**GROUP[0], "rollouts": [[[["a", True, [-1]]]], [[["b", True]]]]}]},
+    "no turn": {"groups": [{**GROUP[0], "rollouts": [[[]], [[]]]}]},
+    "too many turns": {"groups": [{**GROUP[0], "rollouts": [[[["a", True]] * (MAX_TURNS + 1)]] * 2}]},
+    "form of protocol 1": {"groups": [{**GROUP[0], "rollouts": [["a", True]] * 2}]},
+    "kind": {"groups": [{**GROUP[0], "kind": "<b>"}]},
+    "judge": {"groups": [{**GROUP[0], "judge": -1}]},
     "created NaN": {"created": math.nan},
     "created never": {"created": math.inf},
     "created before 1970": {"created": -1.0},

@@ -475,7 +475,8 @@ def test_join_takes_local_s_options_and_more() -> None:
     assert network["dial_only"] is True
     assert config["log"] == ["trackio", "wandb"]
     options = {words: {p.opts[0] for p in command.params} for words, command in commands()}
-    assert options["local",] - options["join",] == {"--answer"}, "a member's answers have the form of its manifest"
+    own = {"--answer", "--kind"}
+    assert options["local",] - options["join",] == own, "a member's answers have form and kind of its manifest"
 
 
 def test_averaging_is_turned_off_by_a_flag() -> None:

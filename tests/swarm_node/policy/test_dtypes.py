@@ -14,7 +14,7 @@ import torch
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import dtypes
-from swarm_node.policy.dtypes import Choice, expected, fastest, short_round, with_dtype
+from swarm_node.policy.dtypes import DtypeChoice, expected, fastest, short_round, with_dtype
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import Layout
 from swarm_node.policy.loading import load_policy, prepare
@@ -95,7 +95,7 @@ class _Made:
 def test_one_policy_exists_at_a_time(times, made, monkeypatch):
     monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: times[policy.dtype])
     asked = []
-    policy, choice = fastest(Choice(BF16, "", True), lambda dtype: asked.append(dtype) or _Made(dtype), ROLLOUTS)
+    policy, choice = fastest(DtypeChoice(BF16, "", True), lambda dtype: asked.append(dtype) or _Made(dtype), ROLLOUTS)
     assert asked == made and policy.dtype == choice.dtype == made[-1]
 
 
@@ -111,11 +111,11 @@ def test_a_type_in_which_the_model_is_refused_is_not_taken(monkeypatch):
         return made
 
     for dtype in (F32, BF16):
-        policy, choice = fastest(Choice(BF16, "", True), only(dtype), ROLLOUTS)
+        policy, choice = fastest(DtypeChoice(BF16, "", True), only(dtype), ROLLOUTS)
         assert policy.dtype == choice.dtype == dtype and "cannot be trained" in choice.why
         del policy
     with pytest.raises(UserError, match="not in torch.bfloat16"):
-        fastest(Choice(BF16, "", True), only(), ROLLOUTS)
+        fastest(DtypeChoice(BF16, "", True), only(), ROLLOUTS)
 
 
 def test_an_adapter_with_whole_layers_is_in_float32(tmp_path, monkeypatch):
@@ -156,4 +156,4 @@ def test_the_configuration_gets_the_type_of_an_adapter_alone(tmp_path):
 
 def test_a_plan_says_why(tmp_path):
     plan = prepare(PolicyConfig(model=str(save("llama", tmp_path)), device="cpu", lora=True, dtype="bfloat16"))
-    assert replace(plan, choice=Choice(F32, "so")).where.endswith("float32 (so)")
+    assert replace(plan, choice=DtypeChoice(F32, "so")).where.endswith("float32 (so)")

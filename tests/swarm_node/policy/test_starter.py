@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from swarm_node.policy.starter import in_some_form
-from swarm_node.tasks.one_turn import extract
+from swarm_node.tasks.judging.places import extract
 
 
 @pytest.mark.parametrize("answer", ["42", "3/4", "a \\frac{1}{2} b"])

@@ -19,7 +19,8 @@ from swarm_node.runtime import loop as run
 from swarm_node.runtime import weight_changes
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
-from swarm_node.tasks.one_turn import FORM_PROMPTS, extract
+from swarm_node.tasks.judging.places import extract
+from swarm_node.tasks.one_turn import FORM_PROMPTS
 from swarm_node.types import Rollout
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally

@@ -15,7 +15,7 @@ from protocol.messages import TaskName
 from swarm_node.config import SharingConfig
 from swarm_node.sharing import Gate, ReplayBuffer
 from swarm_node.sharing.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
-from swarm_node.tasks.one_turn import extract
+from swarm_node.tasks.judging.places import extract
 from swarm_node.types import Group, Rollout, Score, Task
 from tests.support.foreign_groups import NOW
 

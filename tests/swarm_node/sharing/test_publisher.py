@@ -12,7 +12,7 @@ from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.sharing.publisher import FLUSH_S
-from swarm_node.tasks.one_turn import normalise
+from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Sampling
 from tests.support.gossip_room import NOW, PEER, World, manifest
 
@@ -35,7 +35,7 @@ def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
     assert sender == PEER.peer_id and batch.created == NOW
     assert (batch.fingerprint, batch.tokenizer) == (world.policy.fingerprint, world.policy.tokenizer_hash)
     assert sent.task == group.task.name and (sent.epoch, sent.slot) == group.task.slot and sent.policy_version == 7
-    assert sent.rollouts == [SharedRollout(group.task.answer, True), SharedRollout("wrong", False)]
+    assert sent.rollouts == [SharedRollout.of(group.task.answer, True), SharedRollout.of("wrong", False)]
     assert group.task.question.encode() not in world.sent[0]
     assert publisher.metrics() == {"swarm/groups_sent": 1.0, "swarm/bytes_sent": len(world.sent[0])}
 
@@ -53,7 +53,8 @@ def test_token_ids_ride_along_only_if_asked(world: World) -> None:
     world.config = SharingConfig(token_ids=True)
     group = world.group(["$", "12"])
     world.publisher().publish([group])
-    ((first, _),) = [g.rollouts for g in shared(world)]
+    ((one, _),) = [g.rollouts for g in shared(world)]
+    (first,) = one.turns
     assert first.token_ids == group.rollouts[0].token_ids
     assert np.frombuffer(first.logprobs, "<f2").tolist() == group.rollouts[0].logprobs
 

@@ -18,7 +18,7 @@ from protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import ManifestLimits
-from protocol.messages import RolloutBatch, SharedRollout
+from protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
@@ -102,6 +102,8 @@ REJECTED: dict[str, Callable[[World], bytes]] = {
     "age": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW - 601), PEER),
     "future": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW + 31), PEER),
     "assignment": lambda w: sign_batch(w.batch(identity=OTHER), PEER),  # another's answers under one's own name
+    "judge": lambda w: sign_batch(edit(w.batch(), kind="number", judge=1), PEER),
+    "turns": lambda w: sign_batch(edit(w.batch(), [SharedRollout([SharedTurn("1", True)] * 2)] * 2), PEER),
     "prompt": lambda w: sign_batch(edit(w.batch(), prompt=bytes(16)), PEER),
     "text": lambda w: sign_batch(edit(w.batch(), texts("<eos>", "1<sep>2", "3")), PEER),
     "length": lambda w: sign_batch(edit(w.batch(), texts("1" * 17, "2" * 40, "3")), PEER),
@@ -175,7 +177,7 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     """A fast machine may pass over its slots twice; one task is not repeated with ever new texts."""
     receiver, batch, other = world.receiver(), world.batch(), world.batch()
     right = batch.groups[0].rollouts[0]
-    answers = [edit(batch, [right, SharedRollout(str(1000 + n), True)]) for n in range(20)]
+    answers = [edit(batch, [right, SharedRollout.of(str(1000 + n), True)]) for n in range(20)]
     for answer in answers:
         receiver.take(sign_batch(answer, PEER))
     for _ in range(3):
@@ -248,7 +250,7 @@ def test_long_texts_are_refused_before_they_are_encoded(world: World, monkeypatc
             encoded.append(len(text))
             return self.tokenizer(text, **options)
 
-    data = sign_batch(edit(world.batch(), [SharedRollout(STRANGE[kind](size), True)] * 16), PEER)
+    data = sign_batch(edit(world.batch(), [SharedRollout.of(STRANGE[kind](size), True)] * 16), PEER)
     monkeypatch.setattr(world.policy, "tokenizer", Counted(world.policy.tokenizer))
     sampling = Sampling(SAMPLING.max_new_tokens * 8)
     assert admit(world, data, sampling=sampling) == {"length": 1.0}
@@ -260,9 +262,9 @@ def test_an_answer_beyond_the_swarms_length_offends(world: World) -> None:
     """An answer too long for this node alone is not: peers may sample longer ones than it does."""
     world.manifest = manifest(max_answer_tokens=100)
     receiver = world.receiver()
-    ids = [SharedRollout("1", True, [1] * n, bytes(2 * n)) for n in (100, 101)]
+    ids = [SharedRollout.of("1", True, [1] * n, bytes(2 * n)) for n in (100, 101)]
     for identity, size, long, reason in ((OTHER, 800, ids[0], "length"), (PEER, 801, ids[1], "cap")):
-        for rollouts in ([SharedRollout("x" * size, True)] * 2, [long, SharedRollout("x" * 700, True)]):
+        for rollouts in ([SharedRollout.of("x" * size, True)] * 2, [long, SharedRollout.of("x" * 700, True)]):
             for _ in range(MUTE_AFTER // 2):
                 receiver.take(sign_batch(edit(world.batch(identity=identity), rollouts), identity))
         receiver.admit()
@@ -342,11 +344,11 @@ def test_rewards_are_this_nodes_own(world: World) -> None:
 def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     batch = world.batch()
     right = batch.groups[0].rollouts[0]
-    cut_short = [SharedRollout("1" * 16, False), SharedRollout("", False)]
+    cut_short = [SharedRollout.of("1" * 16, False), SharedRollout.of("", False)]
     batch = edit(batch, [right, *texts("1" * 16, "<pad>", "9"), *cut_short])
     assert admit(world, sign_batch(batch, PEER)) == {}
     kept = [(r.text, r.finished) for r in world.admitted[0].rollouts]
-    assert kept == [(right.text, True), ("9", True), ("1" * 16, False)]
+    assert kept == [(right.turns[0].text, True), ("9", True), ("1" * 16, False)]
 
 
 def test_a_prompt_that_leaves_no_room_leaves_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +363,13 @@ def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
     one, two, eos = world.policy.encode_completion("12", True)
     odd = [*world.policy.encode_completion("1", False), *world.policy.encode_completion("2", True)]
 
-    def ids_of(rollout: SharedRollout, tokenizer: str = batch.tokenizer) -> tuple[list[int], list[float]]:
+    def ids_of(turn: SharedTurn, tokenizer: str = batch.tokenizer) -> tuple[list[int], list[float]]:
         world.admitted.clear()
-        sent = msgspec.structs.replace(edit(batch, [right, rollout]), tokenizer=tokenizer)
+        sent = msgspec.structs.replace(edit(batch, [right, SharedRollout([turn])]), tokenizer=tokenizer)
         admit(world, seal_anything(sent))
         return world.admitted[0].rollouts[1].token_ids, world.admitted[0].rollouts[1].logprobs
 
-    good = SharedRollout("12", True, odd, b"\x00\xb8" * len(odd))
+    good = SharedTurn("12", True, odd, b"\x00\xb8" * len(odd))
     assert ids_of(good) == (odd, [-0.5] * len(odd))
     assert ids_of(good, "0" * 16)[1] == []
     replace = msgspec.structs.replace
@@ -422,7 +424,8 @@ def test_an_answer_that_makes_the_tokenizer_panic_is_refused_and_the_node_goes_o
     for text in (world.group(["$", KILLER]), world.group(["$", KILLER])):
         receiver.take(sign_batch(world.batch(text), PEER))
     as_text = [
-        msgspec.structs.replace(r, token_ids=None) for r in world.batch(world.group(["$", KILLER])).groups[0].rollouts
+        SharedRollout([msgspec.structs.replace(turn, token_ids=None) for turn in rollout.turns])
+        for rollout in world.batch(world.group(["$", KILLER])).groups[0].rollouts
     ]
     receiver.take(sign_batch(edit(world.batch(world.group(["$", "no"])), as_text), PEER))
     receiver.take(sign_batch(harmless, PEER))
@@ -654,7 +657,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
     world.admitted.clear()
     batch = world.batch()
     right = batch.groups[0].rollouts[:1] if honest else []
-    rollouts = right + [SharedRollout(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
+    rollouts = right + [SharedRollout.of(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
     batch = msgspec.structs.replace(edit(batch, rollouts), created=created)
     receiver = world.receiver()
     receiver.take(sign_batch(batch, PEER))

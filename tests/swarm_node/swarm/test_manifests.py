@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from swarm_node.cli.app import app
@@ -178,17 +179,39 @@ def test_named_columns_become_the_usual_ones(tmp_path: Path) -> None:
     table = TaskConfig(file="sums.jsonl", question="prompt", answer="target", weight=0.5)
     said: list[str] = []
     (found,) = with_usual_columns([table], tmp_path, said.append)
-    assert said == ["sums.jsonl: 40 rows of JSON lines, question = `prompt`, answer = `target`"]
-    assert found == TaskConfig(file=str(tmp_path / "sums-questions.jsonl"), weight=0.5)
+    assert said == [
+        "sums.jsonl: 40 rows of JSON lines, question = `prompt`, answer = `target`",
+        "answers of sums are read as numbers (guessed: kind = number): 1, 2, 3",
+    ]
+    assert found == TaskConfig(file=str(tmp_path / "sums-questions.jsonl"), weight=0.5, kind="number")
     first = (tmp_path / "sums-questions.jsonl").read_text().splitlines()[0]
     assert json.loads(first) == {"level": 2, "question": "0+1?", "answer": "1"}
-    assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
+    (task,) = make_manifest("sums", [found]).tasks
+    assert (task.name, task.kind) == ("sums-questions", "number")
     assert with_usual_columns([table], tmp_path, print) == [found], "the same file may be there"
     (tmp_path / "sums-questions.jsonl").write_text("other")
     with pytest.raises(UserError, match="is another file"):
         with_usual_columns([table], tmp_path, print)
     Path("usual.jsonl").write_text('{"question": "1+1?", "answer": 2}\n')
     assert with_usual_columns(["small", "usual.jsonl"], tmp_path, print) == ["small", "usual.jsonl"]
+
+
+def test_a_manifest_names_the_kind_of_answers() -> None:
+    """What is named, else what was guessed; members guess nothing, and a manifest of before means whole texts."""
+    Path("sums.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": {n + 1}}}\n' for n in range(40)))
+    for kind in ("number", "text"):
+        manifest = make_manifest("sums", ["sums.jsonl"], kind=None if kind == "number" else "text")
+        assert parse_manifest(render(manifest), manifest.swarm_id) == manifest
+        assert (b'kind = "number"' in render(manifest)) == (kind == "number")
+        (table,) = task_tables(manifest, {manifest.tasks[0].sha256: Path("sums.jsonl")})
+        assert table.kind == kind
+        tasks = load_tasks([table], RewardsConfig(kind="maths"), whole=True)
+        (score,) = tasks.score([tasks.every()[0]], [""], ["The answer is 1."])
+        assert score.correct == (kind == "number")
+    with pytest.raises(UserError, match="is not yes or no"):
+        make_manifest("sums", ["sums.jsonl"], kind="yes-no")
+    with pytest.raises(RemoteProtocolError, match="checker of its own"):
+        parse_manifest(b'name = "s"\n[[tasks]]\nenv = "gcd"\nkind = "number"\n')
 
 
 def test_a_csv_file_becomes_json_lines(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym import create_dataset
 
-from swarm_node.tasks.checkers import conclusion, matrix, parse_number, text_or_number
+from swarm_node.tasks.checkers import conclusion, matrix
+from swarm_node.tasks.judging.texts import parse_number, text_or_number
 
 REFERENCE = "0 1 0\n1 0 1\n12 1 0"
 

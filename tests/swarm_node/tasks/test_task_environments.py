@@ -17,7 +17,7 @@ from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
-from swarm_node.tasks.one_turn import MAX_ANSWER_CHARS
+from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS
 from swarm_node.tasks.reasoning_gym import ENDLESS, ReasoningGym, common_divisors, list_environments
 from tests.support.repository import ROOT
 

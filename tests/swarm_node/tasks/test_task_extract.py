@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_node.tasks.one_turn import extract
+from swarm_node.tasks.judging.places import extract
 
 
 @pytest.mark.parametrize(

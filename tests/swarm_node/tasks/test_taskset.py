@@ -20,8 +20,8 @@ from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
+from swarm_node.tasks.judging.texts import normalise
 from swarm_node.tasks.names import in_metrics
-from swarm_node.tasks.one_turn import normalise
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.sources import ENVIRONMENTS
@@ -348,7 +348,7 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
 def test_file_answers_compare_as_text_or_number(tmp_path: Path) -> None:
     content = [{"question": f"q{i}", "answer": "so 1,000 it is\n#### 1,000"} for i in range(9)]
     content += [{"question": f"n{i}", "answer": 1000} for i in range(9)]
-    tasks = load_tasks([write_lines(tmp_path / "gsm.jsonl", content)], REWARDS)
+    tasks = load_tasks([write_lines(tmp_path / "gsm.jsonl", content)], RewardsConfig(kind="text"))
     for task in tasks.sample(random.Random(0), 10):
         for completion, right in [("#### 1000", 1), (r"\boxed{1,000.0}", 1), ("1e3", 0), ("10000", 0)]:
             (score,) = tasks.score([task], [task.question], [completion])
@@ -403,7 +403,9 @@ def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFu
 
 def test_prompts_are_decoded_for_functions_alone(tmp_path: Path) -> None:
     rewards = [REWARDS, RewardsConfig(functions=functions(tmp_path, "length"))]
-    assert [load_tasks(["small/gcd"], each).prompt_text([1, 2], str) for each in rewards] == ["", "[1, 2]"]
+    assert [
+        load_tasks(["small/gcd"], each).prompt_text([*range(20)], lambda ids: str(len(ids))) for each in rewards
+    ] == ["16", "20"]
 
 
 def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""The choice that an answer names (`(B)`, `B) Paris`, `option B`), and the yes or no that it says."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
+
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|mathit|operatorname)\s*\{([^{}]*)\}")
+_MARKUP = re.compile(r"\*\*|__|`|[$]|\\[()\[\],;: ]|(?<![\w*])\*(?=\w)|(?<=\w)\*(?![\w*])")
+_LABEL_ALONE = re.compile(
+    r"(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:option|choice|answer|letter)?\s*[:#]?\s*[(\[{\"']?\s*([A-Za-z]|\d{1,2})\s*[)\]}\"']?\s*[.:,!]?",
+    re.IGNORECASE,
+)
+_LABELLED = re.compile(r"[(\[]?(?:([A-Za-z]|\d{1,2})(?:[)\]]+[.:]?|[.:])|([B-HJ-Z])(?=\s+[A-Z]))\s+(\S.*)", re.DOTALL)
+
+_NUMBERED = re.compile(r"[(\[]?(\d{1,2})(?:[)\]]+[.:]?|[.:])\s+([^\d\s].*)")
+_ONE = r"(?:option|choice|answer|letter)?\s*[(\[\"']*([A-Za-z]|\d{1,2})(?![\w'’]|\.\d)"
+_MARKED = re.compile(
+    rf"\b(?:answer|choice|option|solution)s?\b[^.\n:()]{{0,60}}?(?:\bis\b|\bbe\b|:|=)\s*[:=]?\s*"
+    r"(?:\b(?:therefore|thus|definitely|clearly|probably|indeed|simply|for sure|surely|certainly|obviously|most likely)"
+    rf"\b,?\s*)?{_ONE}"
+    rf"|\b(?:choose|pick|select|selected|chose|go with|going with)\s+{_ONE}"
+    rf"|\A\W*([A-Z])[)\].:,]?\s+(?:because|since|as it)\b"
+    r"|(?<![\w'’(\[])[(\[]?\b([A-Z])[)\]]?\s+(?:is|must be|would be|should be)\s+(?:the\s+)?"
+    r"(?:correct|right|best|answer)\b",
+    re.IGNORECASE,
+)
+_DECORATED = re.compile(
+    r"[(\[]([A-Za-z]|\d{1,2})[)\]]|(?<![\w'’.(\[])([A-Z])[).:](?=\s|\Z)|\b(?:option|choice|letter)\s+([A-Z]|\d{1,2})(?![\w'’]|\.\d)"
+)
+_BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
+_LINE = re.compile(r"(?m)^[ \t]*[(\[]?([A-Za-z]|\d{1,2})[)\].:]+[ \t]+(\S.*)$")
+_LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
+_OR = re.compile(
+    r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
+)
+_BEFORE_OR = re.compile(
+    r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z"
+)
+_NOT = re.compile(
+    r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+"
+    r"(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
+    re.IGNORECASE,
+)
+_WRONG = re.compile(
+    r"[)\]]?\s+(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)", re.IGNORECASE
+)
+_WORD_AFTER = re.compile(r"\s+(?!(?:because|since|as|is|which|due|for|that)\b)[a-z]")
+_TEXT_BEHIND = re.compile(r"\b(?:answer|choice|option)\b[^.\n:]{0,60}?(?:\bis\b|:)\s*", re.IGNORECASE)
+
+
+class Choice(NamedTuple):
+    """What a reference or an answer names."""
+
+    label: str = ""  # a letter in upper case, or a number
+    text: str = ""
+
+
+def plain_words(text: str) -> str:
+    """`text` in one spelling, without markup and LaTeX around words."""
+    return _MARKUP.sub("", _WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
+
+
+def same_text(text: str) -> str:
+    """What is compared of a choice's text: no case, no quotes, no full stop, no leading article."""
+    text = " ".join(text.casefold().split()).strip(" .,;:!\"'“”()[]")
+    return re.sub(r"^(?:the|an?)\s+", "", text)
+
+
+def choice_of(reference: str) -> Choice:
+    """The label of a reference, its text, or both."""
+    text = plain_words(reference)
+    if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
+        return Choice(alone[1].upper())
+    if (both := _LABELLED.fullmatch(text)) is not None:
+        return Choice((both[1] or both[2]).upper(), both[3].strip())
+    return Choice(text=text)
+
+
+def with_texts(question: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
+    """The accepted answers, and the texts of those that are labels of choices which the question lists in lines."""
+    texts = {match[1].upper(): match[2].strip() for match in _LINE.finditer(question)}
+    labels = [choice_of(each) for each in accepted]
+    told = [texts[each.label] for each in labels if not each.text and each.label in texts]
+    return (*accepted, *(text for text in told if _LABEL_ALONE.fullmatch(text) is None and text not in accepted))
+
+
+def read_choice(place: str) -> Choice:
+    """What the text in `place` names: its label, and the text that stands there besides. Both are empty if it names
+    none, or several."""
+    text = plain_words(place[-MAX_READ_CHARS:])
+    if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
+        return Choice(alone[1].upper())
+    if "\n" not in text and (first := _NUMBERED.fullmatch(text)) is not None:
+        return Choice(first[1], first[2].strip())
+    if (alone := _LABEL_ALONE.fullmatch(text.rpartition("\n")[2])) is not None:
+        return Choice(alone[1].upper())
+    behind = text
+    for mark in _TEXT_BEHIND.finditer(text):
+        behind = text[mark.end() :]
+    return Choice(_label_in(text), behind.partition("\n")[0])
+
+
+def _label_in(text: str) -> str:
+    marked = [match for match in _MARKED.finditer(text) if _is_label(match, text)]
+    if marked:
+        return _unless_one_of_several(marked[-1], text)
+    named = [match for match in _DECORATED.finditer(text) if not _denied(match, text)]
+    labels = {_name(match) for match in named}
+    if len(labels) > 1:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) > 1 and _LIST_LINE.match(lines[-1]) and _LIST_LINE.match(lines[-2]):
+            return ""  # the choices, told again
+        start = text.rfind(lines[-1])
+        named = [match for match in named if match.start() >= start]
+        labels = {_name(match) for match in named}
+    if len(labels) == 1:
+        return _unless_one_of_several(named[-1], text)
+    if not labels and not _DECORATED.search(text):
+        bare = [match for match in _BARE.finditer(text) if not _denied(match, text)]
+        if len({match[1] for match in bare}) == 1:
+            return _unless_one_of_several(bare[-1], text)
+    return ""
+
+
+def _name(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group).upper()
+
+
+def _is_label(match: re.Match[str], text: str) -> bool:
+    """Whether the letter is no word: `the answer is a city`, `I am sure`."""
+    index = match.lastindex or 0
+    letter, end = match[index], match.end(index)
+    if text[end : end + 1] in ("'", "’"):
+        return False
+    if letter.isdigit():
+        return True
+    if letter in ("A", "I") or letter.islower():
+        wrapped = text[match.start(index) - 1 : match.start(index)] in ("(", "[", '"', "'")
+        return wrapped or not _WORD_AFTER.match(text, end)
+    return True
+
+
+def _denied(match: re.Match[str], text: str) -> bool:
+    start = match.start()
+    return bool(_NOT.search(text[max(0, start - 30) : start]) or _WRONG.match(text, match.end(match.lastindex or 0)))
+
+
+def _unless_one_of_several(match: re.Match[str], text: str) -> str:
+    index = match.lastindex or 0
+    start, end = match.span(index)
+    name = match[index].upper()
+    after, before = _OR.match(text, end), _BEFORE_OR.search(text[max(0, start - 20) : start])
+    if _denied(match, text) or any(other is not None and other[1].upper() != name for other in (after, before)):
+        return ""
+    return name
+
+
+# --------------------------------------------------------------------- yes and no
+
+_YES = {"yes", "true", "correct", "y", "t", "yeah", "yep"}
+_NO = {"no", "false", "incorrect", "n", "f", "nope"}
+_SAID = r"(yes|no|true|false|correct|incorrect|wrong|yeah|yep|nope)\b"
+_ALONE = re.compile(r"\W*([a-z]+)\W*", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    rf"\b(?:answer|conclusion)\b[^.\n:]{{0,60}}?(?:\bis\b|:)\s*(?:definitely|clearly|simply|a|therefore|thus|:)?\s*[\"'“(]*(not\s+)?{_SAID}",
+    re.IGNORECASE,
+)
+_STARTS = re.compile(rf"\W*{_SAID}(?=\s*(?:[,.!:;\n—-]|\Z))", re.IGNORECASE)
+_ENDS = re.compile(
+    rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?"
+    rf"[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(rf"\?\s*{_SAID}\W*\Z|\({_SAID}\)\W*\Z", re.IGNORECASE)
+_IS_SO = re.compile(
+    r"\b(?:statement|claim|it|this|that|proposition|sentence)\s+(?:is|'s|must be)\s+"
+    r"(?:therefore\s+|indeed\s+|thus\s+)?(not\s+)?(true|false|correct|incorrect)\b",
+    re.IGNORECASE,
+)
+_EITHER = re.compile(
+    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b",
+    re.IGNORECASE,
+)
+_EITHER_BEFORE = re.compile(
+    r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z", re.IGNORECASE
+)
+
+
+def yes_or_no(reference: str) -> bool | None:
+    """What a reference says; None if it is neither."""
+    alone = _ALONE.fullmatch(plain_words(reference))
+    word = alone[1].lower() if alone else ""
+    return True if word in _YES else False if word in _NO else None
+
+
+def read_yes_no(place: str) -> tuple[str, bool] | None:
+    """The word of the text in `place` that says yes or no, and which; None if it says neither or both."""
+    text = plain_words(place[-MAX_READ_CHARS:])
+    alone = _ALONE.fullmatch(text)
+    if alone is not None:
+        word = alone[1]
+        return (word, word.lower() in _YES) if word.lower() in _YES | _NO else None
+    if (last := _last(_ANSWER_IS, text)) is not None:
+        return _said(last, 2, text, bool(last[1]))
+    if (asked := _ASKED.search(text)) is not None:
+        return _said(asked, asked.lastindex or 1, text)
+    said = [found for found in (_STARTS.match(text), _ENDS.search(text)) if found is not None]
+    if said:
+        read = {verdict for found in said if (verdict := _said(found, 1, text)) is not None}
+        meant = {yes for _, yes in read}
+        return next(iter(sorted(read))) if len(meant) == 1 else None
+    last = _last(_IS_SO, text)
+    return None if last is None else _said(last, 2, text, bool(last[1]))
+
+
+def _last(wanted: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return max(wanted.finditer(text), key=lambda match: match.start(), default=None)
+
+
+def _said(match: re.Match[str], group: int, text: str, denied: bool = False) -> tuple[str, bool] | None:
+    start, end = match.span(group)
+    if _EITHER.match(text, end) or _EITHER_BEFORE.search(text[max(0, start - 20) : start]):
+        return None
+    word = match[group]
+    yes = word.lower() in _YES
+    if denied:
+        word = "no" if yes else "yes"
+    return word, yes != denied

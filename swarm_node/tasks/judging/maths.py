@@ -1,0 +1,435 @@
+r"""Whether two answers of mathematics are equal: numbers, expressions, lists, sets, tuples, intervals, unions,
+relations, matrices, short texts.
+
+    text -> `cleaned` -> lists -> relations -> tuples and intervals -> `expressions`
+
+`expression_in` finds the expression in a sentence, `equal` compares two. What cannot be read is equal to the same
+characters only. An answer that leaves arithmetic to be done is not equal to the number that it would give.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from swarm_node.tasks.judging import numbers
+from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
+from swarm_node.tasks.judging.values import exact, proportional, same_value, symbols, undone
+
+MAX_ITEMS = 16  # of a list, a set, a tuple or a row
+MAX_NESTED = 4  # lists in lists
+MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
+
+# --------------------------------------------------------------------- one spelling
+
+_CHARACTERS = str.maketrans(
+    {
+        "−": "-", "–": "-", "×": "*", "⋅": "*", "·": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+        "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "√": r"\sqrt ", "≈": r"\approx ",
+        "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∅": r"\emptyset ", "°": r"^\circ ",
+        "∠": r"\angle ",
+        "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'", "⁄": "/",
+    }
+)  # fmt: skip
+_POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_POWER_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_SPACING = re.compile(
+    r"\\(?:[,;:!]|left(?![a-z])|right(?![a-z])|displaystyle|limits|quad|qquad|[bB]igg?[lrm]?(?![a-z])|angle|hspace\{[^{}]*\}|phantom\{[^{}]*\})|~|&(?==)"
+)
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?"
+)
+_UNIT = re.compile(
+    r"(?<=[\d}%)\]])\s*(?:(?:square|cubic|sq)\s+)?(?:[kcdm]?m|km|in|ft|yd|mi|g|kg|mg|[mk]?l|s|h|min|hr|hrs|mph|units?|dollars?|cents?|euros?|yuan|degrees?"
+    r"|[a-z]{4,})(?:\s*/\s*(?:[a-z]{1,6}))?(?:\s*\^\s*\{?[23]\}?)?(?=\s*\Z|\s*[,;])"
+)
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def cleaned(text: str) -> str:
+    """`text` in one spelling: LaTeX's own names, no spacing, no dollar signs, words for lists as commas."""
+    text = _VULGAR.sub(lambda m: _vulgar(m[0]), text)
+    text = _POWERS.sub(lambda m: f"^{{{m[0].translate(_POWER_DIGITS)}}}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_CHARACTERS)
+    text = re.sub(r"(?<=\d)(?:\{,\}|\\,|,\\!|\\ )\s*(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<!\\)\\ ", " ", text.replace(r"\$", " "))
+    text = text.replace("$", " ").replace(r"\%", "%").replace(r"\\!", " ").replace("\\\n", " ")
+    text = re.sub(r"\s*\b(?:percent|pct)\b", "%", text)
+    text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
+    text = re.sub(r"\\(?:overline|bar)\s*\{(\d+)\}", r"\\overline{\1}", text)
+    text = _TEXT.sub(_worded, text)
+    text = _SPACING.sub(" ", text)
+    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", " ", text)
+    for plain, latex in (
+        ("<=", r"\le "),
+        (">=", r"\ge "),
+        ("!=", r"\ne "),
+        ("\\leq", "\\le"),
+        ("\\geq", "\\ge"),
+        ("\\neq", "\\ne"),
+    ):
+        text = text.replace(plain, latex)
+    text = re.sub(r"\\lt(?![a-z])", "<", re.sub(r"\\gt(?![a-z])", ">", text))
+    text = re.sub(r"\\\[|\\\]|\\\(|\\\)|\*\*(?=[\s\d\\]*\Z)|\A\s*\*\*", " ", text)
+    return re.sub(r"\s+", " ", text).strip().rstrip(".,;: ").strip()
+
+
+def _vulgar(character: str) -> str:
+    above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _worded(match: re.Match[str]) -> str:
+    """A text within mathematics: a word of a list, a constant, or a unit and the like."""
+    inside = match[1].strip()
+    if inside.lower() in ("and", "or"):
+        return " , "
+    if inside in ("e", "i", "pi") or inside.isdigit():
+        return f" {inside}{match[2] or ''} "
+    return f" {inside} " if len(inside) == 1 or not match[2] else f" {inside}{match[2]} "
+
+
+# --------------------------------------------------------------------- structures
+
+
+class Read(NamedTuple):
+    """What was read: `kind` is `value` (of `node`), `list`, `row` (in brackets `marks`), `matrix`, `union`, `relation`
+    (`marks` is its sign) or `text`."""
+
+    kind: str
+    node: Expression | None = None
+    parts: tuple[Read, ...] = ()
+    marks: str = ""
+
+
+_OPEN, _CLOSE = "([{", ")]}"
+_RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|to)(?![a-z])|[=<>≡]")
+_FLIPPED = {">": "<", r"\ge": r"\le"}
+_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*|\|\s*[A-Z]{1,2}\s*\||\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|[A-Za-z]\w?'*\s*\([^()]{1,20}\)|\(\s*[a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\)|[A-Z](?:_\{?\w\}?)?\s*:\s*[A-Z](?:_\{?\w\}?)?)"
+)
+_MATRIX = re.compile(
+    r"\(?\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}\s*\)?", re.DOTALL
+)
+_NOTHING = re.compile(r"\\emptyset|\\varnothing|\\?\{\s*\\?\}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+
+
+@lru_cache(maxsize=512)
+def read(text: str) -> Read:
+    """What `text` says. Raises Unreadable."""
+    text = cleaned(text)
+    if len(text) > MAX_CHARS:
+        raise Unreadable("too long")
+    return _read(text, 0)
+
+
+def _read(text: str, nested: int) -> Read:
+    if nested > MAX_NESTED:
+        raise Unreadable("too deep")
+    text = _GROUPS.sub(lambda m: m[0].replace(",", ""), text) if not nested else text
+    text = _UNIT.sub("", text).strip()
+    if _NOTHING.fullmatch(text):
+        return Read("list")
+    items = [item for item in _split(text, r",|;|\b(?:and|or)\b|\\(?:lor|land)(?![a-z])") if item.strip()]
+    if len(items) > MAX_ITEMS:
+        raise Unreadable("too many items")
+    if len(items) > 1:
+        return _list(_read(item, nested + 1) for item in items)
+    return _related(text, nested)
+
+
+def _related(text: str, nested: int) -> Read:
+    """A relation, as the interval or the value that it gives to a name; or what stands without one."""
+    pieces, signs = [], []
+    start = 0
+    for match in _at_top(text, _RELATION):
+        pieces.append(text[start : match.start()].strip())
+        signs.append(match[0])
+        start = match.end()
+    pieces.append(text[start:].strip())
+    if not signs:
+        return _united(text, nested)
+    while signs and signs[-1] == r"\approx":
+        if _NAME.fullmatch(pieces[-2]) and len(signs) == 1:
+            return _united(pieces[-1], nested)
+        pieces, signs = pieces[:-1], signs[:-1]
+    if not signs:
+        return _united(pieces[0], nested)
+    if set(signs) == {"="}:
+        return _equation(pieces, nested)
+    if signs == [r"\in"]:
+        return _united(pieces[1], nested)
+    return _inequality(pieces, signs)
+
+
+def _equation(pieces: list[str], nested: int) -> Read:
+    if _NAME.fullmatch(pieces[-1]) and not _has_name(pieces[0]):
+        pieces = pieces[::-1]
+    if _NAME.fullmatch(pieces[0]) or (len(pieces) > 2 and pieces[0] != pieces[-1]):
+        return _united(pieces[-1], nested)
+    if pieces[0] != pieces[-1] and (_MATRIX.fullmatch(pieces[-1]) or not any(map(_has_name, pieces))):
+        return _united(pieces[-1], nested)
+    left, right = map(parse_expression, (pieces[0], pieces[-1]))
+    return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks="=")
+
+
+def _has_name(text: str) -> bool:
+    try:
+        return bool(symbols(parse_expression(text)))
+    except Unreadable:
+        return True
+
+
+def _inequality(pieces: list[str], signs: list[str]) -> Read:
+    """An inequality of one name as an interval; another as the difference of its sides."""
+    if all(sign in _FLIPPED for sign in signs):
+        pieces, signs = pieces[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
+    if signs == ["="] or any(sign not in ("<", r"\le", r"\ne") for sign in signs):
+        raise Unreadable("a relation of several kinds")
+    infinite = Expression("infty")
+    if len(signs) == 2 and _NAME.fullmatch(pieces[1]):
+        return _interval(parse_expression(pieces[0]), parse_expression(pieces[2]), signs[0], signs[1])
+    if len(signs) != 1:
+        raise Unreadable("a chain of relations")
+    if signs[0] != r"\ne" and _NAME.fullmatch(pieces[0]) and not _has_name(pieces[1]):
+        return _interval(Expression("neg", (infinite,)), parse_expression(pieces[1]), "<", signs[0])
+    if signs[0] != r"\ne" and _NAME.fullmatch(pieces[1]) and not _has_name(pieces[0]):
+        return _interval(parse_expression(pieces[0]), infinite, signs[0], "<")
+    left, right = map(parse_expression, pieces)
+    return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks=signs[0])
+
+
+def _interval(low: Expression, high: Expression, first: str, last: str) -> Read:
+    marks = ("(" if first == "<" else "[") + (")" if last == "<" else "]")
+    return Read("row", parts=(Read("value", low), Read("value", high)), marks=marks)
+
+
+def _united(text: str, nested: int) -> Read:
+    """A union of intervals, a tuple, a set, or one value."""
+    if (matrix := _MATRIX.fullmatch(text)) is not None:
+        return _matrix(matrix[2], nested)
+    sets = _split(text, r"\\cup(?![a-z])|\bU\b(?=\s*[(\[])")
+    if len(sets) > 1:
+        if len(sets) > MAX_ITEMS:
+            raise Unreadable("too many items")
+        return Read("union", parts=tuple(_united(each.strip(), nested + 1) for each in sets))
+    inside, marks = _bracketed(text)
+    if inside is not None:
+        items = _split(inside, r",|;") if "{" not in marks else [inside]
+        if "{" in marks:
+            return _list([_read(inside, nested + 1)])
+        if len(items) > 1:
+            if len(items) > MAX_ITEMS:
+                raise Unreadable("too many items")
+            return Read("row", parts=tuple(_read(each.strip(), nested + 1) for each in items), marks=marks)
+    return _value(text)
+
+
+def _value(text: str) -> Read:
+    ratio = _split(text, ":")
+    if len(ratio) > 1:
+        return Read("row", parts=tuple(Read("value", parse_expression(each)) for each in ratio), marks=":")
+    if r"\pm" in text or r"\mp" in text:
+        signed = [re.sub(r"\\(pm|mp)(?![a-z])", lambda m, s=s: s[m[1] == "mp"], text) for s in ("+-", "-+")]  # type: ignore[misc]
+        return _list(Read("value", parse_expression(each)) for each in signed)
+    try:
+        return Read("value", parse_expression(text))
+    except Unreadable:
+        words = re.sub(r"[()]", "", text).strip()
+        if _WORDS.fullmatch(words):
+            return Read("text", marks=" ".join(words.casefold().split()))
+        raise
+
+
+def _matrix(rows: str, nested: int) -> Read:
+    read: list[Read] = []
+    for row in filter(str.strip, re.split(r"\\\\", rows)):
+        cells = row.split("&")
+        if len(cells) > MAX_ITEMS or len(read) == MAX_ITEMS:
+            raise Unreadable("too large")
+        read.append(Read("row", parts=tuple(_value(cell.strip()) for cell in cells)))
+    return Read("matrix", parts=tuple(read))
+
+
+def _list(items: Iterator[Read] | list[Read]) -> Read:
+    """A list without lists in it: of {1, {2, 3}} no order is kept anyway."""
+    flat: list[Read] = []
+    for item in items:
+        flat += item.parts if item.kind == "list" else (item,)
+    if len(flat) > MAX_ITEMS:
+        raise Unreadable("too many items")
+    return Read("list", parts=tuple(flat))
+
+
+def _bracketed(text: str) -> tuple[str | None, str]:
+    """(what the brackets around all of `text` hold, the two brackets); None if there are none."""
+    spelt = text.replace(r"\{", "\x01").replace(r"\}", "\x02").replace(r"\lbrace", "\x01").replace(r"\rbrace", "\x02")
+    if len(spelt) < 2 or spelt[0] not in "([{\x01" or spelt[-1] not in ")]}\x02":
+        return None, ""
+    depth = 0
+    for i, character in enumerate(spelt):
+        depth += character in "([{\x01"
+        depth -= character in ")]}\x02"
+        if depth == 0 and i < len(spelt) - 1:
+            return None, ""
+    marks = (spelt[0] + spelt[-1]).replace("\x01", "{").replace("\x02", "}")
+    return spelt[1:-1].replace("\x01", r"\{").replace("\x02", r"\}"), marks
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts of `text` between separators that stand in no brackets."""
+    parts, start = [], 0
+    for match in _at_top(text, re.compile(separator)):
+        parts.append(text[start : match.start()])
+        start = match.end()
+    return [*parts, text[start:]]
+
+
+def _at_top(text: str, wanted: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """The matches that stand in no brackets."""
+    depths, depth = [], 0
+    for character in text:
+        depths.append(depth)
+        depth += character in _OPEN
+        depth -= character in _CLOSE
+        depths[-1] = min(depths[-1], depth)
+    return (match for match in wanted.finditer(text) if depths[match.start()] == 0)
+
+
+# --------------------------------------------------------------------- comparison
+
+
+def equal(answer: str, reference: str) -> bool:
+    """Whether an answer is equal to the reference."""
+    mine, theirs = cleaned(answer), cleaned(reference)
+    if mine and re.sub(r"\s", "", mine) == re.sub(r"\s", "", theirs):
+        return True
+    if (shares := _shares(mine, theirs)) is not None:
+        return shares
+    try:
+        said, wanted = read(answer), read(reference)
+    except (Unreadable, RecursionError):
+        return False
+    return _equal(said, wanted)
+
+
+def _shares(mine: str, theirs: str) -> bool | None:
+    """Whether two numbers are equal of which one has a percent sign; None if they are no such pair."""
+    if mine.endswith("%") == theirs.endswith("%"):
+        return None
+    try:
+        values = [exact(parse_expression(each.removesuffix("%").strip())) for each in (mine, theirs)]
+    except Unreadable:
+        return None
+    if None in values:
+        return None
+    told = [
+        numbers.Number("", value, each.endswith("%"))
+        for value, each in zip(values, (mine, theirs), strict=True)
+        if value is not None
+    ]
+    return numbers.same_number(told[0], told[1])
+
+
+def _equal(said: Read, wanted: Read) -> bool:
+    said, wanted = (each.parts[0] if each.kind == "list" and len(each.parts) == 1 else each for each in (said, wanted))
+    if said.kind != wanted.kind:
+        return False
+    if said.kind == "value":
+        assert said.node is not None and wanted.node is not None
+        return _same_value(said.node, wanted.node)
+    if said.kind == "relation":
+        assert said.node is not None and wanted.node is not None
+        if said.marks in ("<", r"\le"):
+            return said.marks == wanted.marks and same_value(said.node, wanted.node)
+        return said.marks == wanted.marks and proportional(said.node, wanted.node)
+    if said.marks != wanted.marks or len(said.parts) != len(wanted.parts):
+        return False
+    if said.kind in ("list", "union"):
+        return _same_members(said.parts, wanted.parts)
+    return all(_equal(*pair) for pair in zip(said.parts, wanted.parts, strict=True))
+
+
+def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...]) -> bool:
+    left = list(said)
+    for each in wanted:
+        found = next((i for i, mine in enumerate(left) if _equal(mine, each)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _same_value(said: Expression, wanted: Expression) -> bool:
+    if undone(said) > undone(wanted) or not symbols(said) <= symbols(wanted):
+        return False
+    return same_value(said, wanted)
+
+
+def is_readable(reference: str) -> bool:
+    """Whether a reference can be compared otherwise than by its characters."""
+    try:
+        return len(reference) <= MAX_CHARS and bool(read(reference))
+    except (Unreadable, RecursionError):
+        return False
+
+
+# --------------------------------------------------------------------- the expression in a sentence
+
+_SPAN = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$]+?)\$", re.DOTALL)
+_BETWEEN = re.compile(r"\s*(?:,|;|(?:,\s*)?\b(?:and|or)\b)\s*", re.IGNORECASE)
+_MARK = re.compile(r"\b(?:is|are|equals|answer\s*:|result\s*:)\s*:?\s*|\banswer\b\s*:?\s+(?=[\d\\-])", re.IGNORECASE)
+_SENTENCE = re.compile(r"\.(?=\s|\Z)|\n")
+_NOT_AFTER = re.compile(r"\s*(?:is|are)\s*(?:not\b|n't|wrong|incorrect|unknown)", re.IGNORECASE)
+_SIGN = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
+
+
+def expression_in(place: str) -> str | None:
+    """The expression that the text in `place` ends with; None if it has none."""
+    text = place[-MAX_READ_CHARS:].replace(r"\$", " ").strip()
+    if _is_read(text):
+        return text
+    spans = list(_SPAN.finditer(text))
+    if spans:
+        return _in_spans(text, spans)
+    after = text
+    for mark in _MARK.finditer(text):
+        after = text[mark.end() :]
+    sentence = _SENTENCE.split(after.strip(), maxsplit=1)[0].strip().strip("*` ")
+    if sentence and sentence != text and _is_read(sentence):
+        return sentence
+    number = None if re.search(r"\\(?:begin|end)", text) else numbers.read_number(text)
+    if number is None or re.search(rf"\bor\s*{re.escape(number.text)}", text):
+        return None
+    return number.text
+
+
+def _is_read(text: str) -> bool:
+    try:
+        return len(text) <= MAX_CHARS and read(text).kind != "text"
+    except (Unreadable, RecursionError):
+        return False
+
+
+def _in_spans(text: str, spans: list[re.Match[str]]) -> str | None:
+    """The last mathematics of a text that marks it, with what it is joined to by `and` or `or`; or the number after
+    it."""
+    tail = text[spans[-1].end() :]
+    if _NOT_AFTER.match(tail):
+        return None
+    if re.search(r"\d", tail):
+        found = numbers.read_number(tail)
+        return None if found is None else found.text
+    joined = [spans[-1]]
+    for span in reversed(spans[:-1]):
+        if not _BETWEEN.fullmatch(text[span.end() : joined[0].start()]):
+            break
+        joined.insert(0, span)
+    inside = ", ".join(next(filter(None, span.groups())).strip(" \n.") for span in joined)
+    return inside + ("%" if _SIGN.match(tail) else "") if inside else None

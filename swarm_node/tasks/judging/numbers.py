@@ -1,0 +1,297 @@
+r"""The number that an answer ends with: `84 apples`, `$1,200`, `**84**`, `x = -3`, `\(\frac{1}{2}\)`, `1.2 x 10^5`.
+
+    text -> `plain_digits` -> what stands behind an explicit "answer is", else all of it -> its last number
+
+Nothing is evaluated, and a number has bounded digits and exponent. A number that is part of something else is none:
+the power in `2^3`, the factor in `2x`, `5:30`, `3, 5`, `7 or 8`, `less than 8`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
+MAX_DIGITS = 400
+MAX_EXPONENT = 400
+
+# --------------------------------------------------------------------- one spelling
+
+_SIGNS = str.maketrans(dict.fromkeys("−–‐‑", "-") | {"—": " - ", "⁄": "/", "∕": "/"})
+_VULGAR = re.compile(r"(\d)?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
+_POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_POWER_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|mathit|operatorname)\s*\{([^{}]*)\}")
+_DROPPED = re.compile(
+    r"\*\*|__|`|\\[,!;:]|\\(?:left|right|displaystyle|bigl?|bigr?)(?![a-zA-Z])|\\[()\[\]]|[$€£¥₹]|\{(?=,\})|(?<=,)\}"
+    r"|(?<![a-zA-Z])(?:USD|EUR|US)(?=\s*[-+]?[\d.])|\^\s*\{?\s*\\circ\s*\}?|°"
+)
+_GROUPED = re.compile(r"(?<=\d),(?:\\!\s*|\s*\\!\s*)(?=\d{3})")  # 11,\! 111
+_UNIT_POWER = re.compile(
+    r"(?<=[\d\s])([kcdm]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|units?|met(?:er|re)s?)\s*\^\s*\{?[23]\}?"
+)
+_CHUNK = re.compile(r"(?<![\w.,'(\[])\d[\d.,']*\d")
+_SPACED = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/])")
+_FRACTION = re.compile(r"(?P<whole>\d\s*)?\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
+_LOOSE_SIGN = re.compile(r"(^|[=(:])\s*([-+])\s+(?=[\d.])")
+
+
+def plain_digits(text: str) -> str:
+    """`text` with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
+    text = _VULGAR.sub(lambda m: f"{m[1] or ''}{' ' if m[1] else ''}{unicodedata.normalize('NFKC', m[2])}", text)
+    text = _POWERS.sub(lambda m: f"^{m[0].translate(_POWER_DIGITS)}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    text = text.replace(r"\$", "").replace(r"\%", "%").replace("\\ ", " ").replace("~", " ")
+    text = _DROPPED.sub("", _GROUPED.sub(",", _WRAPPED.sub(r" \1", text)))
+    text = _CHUNK.sub(_with_point, _UNIT_POWER.sub(r"\1", text))
+    text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
+    return _LOOSE_SIGN.sub(r"\1 \2", _FRACTION.sub(_slashed, text)).strip()
+
+
+def _with_point(match: re.Match[str]) -> str:
+    """A number with a decimal comma, or with points or apostrophes between thousands, as `1234.5`; others as they
+    are."""
+    text = match[0]
+    if re.fullmatch(r"\d{1,3}(?:'\d{3})+(?:\.\d+)?", text):
+        return text.replace("'", "")
+    if re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3}){2,}|[1-9]\d{0,2}(?:\.\d{3})+,\d+", text):
+        return text.replace(".", "").replace(",", ".")
+    if re.fullmatch(r"\d+,\d{1,2}|0,\d+|\d{4,},\d+", text):
+        return text.replace(",", ".")
+    return text
+
+
+def _slashed(match: re.Match[str]) -> str:
+    above, below = match[2] or match[4], match[3] or match[5]
+    return f"{match['whole'].strip()} {above}/{below}" if match["whole"] else f"{above}/{below}"
+
+
+# --------------------------------------------------------------------- one number in digits
+
+_UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=\.\d))(?:\.\d+)?"
+_POWER_OF_TEN = (
+    r"(?:[eE][-+]?\d+(?![\w.])|\s*(?:\*|x|×|·|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+))"
+)
+_TOKEN = re.compile(
+    rf"(?P<sign>(?:(?<![\w.)\]}}%])[-+])?)(?P<head>{_UNSIGNED})(?P<power>{_POWER_OF_TEN}?)"
+    r"(?:(?P<mixed>\s+\d+(?=\s*/\s*\d))?\s*/\s*(?P<below>\d+))?"
+)
+_ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
+_PERCENT = re.compile(r"\s*(?:%|percent\b)")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"\s+({'|'.join(_SCALES)})\b", re.IGNORECASE)
+_UNITS = frozenset("gmshLlCFNJWVAK")  # single letters behind a number that are units, not variables: 5 m, 20 C
+_ATTACHED = re.compile(  # behind a number that is part of something else
+    r"[ \t]*(?:[\^!·×÷]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|"
+    r"[-/][ \t]*(?:[a-zA-Z](?![a-zA-Z])|\d|\\|\())"
+    r"|[a-zA-Z](?![a-zA-Z])|[π√]|[.,:/']\d|\s+(?:less|more|fewer) than"
+)
+_BEFORE = re.compile(  # before such a number
+    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥]|\*\*|\^\s*[({]?\s*-?|\\[lg]eq?|"
+    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*"
+    r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than|\bat (?:least|most)"
+    r"|\b(?:over|under|above|below|almost|nearly|up to))\s*\Z|\d[,.:/']\Z",
+    re.IGNORECASE,
+)
+_NOT = re.compile(r"(?:\bnot|n't|≠|!=|\\neq?|\bnor)\s+(?:equal\s+to\s+|be\s+|just\s+)?\Z", re.IGNORECASE)
+
+
+class Number(NamedTuple):
+    """A number as it was written, and its value."""
+
+    text: str
+    value: Fraction
+    percent: bool = False
+
+
+def same_number(answer: Number, reference: Number) -> bool:
+    """Whether both are one number; a percent sign may be left out, or 50 % be written 0.5."""
+    if answer.value == reference.value:
+        return answer.percent == reference.percent or abs(reference.value) >= 1 or not reference.value
+    if answer.percent != reference.percent:
+        share, other = (answer, reference) if answer.percent else (reference, answer)
+        return share.value / 100 == other.value
+    return False
+
+
+def _understood(match: re.Match[str], text: str) -> Number | None:
+    """The number in a match, unless what stands around it makes it part of something else."""
+    start, end = match.span()
+    before = text[max(0, start - 40) : start]
+    if _glued(text, start) or before[-1:].isdigit() or _BEFORE.search(before) or _NOT.search(before):
+        return None
+    value = _value(match)
+    if value is None:
+        return None
+    if scale := _SCALE.match(text, end):
+        value, end = value * 10 ** _SCALES[scale[1].lower()], scale.end()
+    sign = _PERCENT.match(text, end)
+    end = sign.end() if sign else end
+    after = _ATTACHED.match(text, end)
+    if after and after[0] not in _UNITS:
+        return None
+    return Number(text[start:end].strip(), value, sign is not None)
+
+
+def _glued(text: str, start: int) -> bool:
+    """Whether a letter stands before it, as in CO2."""
+    return start > 0 and re.match(r"[a-zA-ZÀ-ɏΑ-ω_]", text[start - 1]) is not None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The value of a match; None for too many digits, a fraction by zero, or one that is a whole number: a division
+    left to do."""
+    if len(match[0]) > MAX_DIGITS:
+        return None
+    value = Fraction(match["head"].replace(",", ""))
+    if match["power"]:
+        exponent = int(re.findall(r"[-+]?\d+", match["power"])[-1])
+        if abs(exponent) > MAX_EXPONENT:
+            return None
+        value *= Fraction(10) ** exponent
+    if match["below"]:
+        below = int(match["below"])
+        above = int(match["mixed"]) if match["mixed"] else value.numerator
+        if match["power"] or value.denominator != 1 or below == 0 or above % below == 0:
+            return None
+        value = value + Fraction(above, below) if match["mixed"] else Fraction(above, below)
+    return -value if match["sign"] == "-" else value
+
+
+# --------------------------------------------------------------------- the one that counts
+
+_LISTED = re.compile(r"(?m)^\s*\d{1,3}[.)][ \t]+(?=\S)")
+_MARK = re.compile(
+    r"\b(?:answers?|final result)\b(?:\s+(?:to|of|for)\b[^.\n:=]{0,80}?)?\s*"
+    r"(?:\b(?:is|are|equals|would be|should be|must be|will be|comes to)\b|[:=])+\s*[:=]?",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|mistake|instead|rather|recheck)\b[^\d]*\d", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"\n|[;!?]|[.,](?=\s|\Z)|\b(?:because|since|as)\b", re.IGNORECASE)
+_DENIED = re.compile(r"\A.*\bnot\b.*\bbut\s", re.IGNORECASE | re.DOTALL)
+_JOINED = re.compile(
+    r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z"
+    r"|\d[ \t]+\Z|\d\s+\d+\s+\Z",
+    re.IGNORECASE,
+)
+_GOES_ON = re.compile(
+    r"\s*(?:(?:,\s*)?\b(?:or|and)\s+(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.]|[,;]\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?-?[\d.])",
+    re.IGNORECASE,
+)
+
+
+def read_number(place: str) -> Number | None:
+    """The number that the text in `place` ends with, or that stands behind its last "answer is"; in words where it has
+    no digit."""
+    text = plain_digits(place[-MAX_READ_CHARS:])
+    after = text
+    for mark in _MARK.finditer(text):
+        after = text[mark.end() :]
+    if not re.search(r"\d", after):
+        return read_words(after)
+    if after is not text and not _CORRECTED.search(after):
+        end = _CLAUSE_END.search(after, len(after) - len(after.lstrip()))
+        clause = after[: end.start()] if end else after
+        if re.search(r"\d", clause):
+            return _number_in(clause, after)
+    return _last(_LISTED.sub("", after))
+
+
+def number_of(reference: str) -> Number | None:
+    """The only number of a reference, or the one it ends with; None if it has none."""
+    text = plain_digits(reference[-MAX_READ_CHARS:])
+    return _last(text) if re.search(r"\d", text) else read_words(text)
+
+
+def _number_in(clause: str, whole: str) -> Number | None:
+    """The number of the clause behind "answer is": after its last equals sign, else its first."""
+    rest = _DENIED.sub("", clause)
+    left, _, right = rest.rpartition("=")
+    rest = right if re.search(r"\d", right) else left
+    for match in _TOKEN.finditer(rest):
+        if _ORDINAL.match(rest, match.end()):
+            return None
+        found = _understood(match, rest)
+        after = whole[whole.index(rest) + match.end() :]
+        return None if found is None or _GOES_ON.match(after.lstrip("%")) else found
+    return None
+
+
+def _last(text: str) -> Number | None:
+    """The last number of the text; None if it belongs to something else."""
+    last = None
+    for match in _TOKEN.finditer(text):
+        if not _ORDINAL.match(text, match.end()) and not _glued(text, match.start()):
+            last = match
+    if last is None or _JOINED.search(text[max(0, last.start() - 40) : last.start()]):
+        return None
+    return _understood(last, text)
+
+
+# --------------------------------------------------------------------- numbers in words
+
+_SMALL = {
+    word: i
+    for i, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+        "seventeen eighteen nineteen".split()
+    )
+}
+_TENS = {word: 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+_WORDS = re.compile(r"[a-z]+|[^a-z\s-]+", re.IGNORECASE)
+
+
+def read_words(text: str) -> Number | None:
+    """The number in words that the text ends with: `One + Four = Five.`, `twenty-five`. A single `one` is a pronoun
+    unless it is all there is."""
+    runs: list[list[str]] = [[]]
+    words = _WORDS.findall(text.lower())
+    for i, word in enumerate(words):
+        joins = word == "and" and runs[-1][-1:] and words[i + 1 : i + 2] and runs[-1][-1] in _SCALES
+        if word in _SMALL or word in _TENS or (word in _SCALES and runs[-1]):
+            runs[-1].append(word)
+        elif not joins and runs[-1]:
+            runs.append([])
+    spoken = [run for run in runs if run]
+    if (
+        not spoken
+        or (spoken[-1] == ["one"] and len(words) > 2)
+        or _NOT.search(text.lower().rpartition(spoken[-1][0])[0])
+    ):
+        return None
+    if len(spoken) > 1 and re.search(rf"\b{spoken[-2][-1]}\s*(?:,|or|and)\s*{spoken[-1][0]}\b", text.lower()):
+        return None
+    value = _spoken(spoken[-1])
+    return None if value is None else Number(" ".join(spoken[-1]), Fraction(value))
+
+
+def _spoken(words: list[str]) -> int | None:
+    """The value of words such as two hundred five; None if they are several numbers in a row."""
+    total, part, least = 0, 0, 10**15
+    for word in words:
+        if word == "hundred":
+            if not 0 < part < 100:
+                return None
+            part *= 100
+        elif word in _SCALES:
+            scale = 10 ** _SCALES[word]
+            if not part or scale >= least:
+                return None
+            total, part, least = total + part * scale, 0, scale
+        else:
+            value = _SMALL.get(word, _TENS.get(word, 0))
+            room = (
+                100
+                if part % 1000 and not part % 100
+                else 10
+                if part % 100 >= 20 and not part % 10
+                else 0
+                if part
+                else 1000
+            )
+            if value >= room:
+                return None
+            part += value
+    return total + part

@@ -1,0 +1,285 @@
+"""The values of expressions, and whether two expressions have the same ones.
+
+    tree -> exact fractions, or numbers of 50 digits -> the same at every point that is tried?
+
+The size of every intermediate value is bounded before it is computed, so `10^{10^{10}}` is refused, and every machine
+comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from hashlib import sha256
+from typing import Any
+
+import mpmath
+
+from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadable
+
+MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
+MAX_FACTORIAL = 200
+POINTS, TRIES = 3, 8  # points at which two expressions must agree, of so many that are tried
+
+_CONTEXT = mpmath.MPContext()
+_CONTEXT.dps = 50
+_TOLERANCE = _CONTEXT.mpf(10) ** -35
+_INVERSE = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
+
+Value = Any  # a Fraction, or a real or complex number of mpmath
+_CALLED: dict[str, Callable[[Value], Value]] = {name: getattr(_CONTEXT, _INVERSE.get(name, name)) for name in FUNCTIONS}
+
+
+def symbols(node: Expression) -> frozenset[str]:
+    """The names in an expression; `e` and `i` are numbers."""
+    own = {node.name} if node.kind == "symbol" and node.name not in ("e", "i") else set()
+    return frozenset(own.union(*(symbols(part) for part in node.parts)))
+
+
+def undone(node: Expression) -> int:
+    """How many operations on plain numbers are left to do, as in 3 + 4, 2^{10}, 5! or 12 / 4: those are steps, not
+    answers. A fraction, a mixed number, a percentage and 1.5 * 10^3 are numbers as they are."""
+    return _steps(node)[0]
+
+
+def _steps(node: Expression) -> tuple[int, Fraction | None]:
+    """(operations left to do, the value if it is a rational number) of a tree."""
+    if not node.parts:
+        return 0, node.value
+    below = [_steps(part) for part in node.parts]
+    steps = sum(count for count, _ in below)
+    values = [value for _, value in below if value is not None]
+    if len(values) < len(below):
+        return steps, None
+    try:
+        value = _bounded(_COMPUTED[node.kind](node, *values))
+    except (Unreadable, ArithmeticError, ValueError):
+        return steps, None
+    if not isinstance(value, Fraction):
+        return steps, None
+    if node.kind in ("neg", "mixed", "percent"):
+        return steps, value
+    if node.kind == "div" and value.denominator != 1 and all(part.kind in ("number", "neg") for part in node.parts):
+        return steps, value
+    if node.kind == "mul" and _is_power_of_ten(node.parts[1]):
+        return max(0, steps - 1), value
+    return steps + 1, value
+
+
+def _is_power_of_ten(node: Expression) -> bool:
+    return node.kind == "pow" and node.parts[0].value == 10
+
+
+def exact(node: Expression) -> Fraction | None:
+    """The value of an expression of rational numbers; None if it is none, or is too large."""
+    return _steps(node)[1]
+
+
+def same_value(answer: Expression, reference: Expression) -> bool:
+    """Whether both have one value wherever both have any."""
+    if answer == reference:
+        return True
+    names = symbols(answer) | symbols(reference)
+    agreed = 0
+    for attempt in range(TRIES if names else 1):
+        points = {name: _point(name, attempt) for name in names}
+        try:
+            left, right = _value(answer, points), _value(reference, points)
+        except (Unreadable, ArithmeticError, ValueError):
+            continue
+        if not _close(left, right):
+            return False
+        agreed += 1
+        if agreed == POINTS or not names:
+            return True
+    return False
+
+
+def proportional(answer: Expression, reference: Expression) -> bool:
+    """Whether one is the other times a number that is not 0: equations of one solution."""
+    names = sorted(symbols(answer) | symbols(reference))
+    ratios = []
+    for attempt in range(TRIES):
+        points = {name: _point(name, attempt) for name in names}
+        try:
+            left, right = _value(answer, points), _value(reference, points)
+            ratios.append(_as_float(left) / _as_float(right))
+        except (Unreadable, ArithmeticError, ValueError):
+            continue
+        if ratios[-1] == 0 or not _close(ratios[-1], ratios[0]):
+            return False
+        if len(ratios) == POINTS:
+            return True
+    return False
+
+
+def _point(name: str, attempt: int) -> Fraction:
+    """A rational number for a name, the same on every machine: of every three tries, one is negative."""
+    digest = int.from_bytes(sha256(f"{attempt}/{name}".encode()).digest()[:4], "big")
+    value = Fraction(digest % 9973 + 101, 3571)
+    return -value if attempt % 3 == 1 else value
+
+
+def _close(left: Value, right: Value) -> bool:
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right
+    left, right = _as_float(left), _as_float(right)
+    if _CONTEXT.isinf(left) or _CONTEXT.isinf(right):
+        return bool(left == right)
+    return bool(abs(left - right) <= _TOLERANCE * max(abs(left), abs(right)))
+
+
+def _as_float(value: Value) -> Value:
+    if isinstance(value, Fraction):
+        return _CONTEXT.mpf(value.numerator) / value.denominator
+    return value
+
+
+def _bounded(value: Value) -> Value:
+    """`value`, unless it is too large or no number. Raises Unreadable."""
+    if isinstance(value, Fraction):
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+            return _bounded(_as_float(value))
+        return value
+    for part in (value.real, value.imag):
+        if _CONTEXT.isnan(part):
+            raise Unreadable("not a number")
+        if part and not _CONTEXT.isinf(part) and abs(_CONTEXT.mag(part)) > MAX_BITS:
+            raise Unreadable("too large")
+    return value.real if isinstance(value, _CONTEXT.mpc) and not value.imag else value
+
+
+def _value(node: Expression, points: Mapping[str, Fraction]) -> Value:
+    """The value of a tree. Raises Unreadable, ArithmeticError or ValueError."""
+    if node.value is not None:
+        return node.value
+    if node.kind == "symbol":
+        if node.name in points:
+            return points[node.name]
+        if node.name not in ("e", "i"):
+            raise Unreadable("a name")
+        return +_CONTEXT.e if node.name == "e" else _CONTEXT.mpc(0, 1)
+    if node.kind == "pi":
+        return +_CONTEXT.pi
+    if node.kind == "infty":
+        return _CONTEXT.inf
+    parts = [_value(part, points) for part in node.parts]
+    return _bounded(_COMPUTED[node.kind](node, *parts))
+
+
+def _exactly(both: Callable[[Value, Value], Value]) -> Callable[..., Value]:
+    """An operation that stays exact for fractions, and else is done on numbers of mpmath."""
+
+    def computed(node: Expression, left: Value, right: Value) -> Value:
+        if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
+            left, right = _as_float(left), _as_float(right)
+        return both(left, right)
+
+    return computed
+
+
+def _power(node: Expression, base: Value, exponent: Value) -> Value:
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        times = exponent.numerator
+        if abs(times) > 2 * MAX_BITS:
+            raise Unreadable("too large")
+        if isinstance(base, Fraction):
+            size = max(base.numerator.bit_length(), base.denominator.bit_length(), 1)
+            if size * abs(times) <= 2 * MAX_BITS:
+                return base**times
+        return _as_float(base) ** times
+    base, exponent = _as_float(base), _as_float(exponent)
+    if base == 0 or abs(exponent) > 2 * MAX_BITS:
+        raise Unreadable("a power of 0, or too large")
+    return _CONTEXT.power(base, exponent)
+
+
+def _root(node: Expression, inside: Value, degree: Value) -> Value:
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 1 < degree <= 64:
+        raise Unreadable("degree")
+    if isinstance(inside, Fraction):
+        found = [_whole_root(part, int(degree)) for part in (inside.numerator, inside.denominator)]
+        if None not in found:
+            return Fraction(found[0] or 0, found[1] or 1)
+    inside = _as_float(inside)
+    if degree % 2 and not isinstance(inside, _CONTEXT.mpc) and inside < 0:
+        return -_CONTEXT.root(-inside, int(degree))
+    return _CONTEXT.root(inside, int(degree))
+
+
+def _whole_root(value: int, degree: int) -> int | None:
+    if value < 0:
+        return None
+    guess = int(_CONTEXT.nint(_CONTEXT.root(_CONTEXT.mpf(value), degree)))
+    return guess if guess**degree == value else None
+
+
+def _factorial(node: Expression, value: Value) -> Value:
+    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+        raise Unreadable("factorial")
+    product = 1
+    for factor in range(2, int(value) + 1):
+        product *= factor
+    return Fraction(product)
+
+
+def _binomial(node: Expression, above: Value, below: Value) -> Value:
+    for value in (above, below):
+        if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+            raise Unreadable("binomial")
+    product = Fraction(1)
+    for step in range(int(below)):
+        product *= Fraction(int(above) - step, step + 1)
+    return product
+
+
+def _called(node: Expression, argument: Value) -> Value:
+    argument = _as_float(argument)
+    if abs(argument) > MAX_BITS:
+        raise Unreadable("too large")
+    return _CALLED[node.name](argument)
+
+
+def _logarithm(node: Expression, argument: Value, base: Value) -> Value:
+    found = _CONTEXT.log(_as_float(argument)) / _CONTEXT.log(_as_float(base))
+    whole = _CONTEXT.nint(found.real)
+    if (
+        isinstance(argument, Fraction)
+        and isinstance(base, Fraction)
+        and abs(whole) < 64
+        and base ** int(whole) == argument
+    ):
+        return Fraction(int(whole))
+    return found
+
+
+def _absolute(node: Expression, value: Value) -> Value:
+    return abs(value)
+
+
+def _rounded(down: bool) -> Callable[[Expression, Value], Value]:
+    def computed(node: Expression, value: Value) -> Value:
+        if isinstance(value, Fraction):
+            return Fraction(value.__floor__() if down else value.__ceil__())
+        return _CONTEXT.floor(value) if down else _CONTEXT.ceil(value)
+
+    return computed
+
+
+_COMPUTED: dict[str, Callable[..., Value]] = {
+    "add": _exactly(lambda left, right: left + right),
+    "mixed": _exactly(lambda left, right: left + right),
+    "mul": _exactly(lambda left, right: left * right),
+    "div": _exactly(lambda left, right: left / right),
+    "neg": lambda node, value: -value,
+    "percent": lambda node, value: value / 100,
+    "pow": _power,
+    "root": _root,
+    "fact": _factorial,
+    "binom": _binomial,
+    "call": _called,
+    "log": _logarithm,
+    "abs": _absolute,
+    "floor": _rounded(True),
+    "ceil": _rounded(False),
+}

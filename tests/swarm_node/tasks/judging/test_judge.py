@@ -1,0 +1,124 @@
+"""The judge, by answers that others and people gave verdicts on (tests/data/answers.md), and by hostile ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.answer_form import WRITTEN, AnswerKind
+from swarm_node.tasks.judging import Verdict, judge
+
+DATA = Path(__file__).parents[3] / "data"
+KINDS: list[AnswerKind] = ["text", "number", "maths", "choice", "yes-no"]
+MOST_MISSED = 0.02
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+PAIRS, HOSTILE = lines("answers.jsonl"), lines("answers_hostile.jsonl")
+
+
+def verdict(line: dict[str, Any], text: str = "") -> Verdict:
+    reference = line["reference"]
+    accepted = tuple(reference) if isinstance(reference, list) else reference
+    return judge(line["kind"], accepted, text or line["text"], line["form"])
+
+
+def test_no_wrong_answer_is_found_right() -> None:
+    assert [pair for pair in PAIRS if not pair["right"] and verdict(pair).right] == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])
+def test_few_right_answers_are_missed(kind: AnswerKind) -> None:
+    """`text` is not among them: it takes the whole text, so that swarms of before judge as they did."""
+    right = [pair for pair in PAIRS if pair["right"] and pair["kind"] == kind]
+    missed = [(pair["reference"], pair["text"]) for pair in right if not verdict(pair).right]
+    assert len(missed) <= MOST_MISSED * len(right), missed
+
+
+def test_what_was_read_is_right_by_itself() -> None:
+    """The gate against payloads compares answers with the plainest text that earns as much."""
+    for pair in PAIRS:
+        found = verdict(pair)
+        if found.right:
+            assert found.extracted, pair
+            assert verdict(pair, WRITTEN[pair["form"]].format(found.extracted)).right, (pair, found)
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=[line["what"] for line in HOSTILE])
+def test_hostile_texts_are_wrong_and_stall_nothing(line: dict[str, Any]) -> None:
+    parts = (part if isinstance(part, str) else part["repeat"][0] * part["repeat"][1] for part in line["text"])
+    text = "".join(parts)
+    assert not verdict(line, text).right
+    for kind in KINDS:
+        for part in (text, text[:3_900], text[:390], f"The answer is {text[:380]}", rf"\boxed{{{text[:390]}}}"):
+            assert judge(kind, line["reference"], part).extracted != ""
+
+
+PIECES = (
+    r"1 2 , . - + / * ^ ( ) [ ] { } $ % ! = < > | _ x e i \frac \sqrt \boxed{ \pm \cup \in \text{ or and not A (B) yes"
+).split()
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map(" ".join), st.sampled_from(KINDS))
+def test_any_text_gives_a_verdict(text: str, kind: AnswerKind) -> None:
+    found = judge(kind, "314159", text)
+    assert not found.right and found.extracted != ""
+    assert judge(kind, text or "x", "no").extracted != ""
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "right"),
+    [
+        ("Paris", "Paris", True),
+        ("  Paris ", "Paris", True),
+        ("<answer>Paris</answer>", "Paris", True),
+        ("paris", "Paris", False),
+        ("Paris.", "Paris", False),
+        ("The answer is 8.", "8", False),
+        ("1,234.50", "1234.5", True),
+        ("5 * 2 = 10\n#### 10", "We get it.\n#### 10", True),
+        ("$26", "#### 26", False),
+        ("1e3", "1000", False),
+        ("<think>8", "8", False),
+    ],
+)
+def test_text_is_judged_as_it_always_was(text: str, reference: str, right: bool) -> None:
+    assert judge("text", reference, text).right is right
+
+
+@pytest.mark.parametrize("mark", ["$26", "€26", "**26**", "x = 26", "26 apples", "26"])
+def test_money_and_markup_behind_hashes(mark: str) -> None:
+    reference = f"Two times 13 is 26.\n#### {mark}"
+    for text in ("26", f"13 + 13\n#### {mark}", "It costs $26."):
+        assert judge("number", reference, text).right, text
+        assert not judge("number", reference, text.replace("26", "27")).right
+
+
+@pytest.mark.parametrize("reference", ["1.2e-07", "0.00000012", "1.2 x 10^-7"])
+def test_numbers_of_any_spelling(reference: str) -> None:
+    for text in ("0.00000012", "1.2e-07", "It is 1.2 × 10^{-7}."):
+        assert judge("number", reference, text).right, text
+
+
+def test_several_answers_are_accepted() -> None:
+    assert judge("number", ("9", "9.5"), "It is 9.5").right
+    assert judge("choice", ("B", "Paris"), "the answer is Paris").right
+    assert not judge("choice", ("B", "Paris"), "A) Rome").right
+
+
+def test_a_reference_of_arithmetic_is_no_invitation_to_copy_questions() -> None:
+    for kind, question, reference in (
+        ("maths", "3 + 4", "7"),
+        ("maths", r"\frac12 + \frac13", r"\frac56"),
+        ("number", "8 / 2", "4"),
+        ("number", "3 + 4", "4"),
+    ):
+        assert not judge(kind, reference, question).right  # type: ignore[arg-type]
