@@ -35,6 +35,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "stop": look.stop,
         "sweep": train.sweep,
         "starter": model.starter,
+        "fetch": model.fetch,
     },
     "Swarm": {
         "new": swarm.new,

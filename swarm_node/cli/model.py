@@ -38,6 +38,23 @@ def starter(
     typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
 
 
+def fetch(
+    named: Annotated[
+        str, typer.Argument(metavar="MODEL", help="`smollm2`, a GGUF file, or a hub id.", show_default=False)
+    ],
+) -> None:
+    """Get a model before a run needs it, or dequantise a GGUF file, and print its directory."""
+    from swarm_node.policy.model_path import located
+
+    folder = located(named, note)
+    if not Path(folder).is_dir():
+        starting()
+        from swarm_node.swarm.base_weights.finding import downloaded
+
+        folder = str(downloaded(folder))
+    typer.echo(folder)
+
+
 def evaluate_model(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run directory, model path or hub id.")],
     tasks: Annotated[
@@ -84,7 +101,7 @@ def evaluate_model(
             raise UserError("--all asks every question, and --questions some: leave out one of them")
     if Path(target).parts[:1] == ("runs",):
         RunDir(target).check_exists()
-    elif not RunDir(target).exists and target != "starter":
+    elif not RunDir(target).exists:
         checked(target)
     if out is not None:
         check_new_file(out)
@@ -225,8 +242,7 @@ def bench(
     from swarm_node.policy.model_path import checked
 
     check_quantiser(config.policy)
-    if config.policy.model != "starter":
-        checked(config.policy.model)
+    checked(config.policy.model)
     from swarm_node.cli.commands.bench import BenchRequest, main
 
     main(config, BenchRequest(minutes, group_size, length, prompts, file), note)

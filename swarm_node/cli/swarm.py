@@ -71,7 +71,7 @@ def new(
         from swarm_node.swarm.base_weights.files import STARTER
         from swarm_node.swarm.base_weights.finding import describe_model
 
-        rest["model"] = describe_model(model or STARTER)
+        rest["model"] = describe_model(model or STARTER, note)
     tasks = with_usual_columns(config.tasks, path.parent, note)
     manifest = make_manifest(name, tasks, expected_peers, licence, **rest)
     write_manifest(manifest, path)

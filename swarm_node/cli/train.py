@@ -81,12 +81,13 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
 
 def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> None:
+    from swarm_node.policy.model_path import is_particular
     from swarm_node.runtime.preflight import check_material, check_run_place, with_commits
     from swarm_node.swarm.links import swarm_to_join
 
     check_run_place(config, member)
     found = swarm_to_join(config, note_for(config, "note", json_output)) if member else None
-    is_chosen = "model" in config.policy.model_fields_set and "/" in config.policy.model
+    is_chosen = "model" in config.policy.model_fields_set and is_particular(config.policy.model)
     own_model = found is None or is_chosen  # a bare name may be that of the swarm's model, which members give
     check_material(config, own_tasks=found is None, own_model=own_model)
     config = with_commits(config)

@@ -41,7 +41,7 @@ from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.extras import check_quantiser
-from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, starter_path
+from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, located
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory, return_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import bf16_slowdown, choose_paths
@@ -199,11 +199,12 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     cannot be found, or its config is not that of a causal language model. `report` is told before the hub is asked.
     """
     transformers_logging.disable_progress_bar()
-    path = _path(config)
-    if not Path(checked(path)).is_dir():
-        _ask_hub(path, config.revision, report)
+    say = report or (lambda sentence: None)
+    path = located(config.model, say)
+    if not Path(path).is_dir():
+        _ask_hub(path, config.revision, say)
     adapter = adapter_base(path)
-    base, revision = (path, config.revision) if adapter is None else (adapter, None)
+    base, revision = (path, config.revision) if adapter is None else (located(adapter, say), None)
     if adapter is not None:
         vetting.check_adapter(Path(path).expanduser())
     model_config = _vetted_config(base, revision)
@@ -235,7 +236,7 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `config` names, or the one beside its adapter."""
-    path = _path(config)
+    path = located(config.model)
     revision = config.revision if adapter_base(path) is None else None
     settings = _file(path, revision, "tokenizer_config.json")
     named = [] if settings is None else vetting.read_json(settings).get("fast_tokenizer_files")
@@ -263,10 +264,6 @@ def skeleton(model_config: Any) -> PreTrainedModel:
 def lacks(base: str, name: str) -> str:
     """The message about a model without a tensor that it should have."""
     return f"{base} lacks weights that its config asks for, for example {name}"
-
-
-def _path(config: PolicyConfig) -> str:
-    return starter_path() if config.model == "starter" else config.model
 
 
 def _load(factory: Any, path: str, revision: str | None, **options: object) -> Any:
@@ -367,10 +364,9 @@ def _is_out_of_reach(error: BaseException) -> bool:
     return False
 
 
-def _ask_hub(path: str, revision: str | None, report: Callable[[str], None] | None) -> None:
+def _ask_hub(path: str, revision: str | None, say: Callable[[str], None]) -> None:
     """Say that the hub is asked. If it does not answer, its library stays offline from then on: it would try again for
     minutes before it takes what is in its cache. Raises UserError if nothing is there."""
-    say = report or (lambda sentence: None)
     if not is_offline_mode():
         say(f"asking {constants.ENDPOINT} for {path}")
     check_hub(path, revision)

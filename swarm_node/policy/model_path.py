@@ -8,8 +8,14 @@ from importlib import resources
 from pathlib import Path
 
 from swarm_node.errors import UserError
+from swarm_node.policy.gguf_files import smollm2, store
+from swarm_node.policy.gguf_files.header import read_header
+from swarm_node.policy.gguf_files.naming import gguf_at
+from swarm_node.say import Say, Warned
 from swarm_node.storage.hub import hub_answers
 
+STARTER = "starter"  # the name of the model that this package contains
+SMOLLM2 = smollm2.SMOLLM2
 CONFIGS = ("config.json", "adapter_config.json")
 LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
@@ -20,14 +26,47 @@ def starter_path() -> str:
     return str(resources.files("swarm_node.policy") / "starter_model")
 
 
+def located(named: str, say: Say = lambda sentence: None) -> str:
+    """Directory or hub id of the model that a user calls `named`, as transformers wants it. A GGUF file is dequantised
+    if that was not done before, and `smollm2` is fetched, which `say` is told. Raises UserError."""
+    if named == SMOLLM2:
+        return str(smollm2.smollm2(say))
+    path = checked(named)
+    if named == STARTER or (file := gguf_at(path)) is None:
+        return path
+    if not file.is_file():
+        say(Warned(f"{file} is not there any more: going on with {store.kept_from(file)}, which was made of it"))
+    return str(store.kept_from(file) or store.folder_of(file, say))
+
+
+def at_hand(named: str) -> Path | None:
+    """The directory of the model that a user calls `named`, if it is on this machine; None for a hub id, and for what
+    would have to be fetched or dequantised first. Raises UserError."""
+    if named == SMOLLM2:
+        return store.kept(smollm2.SHA256)
+    path = checked(named)
+    if (file := gguf_at(path)) is None:
+        return Path(path) if Path(path).is_dir() else None
+    return store.kept(store.sha256_of(file)) if file.is_file() else store.kept_from(file)
+
+
 def checked(path: str) -> str:
-    """`path` as transformers wants it. UserError if it must be a directory and holds no model; names with a slash may
-    be hub ids, and so are names of models in the hub's cache."""
+    """`path` as it lies on this machine, or a hub id: nothing is fetched, and of a GGUF file the header alone is read.
+    UserError if it must be a directory or a file and holds no model; names with a slash may be hub ids, and so are
+    names of models in the hub's cache."""
+    if path in (STARTER, SMOLLM2):
+        return starter_path() if path == STARTER else path
+    if (file := gguf_at(path)) is not None:
+        if file.is_file():
+            read_header(file)
+        elif store.kept_from(file) is None:
+            raise UserError(f"there is no file {file}")
+        return str(file)
     folder = Path(path).expanduser()
     if is_place(path):
         path = str(folder)
         if not folder.is_dir():
-            raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
+            raise UserError(f"no model at {path}: give a directory in Hugging Face layout, a GGUF file or a hub id")
         if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
             run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "checkpoints").is_dir() else ""
             raise UserError(f"no model in {path}: it has no config.json{run}")
@@ -44,6 +83,11 @@ def is_place(path: str) -> bool:
     return folder.parent.is_dir() and folder.parent != Path(".")
 
 
+def is_particular(named: str) -> bool:
+    """Whether a user who names a model so means one model, whatever a swarm calls its own."""
+    return named == SMOLLM2 or "/" in named or Path(named).expanduser().exists()
+
+
 def _is_cached(name: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -55,7 +99,7 @@ def check_hub(path: str, revision: str | None = None) -> None:
     hub's library tries again for more than a minute."""
     from huggingface_hub import is_offline_mode
 
-    if Path(path).expanduser().is_dir() or _is_downloaded(path, revision):
+    if path == SMOLLM2 or gguf_at(path) or Path(path).expanduser().is_dir() or _is_downloaded(path, revision):
         return
     if is_offline_mode():
         raise hub_out_of_reach(path, "HF_HUB_OFFLINE is set")
@@ -85,8 +129,12 @@ def hub_out_of_reach(path: str, why: str = "") -> UserError:
 
 
 def parameters(path: str) -> int | None:
-    """Parameters of the model in a directory, by the headers of its weights; None if it is elsewhere, or an adapter, or
-    cannot be read."""
+    """Parameters of the model in a directory or a GGUF file, by the headers of its weights; None if it is elsewhere, or
+    an adapter, or cannot be read."""
+    if path == SMOLLM2:
+        return smollm2.PARAMETERS
+    if (file := gguf_at(path)) is not None and file.is_file():
+        return read_header(file).values
     folder = Path(path).expanduser()
     files = [*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")]
     if not files or (folder / "adapter_config.json").is_file():

@@ -20,7 +20,7 @@ from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_optimizer, check_quantiser
-from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters, starter_path
+from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters
 from swarm_node.policy.sizes import MOMENT_BYTES
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -53,7 +53,7 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
     check_quantiser(config.policy)
     check_optimizer(config.grpo.optimizer, config.pipeline.stages)
     if own_model:
-        path = starter_path() if config.policy.model == "starter" else checked(config.policy.model)
+        path = checked(config.policy.model)
         check_hub(path, config.policy.revision)
         _check_disk(config, path)
 

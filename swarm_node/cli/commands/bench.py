@@ -211,7 +211,7 @@ def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Side, R
         reasons = "; ".join(f"{NAMES[side]}: {result.failed}" for side, result in results.items())
         raise UserError(f"nothing was measured: {reasons}")
     one = whole[0]
-    is_local = Path(config.policy.model).expanduser().is_dir()
+    is_local = Path(config.policy.model).expanduser().exists()
     return {
         "format": FORMAT,
         "date": date.today().isoformat(),

@@ -17,6 +17,7 @@ import msgspec
 
 from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
+from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import install_command, reinstall_command, torch_command
@@ -117,7 +118,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     from swarm_node.policy.extras import PackageMissing, check_optimizer, check_quantiser, quantiser_command
     from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
-    from swarm_node.policy.model_path import is_place
+    from swarm_node.policy.model_path import SMOLLM2, at_hand, is_place, located
     from swarm_node.policy.sizes import RUNTIME_BYTES
 
     model = config.policy.model
@@ -131,6 +132,10 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         yield Check("optimizer", "fail", str(error))
         return
     try:
+        if model == SMOLLM2 and at_hand(model) is None:
+            yield Check("model", "warn", f"{model} is not on this machine yet", f"swarm-node fetch {model}")
+            return
+        located(model, note)  # a GGUF file is dequantised here, which takes a while
         plan = prepare(config.policy)
     except UserError as error:
         remedy = "" if is_place(model) else f"hf download {shlex.quote(model)}"

@@ -19,6 +19,10 @@ from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, en
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import model_path
+from swarm_node.policy.gguf_files import store
+from swarm_node.policy.gguf_files.naming import gguf_at
+from swarm_node.policy.model_path import SMOLLM2
 from swarm_node.say import Say, Warned
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 from swarm_node.swarm.base_weights import files
@@ -42,8 +46,8 @@ def choose_model(
     if model is None:
         return None
     policy = config.policy
-    as_named = policy.model == model.name and policy.revision is None and not Path(policy.model).expanduser().is_dir()
-    if "model" in policy.model_fields_set and not as_named:  # a directory always counts as another
+    as_named = policy.model == model.name and policy.revision is None and not _is_here(policy.model)
+    if "model" in policy.model_fields_set and not as_named:
         give_what_is_here(config, manifest, transport, say)
         return None
     donors = Donors(transport, manifest.swarm_id, first, say)
@@ -51,6 +55,11 @@ def choose_model(
     if config.sharing.give_model:
         _give(config, found, manifest.swarm_id, transport, say)
     return STARTER if found.folder == files.starter_folder() else str(found.folder)
+
+
+def _is_here(named: str) -> bool:
+    """Whether a user who names a model so means one of this machine, or always the same, and not the swarm's."""
+    return named == SMOLLM2 or Path(named).expanduser().exists()
 
 
 def give_what_is_here(
@@ -64,8 +73,11 @@ def give_what_is_here(
         return
 
     def give() -> None:
-        own = Path(config.policy.model).expanduser()
-        found = at_hand(model, [own] if own.is_dir() else [], say)
+        try:
+            own = model_path.at_hand(config.policy.model)
+        except UserError:  # told by the one who loads it
+            own = None
+        found = at_hand(model, [] if own is None else [own], say)
         if found is not None:
             _give(config, found, manifest.swarm_id, transport, say)
         elif asked and not model.revision:  # else the hub gives it
@@ -107,8 +119,8 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda s
     found = files.cached_model(model.digest)
     if found is not None:
         return found
-    starter = files.starter_folder() if model.name == STARTER else None
-    places = [*near, files.last_place(model.digest), starter, in_hub_cache(model.name, model.revision)]
+    named = model_path.at_hand(model.name) if model.name in (STARTER, SMOLLM2) else store.kept_as(model.name)
+    places = [*near, files.last_place(model.digest), named, in_hub_cache(model.name, model.revision)]
     listing = files.known_listing(model.digest)
     tried = (files.as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)
     return next((there for there in tried if there is not None), None)
@@ -178,18 +190,21 @@ def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, sa
     say("giving the swarm's model to members that lack it (sharing.give_model = false turns this off)")
 
 
-def describe_model(named: str) -> ManifestModel:
+def describe_model(named: str, say: Say = lambda sentence: None) -> ManifestModel:
     """Name, digest, size and (from the hub) commit of the model at a path or of a hub id, for a manifest's [model].
     Downloads it if need be, and keeps its listing in the cache. Raises UserError."""
     path = Path(named).expanduser()
     if named == STARTER:
         folder, name = files.starter_folder(), STARTER
+    elif named == SMOLLM2 or gguf_at(named) is not None:
+        folder = Path(model_path.located(named, say))
+        name = SMOLLM2 if named == SMOLLM2 else store.name_of(folder)
     elif path.is_dir():
         folder, name = path, re.sub("[^A-Za-z0-9._-]+", "-", path.resolve().name).strip("-._") or "model"
     elif named.startswith((".", "/", "~")):
-        raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
+        raise UserError(f"no model at {path}: give a directory in Hugging Face layout, a GGUF file or a hub id")
     else:
-        folder, name = _downloaded(named), named
+        folder, name = downloaded(named), named
     commit = folder.name if name == named and re.fullmatch("[0-9a-f]{40}", folder.name) else ""
     try:
         listing = files.list_model(folder)
@@ -199,7 +214,8 @@ def describe_model(named: str) -> ManifestModel:
         return ManifestModel(name, files.remember(listing, folder), listing.size, commit)
 
 
-def _downloaded(name: str) -> Path:
+def downloaded(name: str) -> Path:
+    """The directory of a model of the hub, downloaded if need be. Raises UserError."""
     from huggingface_hub import snapshot_download
 
     try:
