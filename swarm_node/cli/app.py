@@ -35,7 +35,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "stop": look.stop,
         "sweep": train.sweep,
         "starter": model.starter,
-        "fetch": model.fetch,
+        "fetch": model.get_model,
     },
     "Swarm": {
         "new": swarm.new,

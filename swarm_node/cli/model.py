@@ -38,7 +38,7 @@ def starter(
     typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
 
 
-def fetch(
+def get_model(
     named: Annotated[
         str, typer.Argument(metavar="MODEL", help="`smollm2`, a GGUF file, or a hub id.", show_default=False)
     ],

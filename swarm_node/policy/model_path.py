@@ -39,7 +39,7 @@ def located(named: str, say: Say = lambda sentence: None) -> str:
     return str(store.kept_from(file) or store.folder_of(file, say))
 
 
-def at_hand(named: str) -> Path | None:
+def local_folder(named: str) -> Path | None:
     """The directory of the model that a user calls `named`, if it is on this machine; None for a hub id, and for what
     would have to be fetched or dequantised first. Raises UserError."""
     if named == SMOLLM2:

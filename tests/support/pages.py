@@ -29,6 +29,7 @@ ELSEWHERE = {
     *(
         "cp",
         "jq",
+        "llama-gguf-split",
         "printf",
         "prometheus",
         "promtool",

@@ -118,7 +118,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     from swarm_node.policy.extras import PackageMissing, check_optimizer, check_quantiser, quantiser_command
     from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
-    from swarm_node.policy.model_path import SMOLLM2, at_hand, is_place, located
+    from swarm_node.policy.model_path import SMOLLM2, is_place, local_folder, located
     from swarm_node.policy.sizes import RUNTIME_BYTES
 
     model = config.policy.model
@@ -132,7 +132,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         yield Check("optimizer", "fail", str(error))
         return
     try:
-        if model == SMOLLM2 and at_hand(model) is None:
+        if model == SMOLLM2 and local_folder(model) is None:
             yield Check("model", "warn", f"{model} is not on this machine yet", f"swarm-node fetch {model}")
             return
         located(model, note)  # a GGUF file is dequantised here, which takes a while

@@ -55,7 +55,7 @@ OFFLINE = {
 }
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptFile(msgspec.Struct, frozen=True):
     """One file of a directory. While its size and the time of its last change are the same, so is its content."""
 
     size: int
@@ -68,7 +68,7 @@ class Record(msgspec.Struct, frozen=True):
 
     format: int
     source: str  # where the GGUF file lay
-    files: dict[str, Kept]
+    files: dict[str, KeptFile]
 
 
 def models() -> Path:
@@ -100,7 +100,7 @@ def folder_of(file: Path, say: Say, named: str = "") -> Path:
     folder = models() / digest
     with os_errors_explained(folder), _only_process(digest, named or file.name, say):
         if (found := kept(digest, say)) is None:  # else another process has made it meanwhile
-            check_room(file, header, folder)
+            check_fits(file, header, folder)
             size = VALUE_BYTES * header.values / 1e6
             say(f"reading {named or file}: dequantised once to float32, and kept in {folder} ({size:,.1f} MB)")
             _make(file, folder)
@@ -148,7 +148,7 @@ def _record(folder: Path) -> Record | None:
         return None
 
 
-def _is_same(path: Path, was: Kept) -> bool:
+def _is_same(path: Path, was: KeptFile) -> bool:
     try:
         stat = path.stat()
         if (stat.st_size, stat.st_mtime_ns) == (was.size, was.changed_ns):
@@ -158,7 +158,7 @@ def _is_same(path: Path, was: Kept) -> bool:
         return False
 
 
-def check_room(file: Path, header: Header, folder: Path) -> None:
+def check_fits(file: Path, header: Header, folder: Path) -> None:
     """Raise UserError if this machine cannot dequantise a file: memory, disk."""
     size = VALUE_BYTES * header.values
     needed, free = PROGRAM_BYTES + COPIES * size, psutil.virtual_memory().available
@@ -210,9 +210,9 @@ def _make(file: Path, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _kept(path: Path) -> Kept:
+def _kept(path: Path) -> KeptFile:
     stat = path.stat()
-    return Kept(stat.st_size, stat.st_mtime_ns, sha256_of(path))
+    return KeptFile(stat.st_size, stat.st_mtime_ns, sha256_of(path))
 
 
 def _convert(file: Path, out: Path) -> None:

@@ -74,7 +74,7 @@ def give_what_is_here(
 
     def give() -> None:
         try:
-            own = model_path.at_hand(config.policy.model)
+            own = model_path.local_folder(config.policy.model)
         except UserError:  # told by the one who loads it
             own = None
         found = at_hand(model, [] if own is None else [own], say)
@@ -119,7 +119,7 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda s
     found = files.cached_model(model.digest)
     if found is not None:
         return found
-    named = model_path.at_hand(model.name) if model.name in (STARTER, SMOLLM2) else store.kept_as(model.name)
+    named = model_path.local_folder(model.name) if model.name in (STARTER, SMOLLM2) else store.kept_as(model.name)
     places = [*near, files.last_place(model.digest), named, in_hub_cache(model.name, model.revision)]
     listing = files.known_listing(model.digest)
     tried = (files.as_model(folder, model.digest, model.bytes, listing, say) for folder in places if folder is not None)

