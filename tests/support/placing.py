@@ -25,13 +25,13 @@ from tests.support.pages import ELSEWHERE, Command, stands_for_something
 from tests.support.repository import ROOT
 
 HERE = set(
-    "compare config doctor eval export fetch identity merge new pause resume samples starter status stop tasks "
+    "compare config doctor eval export identity merge new pause resume samples starter status stop tasks "
     "unpause".split()
 )
 """Verbs that do something and end: test_docs_runs runs them."""
 TRAINS = {"local", "join"}
 SERVES = {"bootstrap", "dashboard"}
-LONG = {"sweep", "bench"}
+LONG = {"sweep", "bench", "fetch"}
 REFUSED: Any = typer.BadParameter.__base__
 """What a parser raises (typer has a click of its own)."""
 INCOMPLETE = {"MissingParameter", "BadOptionUsage"}
