@@ -80,6 +80,7 @@ def runs_here(command: Command) -> bool:
         command.words[1] in HERE | {"local"}
         and not any(map(stands_for_something, command.words))
         and not any(map(HUB_ID.fullmatch, models))
+        and not any(model == "smollm2" or model.endswith(".gguf") for model in models)
         and not any(word.startswith("hf:") for word in command.words)
         and not {"--nice", "--stages"} & {*command.words}  # who is nice stays so; processes are started by the README
     )

@@ -31,7 +31,7 @@ HERE = set(
 """Verbs that do something and end: test_docs_runs runs them."""
 TRAINS = {"local", "join"}
 SERVES = {"bootstrap", "dashboard"}
-LONG = {"sweep", "bench"}
+LONG = {"sweep", "bench", "fetch"}
 REFUSED: Any = typer.BadParameter.__base__
 """What a parser raises (typer has a click of its own)."""
 INCOMPLETE = {"MissingParameter", "BadOptionUsage"}
