@@ -27,7 +27,7 @@ from swarm_node.types import Sampling
 OTHER = "take a model of another architecture, docs/own-model.md lists those that can be trained"
 WRONG = {"moshi": "its cache forgets what lies behind a window, and its forward pass does not"}
 """Families of which a few tokens do not show what is wrong."""
-COUNTS_PADDING = {"deepseek_v4"}
+COUNTS_PADDING = {"deepseek_v4", "recurrent_gemma", "rwkv", "xlstm"}
 """Families that count padding at the left, which below float32 a few tokens do not show."""
 NOT_READ_AGAIN = "inkling2_text", "laguna"
 """Families whose adapters PEFT writes under other names than it reads."""
