@@ -75,6 +75,7 @@ def write_prompt_format(
         "policy": config.policy.model_dump(include={*PROMPTS, ARGUMENTS, "dtype"}),
         "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
         "answer": config.rewards.answer,
+        "kind": config.rewards.kind,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
         "question_files": len(tasks) - len(public),
         "eval": config.eval.model_dump(include=set(EVALUATION)),
@@ -108,7 +109,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
             policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}, **_more(document["policy"])),
             rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
             eval=EvalConfig(**{key: document["eval"][key] for key in EVALUATION}),
-            rewards=RewardsConfig(answer=document.get("answer", "any")),
+            rewards=RewardsConfig(answer=document.get("answer", "any"), kind=document.get("kind")),
             tasks=document["tasks"],
         )
         if any(map(_is_file, config.tasks)):

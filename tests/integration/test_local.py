@@ -183,7 +183,8 @@ def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
     export_run(tmp_path / "run", tmp_path / "out", lambda text: None)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     trained = load_file(newest(tmp_path / "run") / "policy.safetensors")
-    assert "base_model" in (card := (tmp_path / "out/README.md").read_text()) and "## How to ask it" in card
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: peft" in card and "## How to ask it" in card and str(tmp_path) not in card
     assert len(trained) == 28  # 2 layers x 7 matrices x (A, B)
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in trained.items())
     assert any("lora_B" in name and tensor.abs().max() > 0 for name, tensor in trained.items())

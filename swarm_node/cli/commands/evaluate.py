@@ -237,7 +237,9 @@ def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) ->
     return {
         "dtype": str(policy.dtype).removeprefix("torch."),
         "prompt": config.policy.system_prompt if has_template else config.policy.prompt_template,
+        "chat_template_kwargs": config.policy.chat_template_kwargs if has_template else {},
         "answer": config.rewards.answer,
+        "kind": config.rewards.kind,
         **rollouts.model_dump(include={"max_new_tokens", "max_prompt_tokens", "temperature", "top_p"}),
     }
 

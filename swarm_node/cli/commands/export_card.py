@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from huggingface_hub.errors import HFValidationError
 
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
 from swarm_node.config.figures import figure_of, reports_reward
-from swarm_node.config.keys import flat
+from swarm_node.config.keys import Table
 from swarm_node.config.own import own_layer
 from swarm_node.config.training import is_question_file
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
@@ -194,17 +194,26 @@ def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig],
     for number, function in enumerate(config.rewards.functions, 1):
         name = f"REWARD{number if number > 1 else ''}.py:FUNCTION"
         words += ["--reward", name if function.weight == 1 else f'{{path="{name}", weight={function.weight:g}}}']
-    for key, value in flat(own_layer(run.config, lambda sentence: None)).items():
+    for key, value in _pairs(own_layer(run.config, lambda sentence: None)):
         if key.partition(".")[0] in REPEATED and key not in NOT_REPEATED and value is not None:
             words += ["--rounds", str(value)] if key == "rounds" else ["--set", f"{key}={_value(value)}"]
     return shlex.join(words)
+
+
+def _pairs(table: Table) -> Iterator[tuple[str, object]]:
+    """Keys with their values; a table that is the value of a key stays whole."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", each) for key, each in value.items())
+        else:
+            yield name, value
 
 
 def _value(value: object) -> str:
     """A value as --set takes it; of code, the file's name alone."""
     if isinstance(value, str):
         return value.rpartition("/")[2] if CODE.match(value) else value
-    return json.dumps(value)
+    return _toml(value)
 
 
 def _in_toml(task: str | TaskConfig) -> str:

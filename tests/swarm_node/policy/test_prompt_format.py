@@ -110,11 +110,14 @@ def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
 
 def test_an_export_asks_for_its_form_of_answers(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    config = in_form(NodeConfig(), "tags")
+    config = in_form(
+        NodeConfig.model_validate({"rewards": {"kind": "number"}, "policy": {"dtype": "bfloat16"}}), "tags"
+    )
     write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
     found = read_prompt_format(tmp_path)
     assert found is not None
     assert found[0].rewards.answer == "tags" and found[0].policy.system_prompt == config.policy.system_prompt
+    assert found[0].rewards.kind == "number" and found[0].policy.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,7 @@ def test_an_export_asks_for_its_form_of_answers(tmp_path: Path) -> None:
         {"format": 2},
         {"policy": {}},
         {"answer": "rot13"},
+        {"kind": "code"},
         {"rollouts": {"temperature": "hot"}},
         {"eval": {"questions": 1, "run": "x"}},
     ],
