@@ -1,6 +1,6 @@
 """What README's swarm walk leaves: two members that join by link, for the time that README gives them.
 
-    python -m benchmarks.walk [--arms default pass_k] [--seeds 0 1 2 3 4] [--cpu-s 400] [--missing]
+    python -m benchmarks.walk [--arms readme default] [--seeds 0 1 2 3 4] [--cpu-s 400] [--missing]
     python -m benchmarks.walk --report
 
 `new --tasks small`, a bootstrap and two `join LINK`, as README types them, with the settings of an arm. A member is
@@ -25,11 +25,10 @@ from benchmarks.processes import mind_signals
 
 FOLDER = RESULTS / "walk"
 ARMS: dict[str, tuple[str, ...]] = {
+    "readme": ("--set", "grpo.advantage=pass_k"),
     "default": (),
-    "pass_k": ("--set", "grpo.advantage=pass_k"),
-    "walk": ("--config", str(Path("configs/walk.toml").absolute())),
 }
-"""Name -> what is typed behind `join LINK --name …`. `walk` is README's own."""
+"""Name -> what is typed behind `join LINK --name …`."""
 NAMES = ("alice", "bob")
 Row = dict[str, Any]
 
@@ -73,7 +72,7 @@ def report() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["walk"], choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=["readme"], choices=ARMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--cpu-s", type=float, default=400.0)
     parser.add_argument("--missing", action="store_true", help="leave out rows that are there")

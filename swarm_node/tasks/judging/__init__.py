@@ -18,7 +18,7 @@ import msgspec
 from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract, extract_place, reference_text
-from swarm_node.tasks.judging.texts import text_or_number
+from swarm_node.tasks.judging.texts import stated, states
 
 JUDGE = 1  # version of the judge, which travels with answers
 
@@ -34,7 +34,7 @@ class Verdict(msgspec.Struct, frozen=True):
 def judge(kind: AnswerKind, reference: str | tuple[str, ...], text: str, form: AnswerForm = "any") -> Verdict:
     """Whether `text` gives one of the accepted answers `reference`. `form` says where the answer must stand, `kind` how
     it is read there. Reasoning that the prompt began must begin the text: put its `<think>` in front."""
-    found = (extract if kind == "text" else extract_place)(text, form)
+    found = extract_place(text, form)
     if found is None or len(found) > MAX_ANSWER_CHARS:
         return Verdict(found, False)
     return _READ[kind](found, (reference,) if isinstance(reference, str) else reference)
@@ -68,7 +68,8 @@ def understood(kind: AnswerKind, reference: str) -> str:
 
 
 def _text(found: str, accepted: tuple[str, ...]) -> Verdict:
-    return Verdict(found, any(text_or_number(found, reference_text(each) or "") == 1 for each in accepted))
+    right = any(states(found, reference_text(each) or "") for each in accepted)
+    return Verdict(stated(found) if right else found, right)
 
 
 def _number(found: str, accepted: tuple[str, ...]) -> Verdict:

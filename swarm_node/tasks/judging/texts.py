@@ -1,12 +1,53 @@
-"""The same text, or the same plain number: how an answer of the kind `text` is compared."""
+"""The same text, or the same plain number: how an answer of the kind `text` is compared.
+
+    text -> what stands behind the last "answer is" or "answer:" in its sentence, else all of it -> without markup
+
+Case, an article in front, quotes and the punctuation at the end say nothing. All other words count: `Paris, Texas` is
+not `Paris`, nor is `Paris or Rome`.
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections import deque
 from decimal import Decimal
 
+MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
+
+
+_ANSWER_IS = re.compile(r"\banswer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])\s+(?=[A-Z])")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
+_MARKUP = "*_`\"'“”‘’«»$ "
+_END = ".,;:!?"
+_ARTICLE = re.compile(r"(?:the|an?)\s+(?=\S)")
+
+
+def stated(text: str) -> str:
+    """What a text states as its answer."""
+    text = text[-MAX_READ_CHARS:]
+    last = deque(_ANSWER_IS.finditer(text), maxlen=1)
+    if not last:
+        return text.strip()
+    return _SENTENCE_END.split(text[last[0].end() :].strip(), maxsplit=1)[0]
+
+
+def plain(text: str) -> str:
+    """`text` in lower case, without markup, an article in front and the punctuation at its end."""
+    bare = _WRAPPED.sub(r"\1", normalise(text)).strip(_MARKUP)
+    for _ in range(2):  # **"Paris".**
+        bare = bare.rstrip(_END).strip(_MARKUP)
+    return _ARTICLE.sub("", bare.casefold(), count=1) or bare
+
+
+def states(answer: str, reference: str) -> bool:
+    """Whether an answer states the text or the plain number of the reference."""
+    if text_or_number(answer, reference):
+        return True
+    said, wanted = plain(stated(answer)), plain(reference)
+    return bool(wanted) and (said == wanted or bool(text_or_number(said, wanted)))
 
 
 def normalise(text: str) -> str:

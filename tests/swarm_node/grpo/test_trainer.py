@@ -589,9 +589,9 @@ def test_other_errors_are_not_taken_for_memory():
 
 def test_default_learning_rates():
     assert Trainer(TinyPolicy(make()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-4
-    assert Trainer(TinyPolicy(lora()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-5
+    assert Trainer(TinyPolicy(lora()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-4
     assert default_learning_rate(False, 25_000_000) == 2e-6
-    assert default_learning_rate(True, 25_000_000) == 2e-5
+    assert default_learning_rate(True, 25_000_000) == 2e-4
 
 
 def test_a_users_loss_is_weighed_like_ours(tmp_path):

@@ -35,10 +35,8 @@ def test_no_wrong_answer_is_found_right() -> None:
     assert [pair for pair in PAIRS if not pair["right"] and verdict(pair).right] == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])
-def test_few_right_answers_are_missed(kind: AnswerKind) -> None:
-    """`text` is not among them: it takes the whole text, so that swarms of before judge as they did."""
-    right = [pair for pair in PAIRS if pair["right"] and pair["kind"] == kind]
+def test_few_right_answers_are_missed() -> None:
+    right = [pair for pair in PAIRS if pair["right"]]
     missed = [(pair["reference"], pair["text"]) for pair in right if not verdict(pair).right]
     assert len(missed) <= MOST_MISSED * len(right), missed
 
@@ -80,17 +78,21 @@ def test_any_text_gives_a_verdict(text: str, kind: AnswerKind) -> None:
         ("Paris", "Paris", True),
         ("  Paris ", "Paris", True),
         ("<answer>Paris</answer>", "Paris", True),
-        ("paris", "Paris", False),
-        ("Paris.", "Paris", False),
-        ("The answer is 8.", "8", False),
+        ("paris", "Paris", True),
+        ('**"The Paris".**', "Paris", True),
+        ("Not Rome. The answer is Paris. Rome is in Italy.", "Paris", True),
+        ("The answer is Paris. Rome is in Italy.", "Rome", False),
+        ("Paris, Texas", "Paris", False),
+        ("a", "A", True),
+        ("The answer is 8.", "8", True),
         ("1,234.50", "1234.5", True),
         ("5 * 2 = 10\n#### 10", "We get it.\n#### 10", True),
-        ("$26", "#### 26", False),
+        ("$26", "#### 26", True),
         ("1e3", "1000", False),
         ("<think>8", "8", False),
     ],
 )
-def test_text_is_judged_as_it_always_was(text: str, reference: str, right: bool) -> None:
+def test_texts_are_compared_without_case_and_markup(text: str, reference: str, right: bool) -> None:
     assert judge("text", reference, text).right is right
 
 
