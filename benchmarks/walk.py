@@ -15,7 +15,6 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, spent, table

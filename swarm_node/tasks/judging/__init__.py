@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
-from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract, extract_place, reference_text
+from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract_place, reference_text
 from swarm_node.tasks.judging.texts import stated, states
 
 JUDGE = 1  # version of the judge, which travels with answers
