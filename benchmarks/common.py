@@ -30,11 +30,10 @@ def machine() -> dict[str, Any]:
 
 
 def folder_of(model: str) -> str:
-    """The directory of a model that a user calls so, for programs that are not this package."""
-    from swarm_node.policy import model_path
+    """The directory of the model that a user calls so; `smollm2` is fetched. For programs that are not this package."""
+    from swarm_node.policy.model_path import located
 
-    located = getattr(model_path, "located", model_path.checked)
-    return str(located(model))
+    return located(model, print)
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:

@@ -75,6 +75,7 @@ class Seen:
     adapters: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, copied file
     rewards: list[tuple[float, float]] = field(default_factory=list)  # seconds since the start, mean of a round
     peak_mib: float = 0.0
+    cpu_s: float = 0.0  # of all its processes
     seconds: float = 0.0
     code: int | None = None  # with which it ended
 
@@ -133,7 +134,9 @@ class Watch:
 
     def look(self, now: float, last: bool = False) -> None:
         self.seen.seconds = now
-        self.seen.peak_mib = max(self.seen.peak_mib, sum(map(_rss, tree(self.process.pid))) / 2**20)
+        costs = [_cost(process) for process in tree(self.process.pid)]
+        self.seen.peak_mib = max(self.seen.peak_mib, sum(rss for rss, _ in costs) / 2**20)
+        self.seen.cpu_s = max(self.seen.cpu_s, sum(cpu_s for _, cpu_s in costs))
         self.seen.rewards += [(round(now, 1), each) for each in rewards_in(self.folder)[len(self.seen.rewards) :]]
         newest = newest_adapter(self.folder)
         if newest is None or newest == self._last or (now < self._due and not last):
@@ -147,11 +150,12 @@ class Watch:
         self._last, self._due = newest, next_look(now)
 
 
-def _rss(process: psutil.Process) -> int:
+def _cost(process: psutil.Process) -> tuple[int, float]:
+    """Resident bytes and CPU seconds of a process, those of its ended children included."""
     try:
-        return process.memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
+        return process.memory_info().rss, sum(process.cpu_times()[:4])
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return 0, 0.0
 
 
 def watched(command: Sequence[str], folder: Path, kept: Path, seconds: float, stop: bool) -> tuple[Seen, list[str]]:
@@ -223,6 +227,7 @@ def run(args: argparse.Namespace, name: str, who: str, seed: int, part: Part) ->
         "rewards": seen.rewards,
         "peak_rss_mib": round(seen.peak_mib),
         "seconds": round(seen.seconds, 1),
+        "cpu_s": round(seen.cpu_s, 1),
         "asked": asdict(asked) | {"file": questions.name, "temperature": 1.0, "dtype": "float32"},
         "judge": real_judge.NAME,
         "exit": seen.code,
