@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("bad.toml").write_text("rounds = \n")
     Path("grpo.toml").write_text("[grpo]\nlos = 'gspo'\n")
     Path("broken.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\nnot json\n')
-    Path("q.tsv").write_text("question\tanswer\n1+1?\t2\n")
+    Path("q.tsv").write_text("frage\tantwort\n1+1?\t2\n")
     Path("a_file").write_text("")
     write_manifest(make_manifest("demo", ["gcd"]), Path("demo.toml"))
     yield tmp_path
@@ -70,13 +70,16 @@ MOVES: list[tuple[list[str], str]] = [
     (["local", "--set", "tasks=[3]"], "must be a table, such as { "),
     (["local", "--reward", "nowhere.py:close"], "there is no file nowhere.py"),
     (["local", "--model", "nope"], "there is no directory nope, and a model of the hub is named OWNER/NAME"),
-    (["local", "--model", "./nope"], "no model at nope: give a directory in Hugging Face layout or a hub id"),
+    (
+        ["local", "--model", "./nope"],
+        "no model at nope: give a directory in Hugging Face layout, a GGUF file or a hub id",
+    ),
     (["local", "--run-dir", "a_file"], "a_file is not a directory; choose another"),
     (["local", "--tasks", "gdc"], "unknown task 'gdc'; did you mean 'gcd'?"),
     (["local", "--tasks", "countdown"], "'countdown' is refused: its scorer executes"),
     (["local", "--tasks", "broken.jsonl"], "task file broken.jsonl, line 2"),
-    (["local", "--tasks", "q.tsv"], "delimiter='\\t')]\" < q.tsv > q.jsonl"),
-    (["local", "--tasks", "openai/gsm8k"], "data sets of the Hugging Face hub are not read directly"),
+    (["local", "--tasks", "q.tsv"], "no column `question`; it has `frage`, `antwort`. Name the columns of question"),
+    (["local", "--tasks", "openai/gsm8k"], "a data set of the Hugging Face hub is called hf:openai/gsm8k"),
     (["eval", "nothing"], "there is no directory nothing"),
     (["eval", "runs/nothing"], "no run in runs/nothing"),
     (["export", "runs/nothing", "out"], "no run in runs/nothing"),

@@ -92,7 +92,7 @@ RIVALS = {"trl", "datasets"}
 def test_every_third_party_import_is_a_declared_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = PROJECT["dependencies"] + extras["wandb"] + extras["tensorboard"] + extras["trackio"]
-    declared += extras["optuna"] + extras["quantize"]
+    declared += extras["optuna"] + extras["quantize"] + extras["parquet"]
     declared += extras["plots"]
     names = {canonicalize_name(Requirement(text).name) for text in declared} | RIVALS
     distributions = packages_distributions()

@@ -269,7 +269,7 @@ LATER = range(EARLY_ROUNDS, EARLY_ROUNDS + 6)
 
 
 def figures(**sections: Any) -> HeldOutFigures:
-    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "kinds": {}, "held_out": lambda self, n: [None] * n})())
     return HeldOutFigures(settings(9, **sections), cast(Any, None), tasks, print, lambda round, found: None, whole=True)
 
 
@@ -368,7 +368,8 @@ def test_what_was_asked_before_a_stop_is_kept(monkeypatch: pytest.MonkeyPatch) -
         raise StopRequested
 
     monkeypatch.setattr(held_out, "evaluate", asked_twice)
-    tasks = cast(Any, type("T", (), {"names": ["gcd"], "labels": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    named = {"names": ["gcd"], "labels": ["gcd"], "kinds": {}}
+    tasks = cast(Any, type("Tasks", (), named | {"held_out": lambda self, n: [None] * n})())
     ours = HeldOutFigures(settings(9), cast(Any, None), tasks, print, lambda round, found: None, True)
     with pytest.raises(StopRequested):
         ours.measure_before()
@@ -409,7 +410,7 @@ def test_only_questions_are_asked_interruptibly(monkeypatch: pytest.MonkeyPatch)
         assert (ours.figures.before if round == 0 else ours.figures.last) is found, "kept before anybody is told"
 
     monkeypatch.setattr(held_out, "evaluate", answers)
-    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "held_out": lambda self, n: [None] * n})())
+    tasks = cast(Any, type("Tasks", (), {"names": ["gcd"], "kinds": {}, "held_out": lambda self, n: [None] * n})())
     ours = HeldOutFigures(settings(9), cast(Any, None), tasks, print, measured, True, allowed)
     ours.measure_before()
     ours.measure_during(1)

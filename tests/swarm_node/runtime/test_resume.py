@@ -189,7 +189,7 @@ def state_of_round_3(folder: Path, said: list[str]) -> RunState:
     store = CheckpointStore(folder / "checkpoints", 2, said.append)
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
-    tasks = SimpleNamespace(names=[])
+    tasks = SimpleNamespace(names=[], kinds={})
     one = {"averager": None, "replay": None, "member": None, "in_effect": dict}
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
     own = RunSettings(RunDir(folder), NodeConfig(), NodeConfig(), said.append)

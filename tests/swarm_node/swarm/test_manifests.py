@@ -206,7 +206,7 @@ def test_a_manifest_names_the_kind_of_answers() -> None:
         (table,) = task_tables(manifest, {manifest.tasks[0].sha256: Path("sums.jsonl")})
         assert table.kind == kind
         tasks = load_tasks([table], RewardsConfig(kind="maths"), whole=True)
-        (score,) = tasks.score([tasks.every()[0]], [""], ["The answer is 1."])
+        (score,) = tasks.score([tasks.every()[0]], [""], ["It is 1, I think."])
         assert score.correct == (kind == "number")
     with pytest.raises(UserError, match="is not yes or no"):
         make_manifest("sums", ["sums.jsonl"], kind="yes-no")
