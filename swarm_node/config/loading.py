@@ -115,7 +115,9 @@ def _with_own_groups(config: NodeConfig) -> NodeConfig:
             f"sharing.own = {sharing.own} asks for more groups of its own than rollouts.groups = {groups}, "
             "the most of a round: lower it (--own), or raise rollouts.groups"
         )
-    return config.model_copy(update={"sharing": sharing.model_copy(update={"own": groups})})
+    lowered = sharing.model_copy(update={"own": groups})
+    lowered.model_fields_set.remove("own")  # the user has not set it: a later start goes by its own `rollouts.groups`
+    return config.model_copy(update={"sharing": lowered})
 
 
 def _check_together(config: NodeConfig) -> None:

@@ -32,6 +32,8 @@ FROM_THE_SWARM = {
     *("rewards.answer", "policy.system_prompt", "policy.prompt_template"),
 }
 """Keys that a member takes from its swarm at each start, unless the user has set them."""
+WORKED_OUT = {"policy.dtype", "sharing.own"}
+"""Keys whose values a start works out itself, from other settings or by measuring, unless the user has set them."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),
     *("network", "resources", "checkpoints", "metrics", "spot", "health"),
@@ -103,7 +105,7 @@ def own_layer(file: Path, say: Callable[[str], None]) -> Table:
         key: value
         for key, value in flat(table).items()
         if (given is not None and key in given)
-        or (value != usual.get(key) and (given is None or key not in FROM_THE_SWARM))
+        or (value != usual.get(key) and (given is None or key not in FROM_THE_SWARM | WORKED_OUT))
     }
     return reduce(merged, (nest(key, value) for key, value in kept.items()), {})
 

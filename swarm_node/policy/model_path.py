@@ -35,9 +35,10 @@ def located(named: str, say: Say = lambda sentence: None) -> str:
     path = checked(named)
     if named == STARTER or (file := gguf_at(path)) is None:
         return path
-    if not file.is_file():
-        say(Warned(f"{file} is not there any more: going on with {store.kept_from(file)}, which was made of it"))
-    return str(store.kept_from(file) or store.folder_of(file, say))
+    if not file.is_file() and (kept := store.kept_from(file)) is not None:
+        say(Warned(f"{file} is not there any more: going on with {kept}, which was made of it"))
+        return str(kept)
+    return str(store.folder_of(file, say))
 
 
 def local_folder(named: str) -> Path | None:

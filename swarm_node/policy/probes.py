@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import tokenizing
 from swarm_node.policy.architecture import is_windowed, largest
 from swarm_node.policy.engines import find_engine
 from swarm_node.policy.engines.graphs import GraphEngine
@@ -77,7 +78,7 @@ class ProbeText:
         rng = torch.Generator().manual_seed(0)
         parts = []
         for sentence, length in zip(TEXT, LENGTHS, strict=True):
-            found = policy.tokenizer(sentence, add_special_tokens=False)["input_ids"]
+            found = tokenizing.encode(policy.tokenizer, [sentence])[0]
             known = [i for i in found if i < words and i != policy.tokenizer.unk_token_id][:length]
             parts.append(known + torch.randint(words, (length - len(known),), generator=rng).tolist())
         return cls(*parts)

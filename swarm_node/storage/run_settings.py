@@ -115,12 +115,12 @@ class RunSettings:
 
 
 def with_kept_dtype(config: NodeConfig, run: RunDir) -> NodeConfig:
-    """`config` with the number format that an earlier start of this run has chosen for the same model, in place of
-    `auto`: what is measured may come out differently each time. Raises UserError."""
+    """`config` with the number format that an earlier start of this run has chosen for the same model, trained in the
+    same way, in place of `auto`: what is measured may come out differently each time. Raises UserError."""
     if config.policy.dtype != "auto" or not run.exists:
         return config
     before = read_own(run.config).policy
-    if before.model != config.policy.model:
+    if any(getattr(before, key) != getattr(config.policy, key) for key in ("model", "revision", "lora", "quantize")):
         return config
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": before.dtype})})
 

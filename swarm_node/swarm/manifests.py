@@ -108,6 +108,10 @@ def with_usual_columns(
         if file.as_members_read:
             found.append(spec)
             continue
+        if file.has_several:
+            raise UserError(
+                f"{table.file} has several accepted answers to a question, and members of a swarm read one: leave one"
+            )
         data = file.as_jsonl()
         copy = folder / f"{file.label}-questions.jsonl"
         with os_errors_explained(copy):

@@ -151,6 +151,11 @@ class QuestionFile(OneTurn):
                 )
 
     @property
+    def has_several(self) -> bool:
+        """Whether a question has several accepted answers."""
+        return any(isinstance(row["answer"], list) for row in self._rows.values())
+
+    @property
     def is_judged(self) -> str:
         """A sentence about how answers are read, with the first three references as they were understood; empty if
         there are none."""

@@ -12,7 +12,7 @@ from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from swarm_node.errors import UserError
-from swarm_node.policy import loading, tokenizing
+from swarm_node.policy import loading, probes, tokenizing
 from swarm_node.policy.engines.base import Request, Sample
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
@@ -50,6 +50,12 @@ def test_a_panic_is_an_error_and_the_tokenizer_works_on(hostile: Policy, killing
         assert "\n" not in str(failed.value) and str(failed.value).endswith("take another model")
     ids = hostile.encode_completion("12", False)
     assert ids and hostile.decode(ids) == "12"
+
+
+def test_a_panic_at_the_text_of_the_probes_is_an_error(hostile: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "TEXT", (KILLER, KILLER, KILLER))
+    with pytest.raises(TokenizerError):
+        probes.ProbeText.of(hostile)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])

@@ -16,7 +16,7 @@ from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.own import dump_own
 from swarm_node.errors import TEMPORARY, UserError
-from swarm_node.storage.run_settings import RunSettings, as_trained
+from swarm_node.storage.run_settings import RunSettings, as_trained, with_kept_dtype
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import swarm_to_join
 from swarm_node.swarm.manifests import make_manifest, write_manifest
@@ -273,3 +273,39 @@ def test_a_stretched_schedule_is_told(grpo: dict[str, Any], jumps: bool) -> None
     own.announce("from round 21")
     told = "the learning rate jumps from round 21: grpo.schedule = cosine now falls over 40 rounds instead of 20; "
     assert [line.startswith(told) for line in said] == [True] * jumps
+
+
+@pytest.mark.parametrize(
+    ("sets", "dtype"),
+    [
+        ([], "bfloat16"),
+        (["policy.dtype=float16"], "float16"),
+        (["policy.lora=false"], "auto"),
+        (["policy.model=starter"], "auto"),
+        (["policy.quantize=int8"], "auto"),
+    ],
+    ids=str,
+)
+def test_a_chosen_dtype_stays_as_long_as_the_same_is_trained(sets: list[str], dtype: str) -> None:
+    a_run(
+        {"policy": {"model": "org/m", "lora": True}}, {"policy": {"model": "org/m", "lora": True, "dtype": "bfloat16"}}
+    )
+    config = load_run_config(read_layers(None, {}, {"run_dir": "r"}, sets, ()), False, print)
+    assert with_kept_dtype(config, RunDir(RUN)).policy.dtype == dtype
+
+
+def test_a_dtype_that_the_user_has_set_stays() -> None:
+    a_run({"policy": {"dtype": "bfloat16"}})
+    again = load_run_config(read_layers(None, {}, {"run_dir": "r"}, ["policy.model=org/m"], ()), False, print)
+    assert again.policy.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("groups", "own"), [(2, 2), (16, 8)])
+def test_own_groups_that_nobody_set_follow_the_groups_of_each_start(groups: int, own: int) -> None:
+    layers = read_layers(None, {}, {"run_dir": "r", "swarm": "s.toml"}, ["rollouts.groups=4"], ())
+    config = load_run_config(layers, True, print)
+    assert config.sharing.own == 4
+    RUN.mkdir()
+    (RUN / "config.toml").write_text(dump_own(config, config))
+    again = read_layers(None, {}, {"run_dir": "r"}, [f"rollouts.groups={groups}"], ())
+    assert load_run_config(again, True, print).sharing.own == own

@@ -223,6 +223,13 @@ def test_a_csv_file_becomes_json_lines(tmp_path: Path) -> None:
     assert make_manifest("sums", [found]).tasks[0].name == "sums-questions"
 
 
+def test_a_file_with_several_accepted_answers_is_refused_by_name(tmp_path: Path) -> None:
+    Path("capitals.jsonl").write_text('{"question": "Capital?", "answer": ["Paris", "Lutetia"]}\n')
+    with pytest.raises(UserError, match="capitals.jsonl has several accepted answers"):
+        with_usual_columns(["capitals.jsonl"], tmp_path, print)
+    assert not Path("capitals-questions.jsonl").exists()
+
+
 def test_messages_become_texts_in_a_new_swarm() -> None:
     """Members of earlier versions read questions that are texts alone."""
     lines = [{"question": "0+1?", "answer": "1"}, *map(asked, range(1, 40))]

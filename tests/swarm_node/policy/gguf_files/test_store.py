@@ -151,6 +151,13 @@ def test_one_process_reads_a_file_and_others_wait(
     assert found == [found[0]] * 2 and len(quick) == 1
 
 
+def test_another_file_in_the_same_place_is_another_model(tmp_path: Path, quick: list[Path]) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    before = located(str(file))
+    write_gguf(file, Type.F16)
+    assert located(str(file)) == str(local_folder(str(file))) != before
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
