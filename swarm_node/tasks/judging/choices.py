@@ -10,6 +10,7 @@ MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|mathit|operatorname)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\*\*|__|`|[$]|\\[()\[\],;: ]|(?<![\w*])\*(?=\w)|(?<=\w)\*(?![\w*])")
+_BLANKS = re.compile(r"\s{2,}")
 _LABEL_ALONE = re.compile(
     r"(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:option|choice|answer|letter)?\s*[:#]?\s*[(\[{\"']?\s*([A-Za-z]|\d{1,2})\s*[)\]}\"']?\s*[.:,!]?",
     re.IGNORECASE,
@@ -60,8 +61,10 @@ class Choice(NamedTuple):
 
 
 def plain_words(text: str) -> str:
-    """`text` in one spelling, without markup and LaTeX around words."""
-    return _MARKUP.sub("", _WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
+    """`text` in one spelling, without markup and LaTeX around words, and with one blank or line break in place of
+    several: patterns with optional parts between blanks would try all ways to share these out."""
+    words = _MARKUP.sub("", _WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
+    return _BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", words)
 
 
 def same_text(text: str) -> str:
