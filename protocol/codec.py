@@ -113,7 +113,7 @@ def _batch_of_before(batch: BatchOfBefore) -> RolloutBatch:
 def _as_before(batch: RolloutBatch) -> BatchOfBefore:
     for group in batch.groups:
         if group.kind not in ("", "text") or any(len(rollout.turns) != 1 for rollout in group.rollouts):
-            raise LocalProtocolError(f"protocol 1 has no answers of kind {group.kind!r}, and one turn of each")
+            raise LocalProtocolError(f"protocol 1 has texts of one turn only, not {group.kind or 'dialogues'}")
     groups = [
         GroupOfBefore(
             *(group.task, group.epoch, group.slot, group.prompt, group.policy_version),

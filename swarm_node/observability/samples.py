@@ -22,6 +22,7 @@ from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines, record_in, whole_lines
 from swarm_node.observability.shown_samples import MAX_ANSWERS, MAX_REWARDS, NAME, TEXT
+from swarm_node.say import Once
 from swarm_node.types import Group, Rollout
 
 SAMPLES_BYTES = 8 << 20  # most bytes of samples.jsonl
@@ -46,6 +47,7 @@ class SampleLog:
         self._file = JsonLines(path, report)
         self._config = config
         self._report = report
+        self._report_once = Once(report)
         self._written: Counter[tuple[str, str]] = Counter()  # (peer or "", task) -> number of its records
 
     def truncate_after(self, round: int) -> None:
@@ -101,12 +103,20 @@ class SampleLog:
             "task": task.label,
             "peer": group.peer,
             "question": without_middle(task.question, QUESTION_CHARS),
-            "prompt": without_middle(self._prompt_text(group.prompt_ids), QUESTION_CHARS),
+            "prompt": without_middle(self._prompt(group), QUESTION_CHARS),
             "right": None if task.answer is None else without_middle(task.answer, ANSWER_CHARS),
             "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
             "of": len(rollouts),
             "answers": [_answer(rollout) for rollout in rollouts[:MAX_ANSWERS]],
         }
+
+    def _prompt(self, group: Group) -> str:
+        """The text of the prompt; empty, which is reported once, where the tokenizer fails at it."""
+        try:
+            return self._prompt_text(group.prompt_ids)
+        except UserError as error:
+            self._report_once("prompt", f"a sample has no prompt: {error}")
+            return ""
 
 
 def read_samples(path: Path, most_bytes: int = SAMPLES_BYTES) -> Iterator[dict[str, Any]]:

@@ -209,12 +209,18 @@ class RunState:
         return {
             "tasks": self.node.tasks.names,
             "prompt": [policy.system_prompt, policy.prompt_template, *filter(None, template)],
-            "rewards": self.config.rewards.model_dump(mode="json"),
+            "rewards": self._rewards,
+            **({"kinds": kinds} if (kinds := self.node.tasks.kinds) else {}),
         }
+
+    @property
+    def _rewards(self) -> dict[str, Any]:
+        """The settings of rewards, as in checkpoints of versions that had no kinds of answers."""
+        return self.config.rewards.model_dump(mode="json", exclude={"kind"})
 
     def count(self, record: Mapping[str, Any]) -> None:
         """Add the round that this record is of to the running figures."""
-        judges = [self.node.tasks.names, self.config.rewards.model_dump(mode="json")]
+        judges = [self.node.tasks.names, self._rewards, *filter(None, [self.node.tasks.kinds])]
         self.tally.judge(hashlib.sha256(msgspec.json.encode(judges)).hexdigest()[:16])
         self.tally.add(record)
 

@@ -124,7 +124,7 @@ def with_usual_columns(
 
 def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Path) -> list[Path]:
     """Copy the question files among `specs` into the folder of the manifest, under the names by which a bootstrap looks
-    for them there, and return the copies. A file that is there already stays as it is. Raises UserError."""
+    for them there, and return the copies. Raises UserError, also if another file of that name is there."""
     made = []
     tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in specs]
     for table in tables:
@@ -135,6 +135,8 @@ def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Pa
         if not copy.exists():
             write_new_file(copy, [data])
             made.append(copy)
+        elif copy.read_bytes() != data:
+            raise UserError(f"{copy} is to be {table.file}, which a bootstrap gives to members, but is another file")
     return made
 
 

@@ -75,7 +75,7 @@ def _named(model: str, given: str | None) -> Base:
         return Base(model, KNOWN[model], f"`{model}`: {KNOWN[model].partition('/')[2]}, from weights rounded to 4 bits")
     if model == "starter":
         return Base("starter", "", STARTER)
-    if is_place(model):
+    if is_place(model) or model.endswith(".gguf"):  # a file may be gone
         return Base()
     return Base(model, model, f"[{model}](https://huggingface.co/{model})")
 

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.messages import TaskName
 from swarm_node.config.machine import MetricsConfig
+from swarm_node.errors import UserError
 from swarm_node.observability import samples
 from swarm_node.observability.samples import ANSWER_CHARS, MAX_ANSWERS, SampleLog, read_samples, without_middle
 from swarm_node.types import Group, Rollout, Task
@@ -117,3 +118,13 @@ def test_a_damaged_file_does_not_stop_a_start() -> None:
     writer.write(2, [group("gcd", 0, 1)], [])
     assert len(said) == 1 and "is not a record" in said[0]
     assert [record["round"] for record in read_samples(Path("samples.jsonl"))] == [1, 2]
+
+
+def test_a_prompt_that_cannot_be_decoded_ends_nothing() -> None:
+    def fails(ids: list[int]) -> str:
+        raise UserError("the tokenizer failed")
+
+    said: list[str] = []
+    writer = SampleLog(Path("samples.jsonl"), MetricsConfig(), said.append, fails)
+    assert [record["prompt"] for record in writer.write(1, [group("gcd", 0, 1), group("lcm", 1, 1)], [])] == ["", ""]
+    assert said == ["a sample has no prompt: the tokenizer failed"]
