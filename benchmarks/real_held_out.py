@@ -47,7 +47,7 @@ def measure(policy: Mapping[str, Any], asked: Asked, adapters: Sequence[tuple[fl
     (seconds of the run, its safetensors file). Runs in a process of its own."""
     spec = {"policy": dict(policy), "asked": asdict(asked), "adapters": list(adapters)}
     command = [sys.executable, "-m", "benchmarks.real_held_out", json.dumps(spec)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"measuring failed:\n{done.stderr[-3000:]}")

@@ -175,7 +175,7 @@ def run_trl(spec: dict[str, Any]) -> dict[str, Any]:
     again, asked = spec["who"] == TRL_AGAIN, questions_of(spec)
     settings: dict[str, Any] = {"gradient_checkpointing": again}
     if spec["shape"] == REAL:
-        frame = tokenizer_frame(tokenizer, "", spec["path"])
+        frame = tokenizer_frame(tokenizer, policy_of(spec))
         asked = [frame.around(question) for question in asked]
         settings["generation_kwargs"] = {"min_new_tokens": work.new}  # no token ends an answer before its full length
     times = trl_steps(model, tokenizer, asked, work, lora, **settings)

@@ -28,7 +28,7 @@ BOM = b"\xef\xbb\xbf"  # a mark that some editors write at the beginning
 PARQUET = b"PAR1"  # the first and the last four bytes of a Parquet file
 DELIMITERS = ",;\t|"
 MAX_PARQUET_BYTES = 2**31  # of a Parquet file's rows in memory: a short file may hold very long ones
-PARQUET_ROWS = 1024  # rows that are read at a time
+PARQUET_ROWS = 32  # rows that are decoded before their size is counted: a short file may repeat one long value
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
