@@ -93,10 +93,7 @@ def next_look(seconds: float) -> float:
 def node_command(model: str, file: Path, minutes: float, seed: int) -> list[str]:
     """The command of a node, with no option that changes how it learns."""
     command = [sys.executable, "-m", "swarm_node", "local", "--model", model, "--tasks", str(file)]
-    command += ["--minutes", f"{minutes:g}", "--seed", str(seed)]
-    if not real_judge.PACKAGE:
-        command += ["--reward", f"{real_judge.__file__}:reward", "--set", "rewards.checker_weight=0"]
-    return command
+    return [*command, "--minutes", f"{minutes:g}", "--seed", str(seed)]
 
 
 def trl_command(spec: dict[str, Any]) -> list[str]:
