@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from importlib.util import find_spec
 from typing import Any
 
-PACKAGE = find_spec("swarm_node.tasks.judging") is not None
-"""Whether this package judges numbers in sentences. If not, nodes get `reward` as their reward function."""
-if PACKAGE:
-    from swarm_node.tasks.judging import JUDGE, judge
-NAME = f"swarm_node.tasks.judging, number, version {JUDGE}" if PACKAGE else "last number"
-NUMBER = re.compile(r"-?\d+")
+from swarm_node.tasks.judging import JUDGE, judge
+
+NAME = f"swarm_node.tasks.judging, number, version {JUDGE}"
 
 
 def right(reference: str, text: str) -> bool:
-    """Whether the number that `text` ends with is the reference, a whole number."""
-    if PACKAGE:
-        return judge("number", reference, text).right
-    found = NUMBER.findall(text)
-    return bool(found) and int(found[-1]) == int(reference)
+    """Whether the number that `text` ends with is the reference."""
+    return judge("number", reference, text).right
 
 
 def reward(prompts: list[Any], completions: list[Any], answer: list[str], **columns: object) -> list[float]:

@@ -165,8 +165,8 @@ def run_trl(spec: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from swarm_node.cli.commands.bench_arms import peak_bytes, trl_steps
+    from swarm_node.policy.chat_template import tokenizer_frame
     from swarm_node.policy.loading import load_base, prepare
-    from swarm_node.policy.policy import tokenizer_frame
 
     work, plan = work_of(spec), prepare(policy_of(spec))
     model = load_base(plan)[0].to(plan.device)
@@ -270,8 +270,8 @@ def measure(args: argparse.Namespace, device: str, file: str) -> list[dict[str, 
                 if figures is None:
                     if shape != REAL and not any(Path(folder).iterdir()):
                         make_model(shape, Path(folder))
-                    path = folder_of(args.model) if shape == REAL else folder
-                    figures = run(arm | {"path": path, "steps": args.steps})
+                    model = folder_of(args.model) if shape == REAL else folder
+                    figures = run(arm | {"path": model, "steps": args.steps})
                 done = arm | figures | {"date": machine()["date"]}
                 arms = [*(each for each in arms if key(each) != key(arm)), done]
                 telling.append(done)

@@ -74,11 +74,11 @@ def child(spec: Row) -> None:
 def prompt_texts(model: str, rows: int) -> list[str]:
     """The prompts as texts, for another engine: the model's chat template around the questions."""
     from swarm_node.config import PolicyConfig
+    from swarm_node.policy.chat_template import tokenizer_frame
     from swarm_node.policy.loading import load_tokenizer
-    from swarm_node.policy.policy import tokenizer_frame
 
-    tokenizer = load_tokenizer(PolicyConfig(model=model))
-    frame = tokenizer_frame(tokenizer, "", model)
+    config = PolicyConfig(model=model, system_prompt="")
+    frame = tokenizer_frame(load_tokenizer(config), config)
     return [frame.around(question) for question in questions(rows)]
 
 

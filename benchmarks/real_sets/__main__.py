@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+
 from benchmarks.real_sets import SETS, path_of, text
 
-if __name__ == "__main__":
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in SETS:
         path_of(name).write_text(text(name))
         print(path_of(name))
+
+
+if __name__ == "__main__":
+    main()

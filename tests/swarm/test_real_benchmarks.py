@@ -134,6 +134,9 @@ def test_rows_are_run_in_their_order() -> None:
     wanted = argparse.Namespace(parts=["default", "sums"], quick=False, arms=[NODE, TRL[0]], seeds=[2])
     found = [(name, who, seed) for name, who, seed, _ in real_learning.asked_for(wanted)]
     assert found == [("default", NODE, 2), ("sums", NODE, 2), ("sums", TRL[0], 2)]
+    every = list(real_learning.asked_for(argparse.Namespace(parts=["sums"], quick=False, arms=None, seeds=None)))
+    assert [who for _, who, seed, _ in every if seed == 1] == [NODE, *TRL]
+    assert [who for _, who, seed, _ in every if seed == 3] == [NODE, *TRL[:2]]
 
 
 def test_what_is_there_is_not_run_again(
