@@ -408,7 +408,8 @@ def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int
     for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens):
         say(line, "first_look")
     if before.tokens and node.config.pipeline.stages == 0:
-        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s)
+        teaching = (before.mixed or 1) / before.asked  # a question that teaches is drawn sooner or later
+        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s, teaching)
         took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
         so_far = f"with answers of {before.tokens:.0f} tokens, their mean length so far"
         say(f"a round takes about {took} {so_far}", "estimate")
