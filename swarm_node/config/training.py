@@ -223,8 +223,7 @@ class GrpoConfig(Section):
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss (DAPO's overlong filter)."""
     learning_rate: PositiveFloat | None = None
-    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above; for LoRA 2e-4 at a
-    hidden size of 2,000, and as its root in others, at most 4e-4."""
+    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-4 for LoRA."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW with moments in float32 (`adamw`), or in 8 bits (`adamw_8bit`). These take a quarter of the memory, which
     counts where all weights are trained. On a CPU their updates take many times as long. They need the package

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,16 +34,12 @@ from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
-from swarm_node.policy.architecture import largest
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.policy.sizes import SMALL
 from swarm_node.say import Warned
 from swarm_node.types import Group, Rollout, Sampling
-
-LORA_RATE, LORA_WIDTH, LORA_MOST = 2e-4, 2000, 4e-4
-"""Of an adapter: the rate at a hidden size, that size, and the highest rate."""
 
 
 @dataclass
@@ -412,21 +407,14 @@ def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> Optimizer:
     """The optimiser of all that is trained of a model in this process."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     lora, trained = hasattr(model, "peft_config"), sum(p.numel() for _, p in named)
-    rate = config.learning_rate or default_learning_rate(lora, trained, getattr(model, "config", None))
+    rate = config.learning_rate or default_learning_rate(lora, trained)
     return Optimizer(named, config, rate, embeddings=embeddings_of(model))
 
 
-def default_learning_rate(lora: bool, trained: int, model_config: Any) -> float:
-    """An adapter: 2e-4 sqrt(2000 / hidden size), at most 4e-4. All weights: 2e-4 for small models, else 2e-6.
-
-    The best rate of an adapter is about ten times that of all weights, hardly depends on its rank, and falls with the
-    width of the model: published fits have exponents of 0.08 and 0.78 (Schulman et al., "LoRA Without Regret", 2025).
-    `trained` counts parameters.
-    """
-    if not lora:
-        return 2e-4 if trained < SMALL else 2e-6
-    hidden = largest(model_config.get_text_config(), "hidden_size", LORA_WIDTH)
-    return min(LORA_MOST, LORA_RATE * (LORA_WIDTH / hidden) ** 0.5)
+def default_learning_rate(lora: bool, trained: int) -> float:
+    """2e-4 for an adapter, since the best rate of one is far above that of all weights (docs/grpo.md). In full training
+    2e-4 for small models, else 2e-6. `trained` counts parameters."""
+    return 2e-4 if lora or trained < SMALL else 2e-6
 
 
 def _means(totals: Mapping[str, float], loss: Loss, config: GrpoConfig) -> dict[str, float]:

@@ -405,7 +405,8 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: li
 def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int]]) -> None:
     """Say what the policy answers before training, and how long a round with such answers takes."""
     before, rollouts, grpo = held_out.figures.before, node.config.rollouts, node.config.grpo
-    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens):
+    is_member = node.member is not None
+    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens, is_member):
         say(line, "first_look")
     if before.tokens and node.config.pipeline.stages == 0:
         teaching = (before.mixed or 1) / before.asked  # a question that teaches is drawn sooner or later

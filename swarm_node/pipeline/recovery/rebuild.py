@@ -99,7 +99,7 @@ class StageBuilder:
 
     def _new_optimizer(self, stage: Stage, config: NodeConfig) -> Optimizer:
         trained = sum(tensor.numel() for tensor in self.shapes.values())
-        rate = config.grpo.learning_rate or default_learning_rate(self.loading.lora, trained, self.loading.config)
+        rate = config.grpo.learning_rate or default_learning_rate(self.loading.lora, trained)
         shared = [] if stage.shared is None else [stage.shared]
         return Optimizer(stage.named().items(), config.grpo, rate, shared)
 

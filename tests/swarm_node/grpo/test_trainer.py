@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, LlamaConfig
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, UserError
@@ -590,11 +589,9 @@ def test_other_errors_are_not_taken_for_memory():
 
 def test_default_learning_rates():
     assert Trainer(TinyPolicy(make()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-4
-    assert Trainer(TinyPolicy(lora()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 4e-4  # 32 wide
-    assert default_learning_rate(False, 25_000_000, LlamaConfig()) == 2e-6
-    assert default_learning_rate(True, 25_000_000, LlamaConfig(hidden_size=2000, num_attention_heads=10)) == 2e-4
-    assert default_learning_rate(True, 25_000_000, LlamaConfig(hidden_size=8000, num_attention_heads=10)) == 1e-4
-    assert default_learning_rate(True, 25_000_000, GPT2Config(n_embd=8000, n_head=10)) == 1e-4
+    assert Trainer(TinyPolicy(lora()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-4
+    assert default_learning_rate(False, 25_000_000) == 2e-6
+    assert default_learning_rate(True, 25_000_000) == 2e-4
 
 
 def test_a_users_loss_is_weighed_like_ours(tmp_path):
