@@ -32,7 +32,7 @@ FROM_THE_SWARM = {
     *("rewards.answer", "policy.system_prompt", "policy.prompt_template"),
 }
 """Keys that a member takes from its swarm at each start, unless the user has set them."""
-WORKED_OUT = {"policy.dtype", "sharing.own"}
+WORKED_OUT = {"policy.dtype", "rollouts.max_new_tokens", "sharing.own"}
 """Keys whose values a start works out itself, from other settings or by measuring, unless the user has set them."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),

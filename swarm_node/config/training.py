@@ -41,10 +41,9 @@ class PolicyConfig(Section):
     threads: int = Field(0, ge=0)
     """CPU threads for torch; 0 = as many as there are idle cores, and one below 2 million parameters. Idle cores are
     counted again between rounds; a small model gains nothing by a second thread."""
-    system_prompt: str = (
-        "Solve the problem. You may reason first. Then give only the final answer between <answer> and </answer>."
-    )
-    """System message for tokenizers whose chat template takes one; empty = none."""
+    system_prompt: str = ""
+    """System message for tokenizers whose chat template takes one; empty = none. The sentence that asks for the form
+    of `rewards.answer` follows it."""
     prompt_template: str = "{question}\n"
     """Prompt for tokenizers without a chat template; `{question}` is replaced."""
     chat_template: str | None = None
@@ -165,7 +164,8 @@ class RolloutsConfig(Section):
     group_size: int = Field(8, ge=2)
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
-    """Length limit of a completion, in tokens."""
+    """Length limit of a completion, in tokens. Unset, a policy of 20 million parameters or more is asked some questions
+    first, and takes the least of 32, 64, 128 and 256 at which a third of its answers end; a run keeps it."""
     max_prompt_tokens: PositiveInt = 2048
     """Tasks with longer prompts are skipped and counted."""
     temperature: float = Field(1.0, gt=0)

@@ -45,6 +45,7 @@ TEXT = (
 )
 LENGTHS = 11, 5, 7
 """Tokens of the prompt and the two answers. Both rows stay below the windows of the tiny models in the tests."""
+MEASURED_ROW = 192  # most tokens of the row by which the time of an update is measured
 
 
 def bf16_slowdown(hidden: int, seconds: float = 1.0) -> float:
@@ -209,29 +210,33 @@ def round_seconds(
     grpo: GrpoConfig,
     tokens: float | None = None,
     per_token_s: float | None = None,
+    teaching: float = 1.0,
 ) -> float:
     """Seconds of one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
     time = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
 
     `tokens`: mean length of a completion; None = its length limit, which most do not reach. `per_token_s`: seconds of
-    sampling for each token, if they are known. Scoring and evaluation are left out.
+    sampling for each token, if they are known. `teaching`: share of the groups that have a signal, since the others are
+    not trained on. Scoring and evaluation are left out.
     """
     new = rollouts.max_new_tokens if tokens is None else tokens
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * new
     kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
     copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
-    trained = rollouts.groups * (kept * new + copies * length)
+    row = kept * new + copies * length
+    trained = teaching * rollouts.groups * row
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
-    per_sampled, per_trained = _measure(policy, prompts[0], rollouts)
+    per_sampled, per_trained = _measure(policy, prompts[0], rollouts, min(round(row), MEASURED_ROW))
     per_sampled = per_sampled if per_token_s is None else per_token_s
     seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
     return seconds + trained * passes * per_trained
 
 
-def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tuple[float, float]:
-    """Seconds a sampled token and a trained token, from a group of short completions (weights stay as they are)."""
+def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig, trained: int) -> tuple[float, float]:
+    """Seconds a sampled token, from a group of short completions, and a trained token, from a row of `trained` tokens
+    (weights stay as they are)."""
     n = rollouts.group_size
     length = min(8, rollouts.max_new_tokens)
     sampling = Sampling(length, rollouts.temperature, rollouts.top_p)
@@ -240,7 +245,7 @@ def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig) -> tup
         start = _now(policy)
         made = policy.generate([prompt], n, sampling, [0])[0]
         times.append((_now(policy) - start) / sum(len(r.token_ids) for r in made))
-    row = (prompt * (n * length // len(prompt) + 1))[: min(n * length, policy.max_positions)]
+    row = (prompt * (trained // len(prompt) + 1))[: min(trained, policy.max_positions)]
     times += [update_seconds(policy, row) / len(row) for _ in range(2)]
     return times[1], times[3]
 

@@ -18,9 +18,11 @@ QUESTIONS = 3  # questions that are shown
 QUESTION_CHARS, ANSWER_CHARS = 200, 160  # most characters shown of each
 
 
-def first_look(found: Evaluation, samples: int, figure: Figure, most_tokens: int) -> Iterator[str]:
+def first_look(
+    found: Evaluation, samples: int, figure: Figure, most_tokens: int, member: bool = False
+) -> Iterator[str]:
     """Sentences about an evaluation before training, with `samples` answers to a question and at most `most_tokens`
-    tokens in each; none if nothing was asked."""
+    tokens in each; none if nothing was asked. A `member` goes by its swarm's form and kind of answers."""
     every = found.table.get("all")
     if every is None:
         return
@@ -35,16 +37,17 @@ def first_look(found: Evaluation, samples: int, figure: Figure, most_tokens: int
         if found.cut > MANY:
             yield f"most answers are cut off: with `--set rollouts.max_new_tokens={2 * most_tokens}` more of them end"
     elif samples > 1:
-        yield Warned(f"nothing can be learned like this: {_why_not(found, every.reward or value, most_tokens)}")
+        yield Warned(f"nothing can be learned like this: {_why_not(found, every.reward or value, most_tokens, member)}")
 
 
-def _why_not(found: Evaluation, reward: float, most_tokens: int) -> str:
+def _why_not(found: Evaluation, reward: float, most_tokens: int, member: bool) -> str:
     if reward > 0:
         return "the answers to each question are rewarded alike. Take harder questions, or a finer reward"
     if found.cut > MANY:
         remedy = f"`--set rollouts.max_new_tokens={2 * most_tokens}` lets them end"
         return f"no answer earns a reward, and most are cut off at the length limit: {remedy}"
-    form = "if right ones are among those above, name how they are read (--kind, --answer)"
+    how = "the swarm's owner may name how they are read (`swarm-node new --kind, --answer`)" if member else ""
+    form = f"if right ones are among those above, {how or 'name how they are read (--kind, --answer)'}"
     return f"no answer earns a reward: {form}; else take easier questions, or a model that answers some of them"
 
 

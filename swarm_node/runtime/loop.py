@@ -26,6 +26,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
+from swarm_node.rollouts.answer_length import with_answer_length
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import Evaluation, part_size
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
@@ -44,7 +45,7 @@ from swarm_node.runtime.threads import Threads
 from swarm_node.runtime.weight_changes import WeightChanges
 from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.run_settings import RunSettings, with_kept_dtype
+from swarm_node.storage.run_settings import RunSettings, with_kept_choices
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
@@ -101,7 +102,7 @@ class Run:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
-            self.policy, config = _load(config, run) if crew is None else (crew.policy, config)
+            self.policy, config = _load(config, run, self.tasks) if crew is None else (crew.policy, config)
         self.config = fitted(config, self.policy, say)
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
@@ -368,11 +369,12 @@ def _prompts_of_a_round(node: Node) -> list[list[int]]:
     return [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
 
 
-def _load(config: NodeConfig, run: RunDir) -> tuple[Policy, NodeConfig]:
-    """The policy, and `config` with the number format that it has; a run keeps that of its first start."""
-    config = with_kept_dtype(config, run)
+def _load(config: NodeConfig, run: RunDir, tasks: TaskSet) -> tuple[Policy, NodeConfig]:
+    """The policy, and `config` with its number format and the length of its answers to `tasks`; a run keeps those of
+    its first start."""
+    config = with_kept_choices(config, run)
     policy = load_policy(config.policy, config.rollouts, say, check=partial(check_plan, config))
-    return policy, with_dtype(config, policy)
+    return policy, with_answer_length(with_dtype(config, policy), policy, tasks, partial(say, kind="start"))
 
 
 def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:
@@ -403,10 +405,12 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: li
 def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int]]) -> None:
     """Say what the policy answers before training, and how long a round with such answers takes."""
     before, rollouts, grpo = held_out.figures.before, node.config.rollouts, node.config.grpo
-    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens):
+    is_member = node.member is not None
+    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens, is_member):
         say(line, "first_look")
     if before.tokens and node.config.pipeline.stages == 0:
-        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s)
+        teaching = (before.mixed or 1) / before.asked  # a question that teaches is drawn sooner or later
+        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s, teaching)
         took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
         so_far = f"with answers of {before.tokens:.0f} tokens, their mean length so far"
         say(f"a round takes about {took} {so_far}", "estimate")

@@ -114,15 +114,19 @@ class RunSettings:
         return f"config-{max(numbers, default=0) + 1:04}.toml"
 
 
-def with_kept_dtype(config: NodeConfig, run: RunDir) -> NodeConfig:
-    """`config` with the number format that an earlier start of this run has chosen for the same model, trained in the
-    same way, in place of `auto`: what is measured may come out differently each time. Raises UserError."""
-    if config.policy.dtype != "auto" or not run.exists:
+def with_kept_choices(config: NodeConfig, run: RunDir) -> NodeConfig:
+    """`config` with what an earlier start of this run has measured for the same model, trained in the same way: the
+    number format in place of `auto`, and the length of answers that nobody has set. Raises UserError."""
+    if not run.exists:
         return config
-    before = read_own(run.config).policy
-    if any(getattr(before, key) != getattr(config.policy, key) for key in ("model", "revision", "lora", "quantize")):
+    before, policy, rollouts = read_own(run.config), config.policy, config.rollouts
+    if any(getattr(before.policy, key) != getattr(policy, key) for key in ("model", "revision", "lora", "quantize")):
         return config
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": before.dtype})})
+    if policy.dtype == "auto":
+        policy = policy.model_copy(update={"dtype": before.policy.dtype})
+    if "max_new_tokens" not in rollouts.model_fields_set:
+        rollouts = rollouts.model_copy(update={"max_new_tokens": before.rollouts.max_new_tokens})
+    return config.model_copy(update={"policy": policy, "rollouts": rollouts})
 
 
 def not_used(settings: Sequence[str]) -> str:

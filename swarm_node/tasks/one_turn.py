@@ -56,8 +56,7 @@ def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
         system = system.removesuffix(asks).rstrip() if system.endswith(asks) else system
         template = template.replace(f"\n{asks}", "")
     if form != "any":
-        own = system.rstrip() if "system_prompt" in policy.model_fields_set else "Solve the problem."
-        system = f"{own}\n\n{FORM_PROMPTS[form]}".strip()
+        system = f"{system.rstrip()}\n\n{FORM_PROMPTS[form]}".strip()
         template = template.replace("{question}", f"{{question}}\n{FORM_PROMPTS[form]}")
     prompts = {"system_prompt": system, "prompt_template": template}
     changed = {name: prompt for name, prompt in prompts.items() if prompt != getattr(policy, name)}
@@ -68,8 +67,7 @@ def in_form(config: NodeConfig, form: AnswerForm) -> NodeConfig:
 
 def has_own_prompt(config: NodeConfig, form: AnswerForm) -> bool:
     """Whether a system prompt of the user's own precedes the sentence that asks for `form`, which is not `any`."""
-    mine, usual = (in_form(each, form).policy.system_prompt for each in (config, NodeConfig()))
-    return mine not in (FORM_PROMPTS[form], usual)
+    return in_form(config, form).policy.system_prompt != FORM_PROMPTS[form]
 
 
 def is_held_out(question: str) -> bool:

@@ -93,7 +93,8 @@ def show_questions(named: Sequence[str | TaskConfig], config: NodeConfig, json_o
             yield from _text("", f"{name} with its own options; {' and '.join(also)} has others", width)
     for line in found.read_as:
         yield from _text("", line, width)
-    yield from _text("models are told  ", config.policy.system_prompt, width)
+    if told := config.policy.system_prompt:
+        yield from _text("models are told  ", told, width)
     several = len({task.label for task in tasks}) > 1
     for number, task in enumerate(tasks, 1):
         yield ""

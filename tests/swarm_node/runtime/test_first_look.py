@@ -46,6 +46,12 @@ def test_the_setting_that_helps_is_named(more: dict[str, Any], words: str) -> No
     assert words in last and isinstance(last, Warned) == ("mixed" not in more)
 
 
+def test_a_member_s_owner_names_how_answers_are_read() -> None:
+    found = Evaluation({"all": Held(3, 0.0, 0.0, 0.0)}, asked=3)
+    assert "swarm-node new --kind" in [*first_look(found, 8, "pass_1", 64, member=True)][-1]
+    assert "(--kind, --answer)" in [*first_look(found, 8, "pass_1", 64)][-1]
+
+
 def test_nothing_is_said_where_nothing_was_asked() -> None:
     assert list(first_look(Evaluation(), 8, "pass_1", 64)) == []
 

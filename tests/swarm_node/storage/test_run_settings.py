@@ -16,7 +16,7 @@ from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.own import dump_own
 from swarm_node.errors import TEMPORARY, UserError
-from swarm_node.storage.run_settings import RunSettings, as_trained, with_kept_dtype
+from swarm_node.storage.run_settings import RunSettings, as_trained, with_kept_choices
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import swarm_to_join
 from swarm_node.swarm.manifests import make_manifest, write_manifest
@@ -291,7 +291,19 @@ def test_a_chosen_dtype_stays_as_long_as_the_same_is_trained(sets: list[str], dt
         {"policy": {"model": "org/m", "lora": True}}, {"policy": {"model": "org/m", "lora": True, "dtype": "bfloat16"}}
     )
     config = load_run_config(read_layers(None, {}, {"run_dir": "r"}, sets, ()), False, print)
-    assert with_kept_dtype(config, RunDir(RUN)).policy.dtype == dtype
+    assert with_kept_choices(config, RunDir(RUN)).policy.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("sets", "length"),
+    [([], 32), (["policy.model=starter"], 256), (["rollouts.max_new_tokens=100"], 100)],
+    ids=str,
+)
+def test_a_chosen_length_of_answers_stays_as_long_as_the_same_is_trained(sets: list[str], length: int) -> None:
+    own = {"policy": {"model": "org/m"}}
+    a_run(own, own | {"rollouts": {"max_new_tokens": 32}})
+    config = load_run_config(read_layers(None, {}, {"run_dir": "r"}, [*sets], ()), False, print)
+    assert with_kept_choices(config, RunDir(RUN)).rollouts.max_new_tokens == length
 
 
 def test_a_dtype_that_the_user_has_set_stays() -> None:

@@ -42,12 +42,10 @@ def test_reasoning_earns_nothing_by_itself() -> None:
 def test_policies_are_told_the_form(form: AnswerForm) -> None:
     assert in_form(NodeConfig(), "any") == NodeConfig()
     told = in_form(NodeConfig(), form)
-    assert told.rewards.answer == form and told.policy.system_prompt.endswith(FORM_PROMPTS[form])
+    assert told.rewards.answer == form and told.policy.system_prompt == FORM_PROMPTS[form]
     own = NodeConfig.model_validate({"policy": {"system_prompt": "You are terse."}})
     assert in_form(own, form).policy.system_prompt == f"You are terse.\n\n{FORM_PROMPTS[form]}"
     assert in_form(in_form(own, form), form) == in_form(own, form)
-    empty = NodeConfig.model_validate({"policy": {"system_prompt": ""}})
-    assert in_form(empty, form).policy.system_prompt == FORM_PROMPTS[form]
 
 
 @pytest.mark.parametrize("forms", list(permutations(WRITTEN)), ids="-".join)
