@@ -109,6 +109,11 @@ class Membership:
         await asyncio.sleep(0.1)  # what woke us may come in bunches
         self._wake.clear()
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """See `Transport.hear`."""
+        if self.table.hear(peer, addresses, time.time()):
+            self._wake.set()
+
     def on_restart(self) -> None:
         """Forget what depended on the connections of the last p2pd: a new one runs."""
         self._greeted.clear()

@@ -154,6 +154,10 @@ class P2PTransport:
         if before is None or before.crew != card.crew:  # newcomers are to find whoever leads now
             self._soon(self._wake.set)
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        if peer not in self._membership.members:
+            self._soon(self._membership.hear, peer, addresses)
+
     def members(self) -> Mapping[str, PeerCard]:
         return self._membership.members
 
