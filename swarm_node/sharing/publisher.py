@@ -130,9 +130,8 @@ class Publisher:
         if not self._waiting:
             return
         now, addresses = self.now(), told(self.addresses())
-        for batch in self._batches(
-            self._within_quota(now, REST_BYTES + sum(len(address) + 2 for address in addresses))
-        ):
+        cost = REST_BYTES + sum(len(address) + 2 for address in addresses)
+        for batch in self._batches(self._within_quota(now, cost)):
             self._sequence += 1
             data = sign_batch(
                 RolloutBatch(
