@@ -129,7 +129,7 @@ class Publisher:
         """Send all waiting groups that the swarm's limits allow; the others are dropped."""
         if not self._waiting:
             return
-        now, addresses = self.now(), told(self.addresses())
+        now, addresses = self.now(), addresses_named(self.addresses())
         cost = REST_BYTES + sum(len(address) + 2 for address in addresses)
         for batch in self._batches(self._within_quota(now, cost)):
             self._sequence += 1
@@ -225,7 +225,7 @@ class Publisher:
             yield batch
 
 
-def told(addresses: Sequence[str]) -> list[str]:
+def addresses_named(addresses: Sequence[str]) -> list[str]:
     """The addresses that a batch names, half of them through relays if there are such."""
     fitting = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS]
     relayed = [address for address in fitting if is_relayed(address)][: MAX_BATCH_ADDRESSES // 2]

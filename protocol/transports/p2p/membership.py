@@ -44,7 +44,7 @@ NEWCOMER_S, NEWCOMER_LOOK_S = 30.0, 1.0
 nobody but the peer through which they came, which may be gone in a moment."""
 
 
-def place_of(card: PeerCard) -> tuple[object, ...]:
+def standing_of(card: PeerCard) -> tuple[object, ...]:
     """What a card says of its peer's place in the swarm."""
     return card.crew, card.cohort, tuple(card.roles)
 
@@ -215,7 +215,7 @@ class Membership:
         heard_at = self._gossip.addresses(addresses)
         card = self._dated(self.card)
         has_trained = card.speed > 0  # from the end of its first round
-        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, has_trained, *place_of(card))
+        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, has_trained, *standing_of(card))
         ways += (*addresses, *heard_at)
         if ways == self._told and time.monotonic() < self._renew_at:
             return
