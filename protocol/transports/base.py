@@ -10,7 +10,7 @@ A `Channel` carries messages both ways, in order, as long as both peers live, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -128,6 +128,10 @@ class Transport(Protocol):
 
     def announce(self, card: PeerCard) -> None:
         """Publish this node's card. The transport renews it, with its own addresses, until `close`."""
+
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """A peer was heard of through others, and says that it can be reached at these addresses. If it has no card
+        here yet, it is dialled: those others may be gone the next moment."""
 
     def members(self) -> Mapping[str, PeerCard]:
         """Peer id -> card, for other peers' cards that have not expired, as of the last lookup. Never waits."""

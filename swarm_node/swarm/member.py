@@ -93,6 +93,7 @@ class Member:
             config=config.sharing,
             now=now,
             version=self._version,
+            addresses=lambda: transport.addresses,
         )
         k = config.grpo.k if config.grpo.advantage == "pass_k" else 1
         self.replay_buffer = ReplayBuffer(config.sharing, now, record, say, k=k)
@@ -108,6 +109,7 @@ class Member:
             say=say,
             spoken=spoken,
             spent=spent,
+            hear=transport.hear,
         )
         self.teaching = Teaching()
         self.uses = Uses(self.peer_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from protocol.errors import PeerUnreachable
@@ -65,6 +65,8 @@ class FakeTransport:
         return True
 
     def announce(self, card: PeerCard) -> None: ...
+
+    def hear(self, peer: str, addresses: Sequence[str]) -> None: ...
 
     def left(self) -> Mapping[str, PeerCard]:
         return {}

@@ -176,6 +176,10 @@ class MemoryTransport:
         if first:
             self._renew()
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """It is dialled after the next lookup."""
+        self.table.hear(peer, addresses, self._network.clock.now())
+
     def members(self) -> Mapping[str, PeerCard]:
         now = self._network.clock.now()
         return {

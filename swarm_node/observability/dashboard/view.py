@@ -22,6 +22,7 @@ from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.ending import WORDS, LastWords, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
+from swarm_node.observability.restarts import restarts
 from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.say import own_command
 from swarm_node.storage.pausing import pause_asked
@@ -275,6 +276,9 @@ class View:
             return None
         if isinstance(crew := cleaned.get("crew"), dict):
             crew.pop("name", None)
+        cleaned.pop("restarts", None)
+        if clauses := _restarts(cleaned):
+            cleaned["restarts"] = clauses
         _name_reasons(cleaned, "received", "swarm/rejected/")
         _name_reasons(cleaned, "sent", "swarm/unsent/")
         for peer in cleaned["peers"].values() if isinstance(cleaned.get("peers"), dict) else ():
@@ -417,6 +421,15 @@ def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
             prefix + words(name.removeprefix(prefix)) if name.startswith(prefix) else name: n
             for name, n in counts.items()
         }
+
+
+def _restarts(status: dict[str, Any]) -> list[str]:
+    """What became of the processes of the network, in words."""
+    traffic, why = status.get("traffic"), status.get("restarted")
+    counts = traffic.items() if isinstance(traffic, dict) else ()
+    times = {name: n for name, n in counts if isinstance(n, int | float) and 0 <= n < 2**53}
+    reasons = {name: text for name, text in why.items() if isinstance(text, str)} if isinstance(why, dict) else {}
+    return list(restarts(times, reasons))
 
 
 def _bounded(value: Any, depth: int = 8) -> Any:
