@@ -34,6 +34,7 @@ from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
+from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
@@ -103,7 +104,8 @@ class Trainer:
 
         `before_update` is called once, before anything that lasts has changed: until then a step can be
         given up without a trace. UserError if not even one rollout fits into memory. Metrics that need a
-        forward pass are means over all updates of this step, and missing if no rollout had an advantage.
+        forward pass are means over all updates of this step, and missing if no rollout had an advantage. NotFinite if
+        an update leaves weights that are not finite.
         """
         start = time.perf_counter()
         step = self._prepare(groups)
@@ -258,6 +260,7 @@ class Trainer:
             for name, value in sums.items():
                 totals[name] += value
             if math.isfinite(norm):
+                check_updated(self.policy)
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:

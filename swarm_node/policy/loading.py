@@ -42,6 +42,7 @@ from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.extras import check_quantiser
+from swarm_node.policy.finite import check_weights
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, located
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory, return_freed_memory
 from swarm_node.policy.policy import Policy
@@ -94,6 +95,8 @@ def load_policy(
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
     report(f"policy {config.model}: {policy.num_parameters():,} parameters in {name_of(plan.dtype)} ({trained})")
     report(Detail(plan.where))
+    if told := policy.check_rows():
+        report(Warned(told))
     if not samples:
         return policy
     rows = "packed" if policy.packing else "plain"
@@ -159,6 +162,7 @@ def _policy_of(
         for name in beside:
             model.get_parameter(name).requires_grad_(False)
     model.to(plan.device)
+    check_weights(model.named_parameters(), config.model)
 
     original = plan.quantize and original_lines(files, plan.tensors, plan.quantize)
     policy = Policy(model, tokenizer, config, report, original or None)

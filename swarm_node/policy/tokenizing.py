@@ -80,6 +80,12 @@ def size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 @guarded("its vocabulary")
+def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of all tokens, added ones included."""
+    return sorted(tokenizer.get_vocab().values())
+
+
+@guarded("its vocabulary")
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
