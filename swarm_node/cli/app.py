@@ -78,7 +78,7 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         try:
             command(**values)
-        except Exception as error:
+        except BaseException as error:  # a plugin may raise SystemExit
             if (told := to_show(error)) is None:
                 raise
             _tell(told, command.__name__, values)
