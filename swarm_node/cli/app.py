@@ -11,6 +11,7 @@ import atexit
 import functools
 import gc
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -20,8 +21,10 @@ from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
+from swarm_node.config.keys import VARIABLE_PREFIX
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
 from swarm_node.runtime.waiting import wait_passively
+from swarm_node.storage.utf8 import check_utf8
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -77,6 +80,8 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         try:
+            check_utf8(values)
+            check_utf8({name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIX)})
             command(**values)
         except BaseException as error:  # a plugin may raise SystemExit
             if (told := to_show(error)) is None:

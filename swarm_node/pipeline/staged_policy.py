@@ -13,8 +13,8 @@ from swarm_node.errors import Interrupted
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion
-from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.finite import check_updated, spoiled
+from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
 

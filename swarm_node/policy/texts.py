@@ -1,6 +1,6 @@
 """The texts of a policy: questions and answers as token ids of its own, and back.
 
-    question --frame of the chat template--> text --tokenizer--> prompt ids, each with a row in the embedding
+question --frame of the chat template--> text --tokenizer--> prompt ids, each with a row in the embedding
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length i
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 NAMED = 3  # most tokens that a message names
-RESIZE = "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it came with"
+RESIZE = (
+    "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it came with"
+)
 
 
 class Texts:

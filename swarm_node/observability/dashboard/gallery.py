@@ -191,7 +191,7 @@ def _is_page(run: RunDir) -> bool:
 
 def _runs_below(path: Path) -> Iterator[Path]:
     try:
-        children = list(path.iterdir())
+        children = [child for child in path.iterdir() if is_utf8(child.name)]
     except OSError:
         return
     yield from (child for child in children if child.is_dir() and _is_run(child))
