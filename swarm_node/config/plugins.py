@@ -32,8 +32,9 @@ PROGRAM = 'put the part that is a program under `if __name__ == "__main__":`'
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `path`, which may import modules beside its file, or in the current directory. Raises UserError if
-    there is none; its message begins with `what`, a key."""
+    """The function at `path`, which may import modules beside its file, or in the current directory.
+
+    Raises UserError if there is none; its message begins with `what`, a key."""
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what} {path!r}: write file.py:function or package.module:function")

@@ -308,7 +308,7 @@ def some_of(tensor: Tensor) -> Tensor:
 
 @guarded("its special tokens")
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[int]:
-    """All ids that end a completion: those of the generation config and the tokenizer's own, of the embedding's rows."""
+    """All ids that end a completion, of the embedding's `rows`: those of the generation config and the tokenizer's."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
     if tokenizer.eos_token_id is not None:

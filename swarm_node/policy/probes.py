@@ -89,7 +89,8 @@ class ProbeText:
 def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """Set `packing`, `split_head` and `engine` from comparisons with the model's own forward pass.
 
-    NotFinite if that pass gives numbers that are not finite. UserError if `rollouts.engine` names an engine that does not serve this model, or that cannot be loaded.
+    NotFinite if that pass gives numbers that are not finite. UserError if `rollouts.engine` names an engine that does
+    not serve this model, or that cannot be loaded.
     """
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
     windowed = is_windowed(policy.base.config.get_text_config(), longest)

@@ -22,9 +22,8 @@ PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length i
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 NAMED = 3  # most tokens that a message names
-RESIZE = (
-    "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it came with"
-)
+RESIZE = "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it had"
+
 
 
 class Texts:
@@ -46,8 +45,9 @@ class Texts:
         return self.encode_questions([question])[0]
 
     def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
-        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`. TokenizerError if
-        one has a token without a row in the embedding."""
+        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`.
+
+        TokenizerError if one has a token without a row in the embedding."""
         if self.tokenizer.chat_template:
             texts, special = list(map(self.frame.around, questions)), False
         else:
