@@ -95,17 +95,15 @@ class Trainer:
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None
-        """Gets `figures_by_peer` of each step with foreign rollouts."""
+        self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
         self._said: set[str] = set()  # failures of `logprobs` that were reported
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
 
         `before_update` is called once, before anything that lasts has changed: until then a step can be
-        given up without a trace. UserError if not even one rollout fits into memory. Metrics that need a
-        forward pass are means over all updates of this step, and missing if no rollout had an advantage. NotFinite if
-        an update leaves weights that are not finite.
+        given up without a trace. Metrics that need a forward pass are means over all updates of this step, and missing
+        if no rollout had an advantage. UserError if not one rollout fits into memory, NotFinite if weights are spoiled.
         """
         start = time.perf_counter()
         step = self._prepare(groups)

@@ -25,7 +25,6 @@ NAMED = 3  # most tokens that a message names
 RESIZE = "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it had"
 
 
-
 class Texts:
     """A tokenizer with the settings of its policy, and the rows of that policy's embedding."""
 
