@@ -48,6 +48,7 @@ SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows
 BAR_WIDTH = 40
 SPARK_WIDTH = 24
 LEAST_SPARK = 4
+LEAST_SHARE = 0.1  # part of a round that reward functions take, from which on it is shown
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 60.0  # traffic an hour is measured over so many seconds
@@ -292,8 +293,9 @@ class ProgressDisplay:
         return [*([f"reward {first:.3f} -> {last:.3f}"] if len(self._rewards_shown) > 1 else []), f"reward {last:.3f}"]
 
     def _speed(self) -> list[str]:
-        speed = self._metrics.get("perf/generated_tok_s")
-        return [] if speed is None else [f"samples {speed:,.0f} tokens/s"]
+        speed, share = self._metrics.get("perf/generated_tok_s"), self._metrics.get("perf/reward_share") or 0.0
+        rewards = [f"{share:.0%} in reward functions"] if share >= LEAST_SHARE else []
+        return rewards if speed is None else [f"samples {speed:,.0f} tokens/s", *rewards]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
