@@ -304,7 +304,6 @@ class Node:
             record["swarm/groups_own"] = float(len(collected.groups))
         return learned | record
 
-
     def _share_of_functions(self, seconds: float) -> dict[str, float]:
         """The part of a round of so many seconds that reward functions took; empty without one. A slow one is named."""
         spent = self.tasks.function_s - self._function_s

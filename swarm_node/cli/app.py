@@ -20,6 +20,7 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
+from swarm_node.cli.began import where_it_began
 from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
 from swarm_node.config.keys import VARIABLE_PREFIX
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
@@ -101,7 +102,7 @@ def _exit_code(error: SwarmNodeError) -> int:
 def _tell(error: SwarmNodeError, command: str, values: Mapping[str, Any]) -> None:
     """Show an error: one line, and the traceback of the user's own code if that failed. In a log of JSON lines, that is
     one of them."""
-    message = printable(str(error))
+    message = printable(f"{error}{where_it_began(str(error), values)}")
     for line in error.trace if isinstance(error, PluginError) else []:
         typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
     show = early_log(command, values)
