@@ -10,7 +10,6 @@ from __future__ import annotations
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.messages import PeerCard
 
-EARLY_S = 60.0  # a twin that is seen so soon after this node's start was there before it
 MAX_SEEN = 64  # other starts with this key that are told apart
 
 
@@ -20,8 +19,9 @@ class Twins:
     def __init__(self, began: float) -> None:
         self._began = began
         self._mine: set[str] = set()  # gossip ids of this node, one a start of its gossip process
-        self._first: dict[str, tuple[float, float]] = {}
-        """Another's gossip id -> (when its first card was seen, when that was made)."""
+        self._seen_own = False  # whether a card of this node has been seen
+        self._first: dict[str, tuple[bool, float]] = {}
+        """Another's gossip id -> (whether it was seen before a card of this node, when that card was made)."""
         self.found: PeerCard | None = None  # the latest card of a twin
         self.was_first = False  # whether the twin was there before this node
 
@@ -29,12 +29,13 @@ class Twins:
         """Remember a gossip id of this node."""
         self._mine.add(gossip_id)
 
-    def see(self, card: PeerCard, now: float) -> None:
+    def see(self, card: PeerCard) -> None:
         """Look at a card that was found under this node's own peer id."""
+        self._seen_own |= card.gossip_id in self._mine
         if not card.gossip_id or card.gossip_id in self._mine:
             return
         if len(self._first) >= MAX_SEEN and card.gossip_id not in self._first:
             return
-        seen, made = self._first.setdefault(card.gossip_id, (now, card.created))
-        if card.created >= max(made + CARD_RENEWAL_S / 2, self._began + MAX_CLOCK_SKEW_S):
-            self.found, self.was_first = card, seen <= self._began + EARLY_S
+        before, made = self._first.setdefault(card.gossip_id, (not self._seen_own, card.created))
+        if card.created >= max(made + CARD_RENEWAL_S / 4, self._began + MAX_CLOCK_SKEW_S):
+            self.found, self.was_first = card, before

@@ -17,6 +17,7 @@ def test_a_key_that_is_used_twice_is_told(start: Start, tmp_path: Path) -> None:
     hub = start("bootstrap", str(make_manifest(tmp_path)), *LOCAL, run_dir=tmp_path / "hub", sets=())
     first = start("join", hub.link(), "--name", "alice", run_dir=tmp_path / "a")
     first.until(lambda: first.last("swarm/peers") == 1)
+    first.until_rounds(5)
     shutil.copy(tmp_path / "a/identity.key", tmp_path / "copy.key")
     second = start("join", hub.link(), "--identity", str(tmp_path / "copy.key"), run_dir=tmp_path / "b")
     assert second.ended() == USER_ERROR

@@ -165,7 +165,7 @@ class Membership:
         self._sweep_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
         self.twins.is_mine(self._gossip.client.gossip_id)
         if (own := found.get(self.peer_id)) is not None:
-            self.twins.see(own, time.time())
+            self.twins.see(own)
         for peer, card in found.items():
             self.table.see(peer, card, time.time())
 
@@ -203,6 +203,7 @@ class Membership:
         if ways == self._told and time.monotonic() < self._renew_at:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
+        self.twins.is_mine(card.gossip_id)
         taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)
