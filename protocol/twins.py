@@ -26,8 +26,9 @@ class Twins:
         self.was_first = False  # whether the twin was there before this node
 
     def is_mine(self, gossip_id: str) -> None:
-        """Remember a gossip id of this node."""
-        self._mine.add(gossip_id)
+        """Remember a gossip id of this node; empty = its gossip process is not up."""
+        if gossip_id:
+            self._mine.add(gossip_id)
 
     def see(self, card: PeerCard) -> None:
         """Look at a card that was found under this node's own peer id."""
