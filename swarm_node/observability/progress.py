@@ -293,9 +293,8 @@ class ProgressDisplay:
         return [*([f"reward {first:.3f} -> {last:.3f}"] if len(self._rewards_shown) > 1 else []), f"reward {last:.3f}"]
 
     def _speed(self) -> list[str]:
-        speed, share = self._metrics.get("perf/generated_tok_s"), self._metrics.get("perf/reward_share") or 0.0
-        rewards = [f"{share:.0%} in reward functions"] if share >= LEAST_SHARE else []
-        return rewards if speed is None else [f"samples {speed:,.0f} tokens/s", *rewards]
+        speed = self._metrics.get("perf/generated_tok_s")
+        return [*([] if speed is None else [f"samples {speed:,.0f} tokens/s"]), *_in_functions(self._metrics)]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
@@ -401,3 +400,9 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, ascii_only: boo
     low, high = min(means), max(means)
     step = (high - low) / (len(blocks) - 1) or 1.0
     return "".join(blocks[round((mean - low) / step)] for mean in means)
+
+
+def _in_functions(metrics: Mapping[str, float | None]) -> list[str]:
+    """The part of the last round that reward functions took, if it is worth a word."""
+    share = metrics.get("perf/reward_share") or 0.0
+    return [f"{share:.0%} in reward functions"] if share >= LEAST_SHARE else []
