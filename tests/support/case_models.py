@@ -119,7 +119,7 @@ def _cut_off(folder: Path) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "tiny-q4_k_m.gguf").write_bytes(b"GGUF" + bytes(200))
     return folder
 
