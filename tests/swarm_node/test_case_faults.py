@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from swarm_node.tasks import load_tasks
 from tests.support.case_models import MODELS, SPECIAL, THINKING, put
 from tests.support.fake_transport import FakeTransport
 from tests.support.repository import ROOT
+from tests.support.run_files import read_jsonl
 from tests.support.simulated_peers import SPEED, total
 from tests.swarm_node.test_cases import run
 
@@ -141,6 +144,24 @@ def test_a_round_that_spoils_the_weights_is_not_saved(rate: str, tmp_path: Path)
     assert {path: path.read_bytes() for path in before} == before
     assert not list((tmp_path / "run/checkpoints").glob("round-00000003*"))
     assert run("resume", "run", "--rounds", "3", "--set", "grpo.learning_rate=1e-5")[0] == 0
+
+
+def test_a_slow_reward_function_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 33."""
+    real, spent = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + spent[0])
+
+    def slow(completions: list[str], **columns: object) -> list[float]:
+        spent[0] += 2000.0
+        return by_length(completions)
+
+    MODELS["ok"](tmp_path / "m")
+    config = SETTINGS | {"policy": {"model": "m"}, "run_dir": "run", "rounds": 2}
+    swarm_node.train(config, reward_funcs=[slow], quiet=True)
+    events = [event["text"] for event in read_jsonl(tmp_path / "run/events.jsonl")]
+    [told] = [text for text in events if "reward functions take" in text]
+    assert re.match(r"reward functions take \d+% of a round, '.*slow' 4000\.0 s of 4\d\d\d\.\d s", told)
+    assert all(0.5 < line["perf/reward_share"] <= 1 for line in read_jsonl(tmp_path / "run/metrics.jsonl"))
 
 
 def test_each_plugin_has_its_own_helper(tmp_path: Path) -> None:

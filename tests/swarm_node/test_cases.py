@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from swarm_node.cli.app import app
+from swarm_node.cli.app import USER_ERROR, app
+from swarm_node.errors import TEMPORARY
 from tests.support.case_models import MODELS
 from tests.support.repository import ROOT
 
@@ -34,7 +35,6 @@ SCRIPTS = {
     ),
     "leaves.py": "import sys\ndef score(completions, **c): sys.exit(3)",
     "quits.py": "class Quit(BaseException): pass\ndef score(completions, **c): raise Quit('enough')",
-    "slow.py": "import time\ndef score(completions, **c):\n time.sleep(0.2)\n return [len(x) % 3 for x in completions]",
 }
 
 
@@ -45,12 +45,14 @@ class Case(NamedTuple):
     model: str = "ok"
     tasks: str = "ok.jsonl"
     more: tuple[str, ...] = ()
+    code: int = USER_ERROR  # of a refusal
 
 
 def judged(script: str) -> tuple[str, ...]:
     return "--reward", f"{script}:score"
 
 
+SHORT = "--set", "rollouts.max_prompt_tokens=5"
 NO_ROW = r"embedding has 299 rows, and none for .*resize_token_embeddings"
 PROGRAM = r'put the part that is a program under `if __name__ == "__main__":`'
 CASES = [
@@ -76,9 +78,10 @@ CASES = [
     Case("20 NaN", r"line 6: it has `NaN`, which JSON does not have: write null", True, tasks="d08-nan.jsonl"),
     Case("20 half a character", r"line 1: it has `\\ud83d`, half a character", True, tasks="d07-surrogate.jsonl"),
     Case("20 null", r"line 6: `answer` is null: leave the row out", True, tasks="d08b-null.jsonl"),
-    Case("22 too long", r"--set rollouts\.max_prompt_tokens=\d+", True, tasks="long.jsonl"),
+    Case("22 too long", r"have 1,113 to 1,114 tokens, and the model's 512 positions", True, tasks="long.jsonl"),
+    Case("22 too long for the limit", r"rollouts\.max_prompt_tokens=\d+ lets them in", True, more=SHORT),
     Case("23 one question", r"has one question only.*eval\.tasks=", True, tasks="d15c-conflict.jsonl"),
-    Case("24 hf", r"hub", True, tasks="hf://openai/gsm8k"),
+    Case("24 hf", r"cannot read hf:openai/gsm8k: the hub", True, tasks="hf://openai/gsm8k", code=TEMPORARY),
     Case("26 async", r"is an `async def`.*asyncio\.run", True, more=judged("awaited.py")),
     Case("30 a loss beside a module", r"rounds +1 ", more=("--set", "grpo.loss=plugins/loss.py:Mine")),
     Case("30 a module beside", r"rounds +1 ", more=judged("plugins/beside.py")),
@@ -96,7 +99,6 @@ CASES = [
     Case(
         "31 sys.exit", r"'score' ended the program in leaves\.py, line 2: SystemExit: 3", True, more=judged("leaves.py")
     ),
-    Case("33 slow", r"reward functions take \d+% of a round, 'score' \d", more=judged("slow.py")),
     Case(
         "40 thinking",
         r"rounds +1 ",
@@ -212,7 +214,7 @@ def trained(model: str, tasks: str, *more: str) -> tuple[int, str]:
 @pytest.mark.parametrize("case", sorted(CASES), ids=lambda case: case.number)
 def test_what_people_bring(case: Case, place: Path) -> None:
     code, said = trained(case.model, case.tasks, *case.more)
-    assert code == (2 if case.refused else 0), said
+    assert code == (case.code if case.refused else 0), said
     lines = [line for line in said.splitlines() if line.startswith("swarm-node: ")]
     assert len(lines) == case.refused, said
     assert re.search(case.told, lines[0] if case.refused else said), said
