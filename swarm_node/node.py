@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
@@ -119,7 +119,7 @@ class Node:
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
-        self._function_s = Counter[str]()  # seconds that reward functions had taken when this round began
+        self._function_s = dict[str, float]()  # seconds that reward functions had taken when this round began
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
     def in_effect(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Node:
     def collect(self) -> Collected:
         """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()
-        self._function_s = self.tasks.function_s.copy()
+        self._function_s = dict(self.tasks.function_s)
         name = f"{self.config.seed or 0}/{self.round}"
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
@@ -306,15 +306,15 @@ class Node:
 
     def _share_of_functions(self, seconds: float) -> dict[str, float]:
         """The part of a round of so many seconds that reward functions took; empty without one. A slow one is named."""
-        spent = self.tasks.function_s - self._function_s
+        spent = {name: s - self._function_s.get(name, 0.0) for name, s in self.tasks.function_s.items()}
         if not spent:
             return {}
-        share, ((slowest, took),) = min(1.0, spent.total() / seconds), spent.most_common(1)
+        share, slowest = min(1.0, sum(spent.values()) / max(seconds, 1e-9)), max(spent, key=spent.__getitem__)
         if share > SLOW_SHARE:
             self._once(
                 "slow",
                 Warned(
-                    f"reward functions take {share:.0%} of a round, {slowest!r} {took:.1f} s of {seconds:.1f} s, and "
+                    f"reward functions take {share:.0%} of a round, {slowest!r} {spent[slowest]:.1f} s of {seconds:.1f} s, and "
                     "nothing is trained meanwhile: let it judge the answers that it gets at once in parallel"
                 ),
             )

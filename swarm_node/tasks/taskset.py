@@ -83,7 +83,7 @@ class TaskSet:
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
         """Answers, by task label, on which the checker raised; they scored 0."""
-        self.function_s: Counter[str] = Counter()  # seconds that each reward function has taken so far
+        self.function_s: dict[str, float] = defaultdict(float)  # seconds that each reward function has taken so far
 
     @property
     def labels(self) -> list[str]:
