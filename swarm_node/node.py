@@ -311,13 +311,10 @@ class Node:
             return {}
         share, slowest = min(1.0, sum(spent.values()) / max(seconds, 1e-9)), max(spent, key=spent.__getitem__)
         if share > SLOW_SHARE:
-            self._once(
-                "slow",
-                Warned(
-                    f"reward functions take {share:.0%} of a round, {slowest!r} {spent[slowest]:.1f} s of {seconds:.1f} s, and "
-                    "nothing is trained meanwhile: let it judge the answers that it gets at once in parallel"
-                ),
-            )
+            took = f"{slowest!r} {spent[slowest]:.1f} s of {seconds:.1f} s"
+            remedy = "let it judge the answers that it gets at once in parallel"
+            told = f"reward functions take {share:.0%} of a round, {took}, and nothing is trained meanwhile: {remedy}"
+            self._once("slow", Warned(told))
         return {"perf/reward_share": share}
 
 
