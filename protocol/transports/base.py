@@ -17,6 +17,7 @@ from typing import Protocol
 
 from protocol.messages import PeerCard
 from protocol.transports.refusals import Refused
+from protocol.twins import Twins
 
 Handler = Callable[[bytes], None]
 """Called with the bytes of each message on a topic, as its author signed them. The forwarder is not known."""
@@ -141,6 +142,12 @@ class Transport(Protocol):
 
     def too_new(self) -> str:
         """Name of a peer whose card is of a newer protocol than this node reads; empty = there was none."""
+
+    def clock_ahead(self) -> float | None:
+        """Seconds that this machine's clock is ahead of other nodes', by the cards that they renew; None = unknown."""
+
+    def twins(self) -> Twins:
+        """The nodes that run with this node's key."""
 
     def stats(self) -> Mapping[str, float]:
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,

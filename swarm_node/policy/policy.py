@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -16,28 +16,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
 from swarm_node.policy import tokenizing
-from swarm_node.policy.chat_template import tokenizer_frame
-from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.finite import check_trained, is_finite
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
+from swarm_node.policy.texts import RESIZE, Texts
 from swarm_node.policy.tokenizing import TokenizerError, guarded
 from swarm_node.say import Once, Warned
 from swarm_node.types import Rollout, Sampling
 
-PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
-CUT_TOKENS = 8
-"""Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 
-
-class Policy:
+class Policy(Texts):
     """The model, its tokenizer and what was found out about them."""
 
     def __init__(
@@ -65,16 +60,16 @@ class Policy:
         self.start_digest = model_digest({**original, **lines(adapters, adapters=True)})
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
-        self._framed: tuple[object, Frame] | None = None  # the chat template and its frame
         self.microbatches = 1
         """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
         self.checkpointing: Checkpointing | None = None  # how updates compute layers again; None = they do not
         self.prompts_at_once: Callable[[int, int, int], int] = lambda prompt, n, new: 2**16
         """Prompts of which `n` answers of `new` tokens are sampled at a time, given the tokens of the longest one."""
         self._prompts_per_batch = 2**16
-        self.eos_ids = _eos_ids(self.base, tokenizer)
-        self.eos_id: int = self.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
+        self.eos_ids = _eos_ids(self.base, tokenizer, self.vocabulary)
+        self.eos_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id in self.eos_ids else self.eos_ids[0]
+        pad = tokenizer.pad_token_id
+        self.pad_id: int = pad if pad is not None and 0 <= pad < self.vocabulary else self.eos_ids[0]
         self.engine = self.engine_of(TransformersEngine)
 
     # ----------------------------------------------------------------- what it is
@@ -131,94 +126,6 @@ class Policy:
         and the adapter's scale."""
         return f"{self.start_digest} {self.config.lora_alpha if self.is_lora else ''}"
 
-    # ----------------------------------------------------------------- text
-
-    def encode(self, question: str) -> list[int]:
-        """`encode_questions` of one question."""
-        return self.encode_questions([question])[0]
-
-    def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
-        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`."""
-        if self.tokenizer.chat_template:
-            texts, special = list(map(self.frame.around, questions)), False
-        else:
-            texts, special = [self.config.prompt_template.replace("{question}", each) for each in questions], True
-        return tokenizing.encode(self.tokenizer, texts, special)
-
-    @property
-    def frame(self) -> Frame:
-        """The chat template's frame around questions. UserError if the template is refused."""
-        template = self.tokenizer.chat_template
-        if self._framed is None or self._framed[0] is not template:
-            self._framed = template, tokenizer_frame(self.tokenizer, self.config)
-        return self._framed[1]
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return tokenizing.decode(self.tokenizer, token_ids)
-
-    def text_of_prompt(self, token_ids: list[int]) -> str:
-        """A prompt's text, special tokens included."""
-        return tokenizing.decode(self.tokenizer, token_ids, special=True)
-
-    def encode_completion(self, text: str, finished: bool) -> list[int] | None:
-        """`encode_completions` of one text."""
-        return self.encode_completions([(text, finished)])[0]
-
-    def encode_completions(self, answers: Sequence[tuple[str, bool]]) -> list[list[int] | None]:
-        """For each (text, whether it ended by itself) the ids with which this policy would have sampled it, with the
-        end-of-sequence token if it ended.
-
-        None if the text spells a special token, or holds text that the tokenizer has no token for: no completion of
-        this policy decodes to that.
-        """
-        names, special = self._special
-        possible = [i for i, (text, _) in enumerate(answers) if not any(name in text for name in names)]
-        found: list[list[int] | None] = [None] * len(answers)
-        if possible:
-            texts = [answers[i][0] for i in possible]
-            encoded = tokenizing.encode(self.tokenizer, texts)
-            for i, ids in zip(possible, encoded, strict=True):
-                if special.isdisjoint(ids):
-                    found[i] = [*ids, self.eos_id] if answers[i][1] else ids
-        return found
-
-    def is_surely_longer(self, text: str, tokens: int) -> bool:
-        """Whether `text` has clearly more than `tokens` tokens. It is read no further than needed: that takes little
-        more time than encoding `tokens` tokens."""
-        if len(text) > tokens * self._chars_per_token:
-            return True
-        if len(text.encode()) <= tokens:  # a token has at least one byte
-            return False
-        counted = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            (piece,) = tokenizing.encode(self.tokenizer, [text[start : start + PIECE_CHARS]])
-            counted += len(piece) - CUT_TOKENS
-            if counted > tokens:
-                return True
-        return False
-
-    @cached_property
-    def _chars_per_token(self) -> int:
-        """Characters that a text may have for each token: those of the longest token, or the swarm's limit."""
-        return min(CHARS_PER_TOKEN, tokenizing.longest_token(self.tokenizer))
-
-    def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
-        """Whether this policy could have sampled these ids for `text`, so that they can be trained on unchanged."""
-        body = token_ids[:-1] if finished else token_ids
-        known = range(min(tokenizing.size(self.tokenizer), self.vocabulary))
-        return (
-            (not finished or token_ids[-1:] in ([eos] for eos in self.eos_ids))
-            and all(i in known for i in token_ids)
-            and self._special[1].isdisjoint(body)
-            and self.decode(body) == text
-        )
-
-    @cached_property
-    def _special(self) -> tuple[list[str], set[int]]:
-        """Texts and ids of the special tokens."""
-        return tokenizing.special_tokens(self.tokenizer, self.eos_ids)
-
     # ----------------------------------------------------------------- samples
 
     def engine_of(self, kind: Callable[..., Engine]) -> Engine:
@@ -261,6 +168,8 @@ class Policy:
         pairs = enumerate(zip(prompts, seeds, strict=True))
         self.engine.submit([Request(i, prompt, sampling, seed, n) for i, (prompt, seed) in pairs])
         samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))
+        if not all(is_finite(s.logprobs) for s in samples):
+            self.check_finite()
         rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self._said(s.token_ids)) for s in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
@@ -309,6 +218,10 @@ class Policy:
     def trainable_state(self) -> dict[str, Tensor]:
         """Trainable tensors by name (the live ones: clone before changing)."""
         return {name: self.model.get_parameter(name).data for name in self._trainable}
+
+    def check_finite(self) -> None:
+        """Raise NotFinite if training has left weights, or logits of a few tokens, that are not finite."""
+        check_trained(self)
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into the weights, a new version; CheckpointError, with nothing changed, if it does not fit."""
@@ -394,12 +307,16 @@ def some_of(tensor: Tensor) -> Tensor:
 
 
 @guarded("its special tokens")
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All ids that end a completion: those of the generation config and the tokenizer's own."""
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[int]:
+    """All ids that end a completion, of the embedding's `rows`: those of the generation config and the tokenizer's."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
         raise UserError("this model has no end-of-sequence token; set one in its tokenizer")
-    return sorted(ids)
+    if not (known := [i for i in ids if 0 <= i < rows]):
+        raise UserError(
+            f"the end-of-sequence token has the id {max(ids)}, and this model's embedding has {rows} rows: {RESIZE}"
+        )
+    return sorted(known)

@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
+from swarm_node.say import in_short
 
 READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
 """Tokens that stay in a text though a tokenizer calls them special: answers and reasoning are found by them."""
@@ -38,7 +39,7 @@ def guarded(at: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != PANIC:
             raise
-        detail = " ".join(str(error).split())[:200]
+        detail = in_short(error)
         raise TokenizerError(f"the model's tokenizer fails at {at}: {detail}; take another model") from error
 
 
@@ -77,6 +78,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
 def size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Number of tokens, added ones included."""
     return len(tokenizer)
+
+
+@guarded("its vocabulary")
+def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of all tokens, added ones included."""
+    return sorted(tokenizer.get_vocab().values())
 
 
 @guarded("its vocabulary")

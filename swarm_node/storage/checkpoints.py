@@ -263,6 +263,9 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
         for stem in stems:
             _check(path / f"{stem}.safetensors", sums)
         tensors = {stem: _load_tensors(path / f"{stem}.safetensors") for stem in stems}
+    for name, tensor in tensors.get("policy", {}).items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise CheckpointError(f"{name} has values that are not finite")
     return Checkpoint(round, tensors, state)
 
 

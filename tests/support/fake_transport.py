@@ -11,6 +11,7 @@ from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
 from protocol.transports.refusals import Refused
+from protocol.twins import Twins
 
 SWARM = "0" * 64
 
@@ -73,6 +74,12 @@ class FakeTransport:
 
     def too_new(self) -> str:
         return ""
+
+    def clock_ahead(self) -> float | None:
+        return None
+
+    def twins(self) -> Twins:
+        return Twins(0.0)
 
     def stats(self) -> Mapping[str, float]:
         return {}

@@ -26,6 +26,7 @@ from protocol.transports.memory.links import LinkModel, Uplink
 from protocol.transports.refusals import Refused
 from protocol.transports.streams.exchanges import check_call
 from protocol.transports.streams.stream import check_method
+from protocol.twins import Twins
 
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
@@ -199,6 +200,14 @@ class MemoryTransport:
     def too_new(self) -> str:
         """Always empty: cards are not encoded here, so none can be too new."""
         return ""
+
+    def clock_ahead(self) -> float | None:
+        """None, as all nodes of this network have one clock."""
+        return None
+
+    def twins(self) -> Twins:
+        """None, as no two nodes of this network have one key."""
+        return Twins(0.0)
 
     def restarted(self) -> Mapping[str, str]:
         return {}

@@ -28,6 +28,7 @@ from protocol.transports.p2p.relay import PLACE_S, Reach
 from protocol.transports.ports import note_ports
 from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.stream import Traffic
+from protocol.twins import Twins
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.plane import HivemindPlane
@@ -79,6 +80,7 @@ class Membership:
         self.members: dict[str, PeerCard] = {}
         self.left: dict[str, PeerCard] = {}
         self.card: PeerCard | None = None  # this node's card, without addresses
+        self.twins = Twins(time.time())
         self.connected: set[str] = set()
         self.failed_steps = 0  # steps of a round that raised an error which was not expected
         self._told: tuple[object, ...] = ()  # the addresses, among others, that the card stored last names
@@ -179,6 +181,9 @@ class Membership:
             self._greet_again_at = now + GREET_AGAIN_S
         self._newcomers = frozenset()
         self._sweep_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
+        self.twins.is_mine(self._gossip.client.gossip_id)
+        if (own := found.get(self.peer_id)) is not None:
+            self.twins.see(own)
         for peer, card in found.items():
             self.table.see(peer, card, time.time())
 
@@ -220,6 +225,7 @@ class Membership:
         if ways == self._told and time.monotonic() < self._renew_at:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
+        self.twins.is_mine(card.gossip_id)
         taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)

@@ -30,6 +30,7 @@ from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.exchanges import check_call
 from protocol.transports.streams.services import Services
 from protocol.transports.streams.stream import check_method
+from protocol.twins import Twins
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.peer_streams import PeerStreams
@@ -166,6 +167,12 @@ class P2PTransport:
 
     def too_new(self) -> str:
         return "" if self._plane is None else self._plane.validator.too_new
+
+    def clock_ahead(self) -> float | None:
+        return None if self._plane is None else self._plane.validator.clock_ahead
+
+    def twins(self) -> Twins:
+        return self._membership.twins
 
     def stats(self) -> Mapping[str, float]:
         stat, plane, gossip, membership = self._gossip.stat, self._plane, self._gossip, self._membership
