@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,7 +56,7 @@ class Adapter:
     moments: dict[str, Tensor]
     batches: Iterator[list[Group]]
     updates: int = 0
-    train_s: float = field(default=0.0)
+    train_s: float = 0.0
 
 
 def partner(member: int, averaging: int, members: int) -> int:
@@ -159,7 +159,7 @@ def _batches(examples: Sequence[Group], size: int, seed: str) -> Iterator[list[G
 def run(
     model: str, file: Path, arm: str, seed: int, course: Course, say: Callable[[str], None] = lambda text: None
 ) -> Row:
-    """The row of one way and seed. A batch is padded, or not, as the policy does."""
+    """The figures of one way and seed."""
     began = time.monotonic()
     settings = PolicyConfig(model=model, lora=True, dtype="float32", system_prompt="")
     policy = load_policy(settings, RolloutsConfig(), say)
@@ -178,6 +178,6 @@ def run(
         "bytes": round(fmean(sent or [0])),
         "average_s": round(fmean(means or [0.0]), 3),
         "train_s": round(fmean(member.train_s for member in members.members), 1),
-        "course": {name: getattr(course, name) for name in Course.__dataclass_fields__},
+        "course": asdict(course),
         "seconds": round(time.monotonic() - began, 1),
     }
