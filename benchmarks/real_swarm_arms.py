@@ -43,8 +43,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """What a node chooses for an adapter on these weights, by section, so that no run chooses anything else."""
-SPEED = Speed(generate_tok_s=200.0, train_tok_s=400.0, overhead_s=0.1)
-"""Of SmolLM2 on one core. By it the virtual clock runs, and so the seconds between two averagings."""
+SPEED = Speed(generate_tok_s=150.0, train_tok_s=400.0, overhead_s=0.1)
+"""Of SmolLM2 on one core, tokens of prompts included in the second. By it the virtual clock runs, and so the seconds
+between two averagings."""
 PERIOD_S = 10.0  # `swarm-node new` has it so; an adapter of 4.9 million values takes five times as long
 AT_ONCE = 8  # questions of which answers are sampled at a time: a round's, and the memory for them
 Row = dict[str, Any]
