@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks import real_judge, real_swarm_arms, real_swarm_link, real_swarm_supervised
 from benchmarks.common import RESULTS, folder_of, machine
@@ -32,7 +35,7 @@ from benchmarks.processes import mind_signals, other_load
 from benchmarks.real_held_out import Asked
 from benchmarks.real_sets import NEW_TOKENS, path_of
 from benchmarks.real_swarm_arms import ALONE, AVERAGING, BOTH, SHARING, Play
-from benchmarks.real_swarm_link import APART, JOINED
+from benchmarks.real_swarm_link import JOINED
 from benchmarks.real_swarm_report import best_arm, best_ways, report
 from benchmarks.real_swarm_supervised import NEVER, POOLED, Course
 from benchmarks.real_swarm_ways import WAYS
@@ -60,6 +63,8 @@ PARTS = {
     "link": Part("sums", (1,), 30),
 }
 """About half an hour, nine hours of one core, four hours of one core and an hour."""
+SWARMS = (ALONE, SHARING, *(f"{kind}:{way}" for kind in (AVERAGING, BOTH) for way in WAYS))
+ARMS = {"ways": (NEVER, POOLED, *WAYS), "arms": SWARMS, "steps": SWARMS, "link": (JOINED, ALONE)}
 QUICK_COURSE = Course(averagings=2, steps=2, held_out=4)
 QUICK_PLAY = Play(rounds=2, every=1, questions=4, samples=1, thorough=1)
 QUICK_ROUNDS = 2  # of the part `link`
@@ -67,12 +72,8 @@ QUICK_ROUNDS = 2  # of the part `link`
 
 def arms_of(part: str, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     """The arms of a part in their order; what follows from rows that are not all there is left out."""
-    if part == "ways":
-        return [NEVER, POOLED, *WAYS]
-    if part == "link":
-        return [JOINED, APART]
-    if args.arms:
-        return list(args.arms)
+    if part in ("ways", "link") or args.arms:
+        return [arm for arm in ARMS[part] if not args.arms or arm in args.arms]
     if part == "steps":
         best = best_arm(rows)
         return [ALONE, best] if best else [ALONE]
@@ -103,7 +104,7 @@ def asked_for(args: argparse.Namespace, rows: Callable[[], Sequence[Row]]) -> It
 
 
 def minutes_of(key: Key, rows: Sequence[Row]) -> float:
-    """What a row is expected to take: the longest stored one of its part and arm, or of its part, or as `PARTS` says."""
+    """What a row is expected to take: as the longest stored one of its arm, or of its part, or as `PARTS` says."""
     part, arm, _ = key
     same = [row for row in rows if row["part"] == part]
     known = [row for row in same if row["arm"] == arm] or same
@@ -117,6 +118,7 @@ def run(key: Key, args: argparse.Namespace) -> Row:
     say = lambda text: print(text, flush=True)  # noqa: E731
     say(f"{part}, {arm}, seed {seed}")
     if part == "ways":
+        torch.set_num_threads(os.cpu_count() or 1)
         course = QUICK_COURSE if args.quick else Course()
         figures = real_swarm_supervised.run(args.model, path_of(where.set), arm, seed, course, say)
     elif part == "link":
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[], help="of the arms; default: the two best")
-    parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="alone, sharing, averaging:WAY, both:WAY")
+    parser.add_argument("--arms", nargs="+", default=[], choices=sorted(set(sum(ARMS.values(), ()))), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--model", help="a name that `local` knows, or a directory; smollm2 unless --quick")
     parser.add_argument("--missing", action="store_true", help="leave out rows that are there")
@@ -147,8 +149,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.report:
         print(report(stored()))
         return
-    for name in args.arms:
-        real_swarm_arms.arm_of(name, 1)
     mind_signals()
     args.model = args.model or ("starter" if args.quick else "smollm2")
     folder_of(args.model)  # which may have to be fetched first

@@ -1,11 +1,11 @@
 """Two real processes with a real model: the part `link` of `benchmarks.real_swarm`.
 
     joined    `new`, `bootstrap` and two times `join LINK`, as docs/bring-your-model.md shows it
-    apart     two times `local`, on the same cores
+    alone     two times `local`, on the same cores
 
-Each node has one thread and as many rounds. It is not asked held-out questions while it trains. CPU seconds are those of
-all its processes (the sampler of questions, p2pd and gossip are among them) since its first round's end. What its newest
-checkpoint answers to held-out questions is measured afterwards (`benchmarks.real_held_out`).
+Each node has one thread and as many rounds. It is not asked held-out questions while it trains. CPU seconds are those
+of all its processes, p2pd and gossip among them, since its first round's end. What its newest checkpoint answers to
+held-out questions is measured afterwards (`benchmarks.real_held_out`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.overhead import LOCAL, commands, link_of, metrics
 from benchmarks.processes import tree
 from benchmarks.real_held_out import Asked, measure
 from benchmarks.real_learning import NODE, newest_adapter, trained_policy
-from benchmarks.real_sets import NEW_TOKENS, path_of
+from benchmarks.real_sets import path_of
 
-JOINED, APART = "joined", "apart"
+JOINED = "joined"
 NODES = "alice", "bob"
 SETS = (
     "--set",
@@ -42,9 +42,11 @@ MOST_S = 9000.0  # of all rounds
 Row = dict[str, Any]
 
 
-def node_arguments(arm: str, model: str, file: Path, link: str) -> list[str]:
-    """What a node is started with, but for its name, rounds and seed."""
-    return ["join", link, *LOCAL] if arm == JOINED else ["local", "--model", model, "--tasks", str(file)]
+def arguments(link: str, model: str, file: Path, place: Path) -> list[str]:
+    """The command of a node and what it is given; without a `link`, of a node alone."""
+    if link:
+        return ["join", link, *LOCAL, "--name", place.name, "--run-dir", str(place)]
+    return ["local", "--model", model, "--tasks", str(file), "--run-dir", str(place)]
 
 
 def run(model: str, set_name: str, arm: str, seed: int, rounds: int, asked: Asked, say: Callable[[str], None]) -> Row:
@@ -54,9 +56,9 @@ def run(model: str, set_name: str, arm: str, seed: int, rounds: int, asked: Aske
         link = swarm(folder, model, file, start) if arm == JOINED else ""
         places = [folder / name / "runs" / name for name in NODES]
         running = []
-        for i, (name, place) in enumerate(zip(NODES, places, strict=True)):
-            own = ["--name", name, "--run-dir", str(place), "--rounds", str(rounds), "--seed", str(10 * seed + i)]
-            running.append(start(*node_arguments(arm, model, file, link), *own, *SETS))
+        for i, place in enumerate(places):
+            own = ["--rounds", str(rounds), "--seed", str(10 * seed + i), *SETS]
+            running.append(start(*arguments(link, model, file, place), *own))
         curves = watched(running, places, say)
         nodes = []
         for name, place, curve in zip(NODES, places, curves, strict=True):

@@ -1,11 +1,12 @@
 """Tables of `benchmarks.real_swarm`, from its rows.
 
-    level           held-out share right at which the strongest silo ends: of the silos of a seed, that which ends highest
+    level           held-out share right where the strongest silo ends: that of the seed's silos which ends highest
     times as soon   CPU seconds of that silo to the level / CPU seconds of a member to it, by the mean of all members;
                     p2pd and gossip of a member are added as `benchmarks.overhead` has measured them
     by reward       the same with the mean reward of WINDOW rounds, of all silos and all members
 
-Ratios are paired by seed. A cell has the median, and each seed behind it. 0 = it never gets there.
+Ratios are paired by seed, where silos have learned. A cell has the median, and each seed behind it. 0 = it never gets
+there.
 """
 
 from __future__ import annotations

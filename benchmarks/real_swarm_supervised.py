@@ -43,9 +43,9 @@ class Course:
 
     members: int = 4  # a power of two
     averagings: int = 8
-    steps: int = 6  # between two averagings
-    batch: int = 4  # questions of a step
-    held_out: int = 48  # questions
+    steps: int = 5  # between two averagings
+    batch: int = 2  # questions of a step
+    held_out: int = 32  # questions
 
 
 @dataclass

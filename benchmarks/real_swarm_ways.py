@@ -7,9 +7,9 @@
     alternating  B and A are trained in turn, from one averaging  RoLoRA (arXiv 2502.01755): exact where all have the
                  to the next; then as `apart`                     same resting factor, as a whole cohort does
 
-B is [out, r], A [r, in], ^+ the pseudoinverse. Exact: the averaged adapter computes mean(B_i A_i). The other ways differ
-from that: `apart` by mean((B_i - B)(A_i - A)), `factored` by what does not fit into rank r, least of all ways that end
-with rank r. All begin with the same A, as in this package. A member keeps Adam's moments as they are.
+B is [out, r], A [r, in], ^+ the pseudoinverse. Exact: the averaged adapter computes mean(B_i A_i). The others differ
+from that: `apart` by mean((B_i - B)(A_i - A)), `factored` by what does not fit into rank r, the least that is possible
+there. All begin with the same A, as in this package. A member keeps Adam's moments as they are.
 
 Left out, since members must have the same frozen base and exchange adapters alone: FedEx-LoRA (arXiv 2410.09432) adds
 what `apart` lacks to the base, which in pairs would become another one for each member; FLoRA (arXiv 2409.05976) stacks
