@@ -52,17 +52,17 @@ class Part:
 
     set: str
     seeds: tuple[int, ...]
-    minutes: float  # that a row takes at most, where none is stored
+    minutes: float  # that a row is expected to take
     rounds: int = 20
 
 
 PARTS = {
     "ways": Part("sums", (1, 2, 3), 4),
     "arms": Part("sums", (1, 2, 3), 45),
-    "steps": Part("steps", (1, 2), 75),
-    "link": Part("sums", (1,), 30),
+    "steps": Part("steps", (1, 2), 70),
+    "link": Part("sums", (1,), 15),
 }
-"""About half an hour, nine hours of one core, four hours of one core and an hour."""
+"""In all about one hour, nine hours on one core, four hours on one core, and half an hour."""
 SWARMS = (ALONE, SHARING, *(f"{kind}:{way}" for kind in (AVERAGING, BOTH) for way in WAYS))
 ARMS = {"ways": (NEVER, POOLED, *WAYS), "arms": SWARMS, "steps": SWARMS, "link": (JOINED, ALONE)}
 QUICK_COURSE = Course(averagings=2, steps=2, held_out=4)
@@ -90,10 +90,6 @@ def stored() -> list[Row]:
     return [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
 
 
-def key_of(row: Row) -> Key:
-    return row["part"], row["arm"], row["seed"]
-
-
 def asked_for(args: argparse.Namespace, rows: Callable[[], Sequence[Row]]) -> Iterator[Key]:
     """The rows in their order, a seed of all arms after another. `rows` gives what is stored by then."""
     for part in args.parts:
@@ -104,34 +100,40 @@ def asked_for(args: argparse.Namespace, rows: Callable[[], Sequence[Row]]) -> It
 
 
 def minutes_of(key: Key, rows: Sequence[Row]) -> float:
-    """What a row is expected to take: as the longest stored one of its arm, or of its part, or as `PARTS` says."""
+    """What a row is expected to take: as long as the longest stored one of its arm, else as `PARTS` says."""
     part, arm, _ = key
-    same = [row for row in rows if row["part"] == part]
-    known = [row for row in same if row["arm"] == arm] or same
-    return max((row["seconds"] / 60 for row in known), default=PARTS[part].minutes)
+    known = [row["seconds"] / 60 for row in rows if (row["part"], row["arm"]) == (part, arm)]
+    return max(known, default=PARTS[part].minutes)
 
 
 def run(key: Key, args: argparse.Namespace) -> Row:
     """One row."""
     part, arm, seed = key
-    where, load = PARTS[part], other_load()
-    say = lambda text: print(text, flush=True)  # noqa: E731
-    say(f"{part}, {arm}, seed {seed}")
+    load = other_load()
+    _say(f"{part}, {arm}, seed {seed}")
+    head = {"part": part, "set": PARTS[part].set, "arm": arm, "seed": seed, "model": args.model}
+    figures = figures_of(key, args.model, args.quick)
+    return head | figures | {"judge": real_judge.NAME, "load": load, "machine": machine()}
+
+
+def figures_of(key: Key, model: str, quick: bool) -> Row:
+    """What a row has beside its name."""
+    part, arm, seed = key
+    of = PARTS[part]
     if part == "ways":
         torch.set_num_threads(os.cpu_count() or 1)
-        course = QUICK_COURSE if args.quick else Course()
-        figures = real_swarm_supervised.run(args.model, path_of(where.set), arm, seed, course, say)
-    elif part == "link":
-        asked = Asked(
-            str(path_of(where.set)), 4 if args.quick else 96, 1, 1 if args.quick else 8, NEW_TOKENS[where.set]
-        )
-        rounds = QUICK_ROUNDS if args.quick else where.rounds
-        figures = real_swarm_link.run(args.model, where.set, arm, seed, rounds, asked, say)
-    else:
-        play = QUICK_PLAY if args.quick else Play(rounds=where.rounds)
-        figures = real_swarm_arms.run(args.model, where.set, arm, seed, play, say)
-    head = {"part": part, "set": where.set, "arm": arm, "seed": seed, "model": args.model}
-    return head | figures | {"judge": real_judge.NAME, "load": load, "machine": machine()}
+        course = QUICK_COURSE if quick else Course()
+        return real_swarm_supervised.run(model, path_of(of.set), arm, seed, course, _say)
+    if part == "link":
+        questions, thorough = (4, 1) if quick else (96, 8)
+        asked = Asked(str(path_of(of.set)), questions, thorough, thorough, NEW_TOKENS[of.set])
+        return real_swarm_link.run(model, of.set, arm, seed, QUICK_ROUNDS if quick else of.rounds, asked, _say)
+    play = QUICK_PLAY if quick else Play(rounds=of.rounds)
+    return real_swarm_arms.run(model, of.set, arm, seed, play, _say)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,7 +3,8 @@
 Four members have an adapter each on one frozen base, all from the start that this package gives a new adapter, and each
 learns a quarter of the training questions. An answer is the reference alone, as the assistant's turn. After STEPS steps
 of AdamW they average in pairs, as members of a swarm do, each time with another partner; after three averagings every
-member has met every other. Moments stay as they are. Loss: mean nats per token of held-out answers, over members.
+member has met every other. Moments stay as they are. Loss: mean nats per token of held-out answers, over members,
+at the start and after 1, 2, 4 … averagings.
 
     never     nobody averages
     pooled    one adapter; each step takes the batches of all members
@@ -164,17 +165,19 @@ def run(
     settings = PolicyConfig(model=model, lora=True, dtype="float32", system_prompt="")
     policy = load_policy(settings, RolloutsConfig(), say)
     members = Supervised(policy, WAYS.get(arm, WAYS["apart"]), course, str(file), seed, arm == POOLED)
-    curve, means, sent = [members.loss()], list[float](), list[int]()
+    curve, means, sent = [(0, members.loss())], list[float](), list[int]()
     for number in range(course.averagings):
         for member in members.members:
             members.learn(member, number)
         if arm in WAYS:
             sent.append(members.sent(number))
             means.append(members.average(number))
-        curve.append(members.loss())
-        say(f"{arm}, seed {seed}, after {(number + 1) * course.steps} steps: {curve[-1]:.4f} nats")
+        if (done := number + 1) == course.averagings or done & number == 0:  # 1, 2, 4, 8 …
+            curve.append((done, members.loss()))
+            say(f"{arm}, seed {seed}, after {done * course.steps} steps: {curve[-1][1]:.4f} nats")
     return {
-        "losses": [round(loss, 5) for loss in curve],
+        "losses": [round(loss, 5) for _, loss in curve],
+        "after": [done for done, _ in curve],
         "bytes": round(fmean(sent or [0])),
         "average_s": round(fmean(means or [0.0]), 3),
         "train_s": round(fmean(member.train_s for member in members.members), 1),
