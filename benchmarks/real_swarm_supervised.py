@@ -1,10 +1,10 @@
 """Ways to average adapters by supervised steps: the part `ways` of `benchmarks.real_swarm`.
 
 Four members have an adapter each on one frozen base, all from the start that this package gives a new adapter, and each
-learns a quarter of the training questions. An answer is the reference alone, as the assistant's turn. After STEPS steps
+learns a quarter of the training questions. An answer is the reference alone, as the assistant's turn. After some steps
 of AdamW they average in pairs, as members of a swarm do, each time with another partner; after three averagings every
-member has met every other. Moments stay as they are. Loss: mean nats per token of held-out answers, over members,
-at the start and after 1, 2, 4 … averagings.
+member has met every other. Moments stay as they are. The loss is the mean of held-out answers, in nats per token, over
+all members, at the start and after 1, 2, 4 … averagings.
 
     never     nobody averages
     pooled    one adapter; each step takes the batches of all members
