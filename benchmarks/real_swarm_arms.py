@@ -27,8 +27,10 @@ from benchmarks.real_sets import NEW_TOKENS, path_of
 from benchmarks.real_swarm_ways import WAYS, Way, take_shapes, train_only
 from benchmarks.sharing_arms import Arm, Measured
 from benchmarks.sharing_settings import Setting
-from swarm_node.config import RewardsConfig, RolloutsConfig
+from swarm_node.config import NodeConfig, RewardsConfig, RolloutsConfig
+from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
+from swarm_node.rollouts.answer_length import with_answer_length
 from swarm_node.runtime.simulation import START, Speed
 from swarm_node.tasks import load_tasks
 
@@ -36,11 +38,7 @@ ALONE, SHARING, AVERAGING, BOTH = "alone", "sharing", "averaging", "both"
 RATE = 2e-4
 DEFAULTS: dict[str, dict[str, Any]] = {
     "policy": {"lora": True, "dtype": "float32", "threads": 1},
-    "rollouts": {
-        "groups": 8,
-        "max_new_tokens": RolloutsConfig().max_new_tokens,
-        "max_prompt_tokens": RolloutsConfig().max_prompt_tokens,
-    },
+    "rollouts": {"groups": 8, "max_prompt_tokens": RolloutsConfig().max_prompt_tokens},
 }
 """What a node chooses for an adapter on these weights, by section, so that no run chooses anything else."""
 SPEED = Speed(generate_tok_s=150.0, train_tok_s=400.0, overhead_s=0.1)
@@ -77,7 +75,16 @@ def arm_of(name: str, peers: int) -> Arm:
     )
 
 
-def setting_of(set_name: str, model: str) -> Setting:
+def answer_length(set_name: str, model: str) -> int:
+    """The longest answer, in tokens, as a node works it out for a policy and its questions."""
+    table = {**DEFAULTS, "tasks": [str(path_of(set_name))], "policy": {**DEFAULTS["policy"], "model": model}}
+    config = NodeConfig.model_validate(table)
+    loaded = load_policy(config.policy, config.rollouts, lambda text: None)
+    tasks = load_tasks(config.tasks, config.rewards)
+    return with_answer_length(config, loaded, tasks, lambda text: None).rollouts.max_new_tokens
+
+
+def setting_of(set_name: str, model: str, length: int) -> Setting:
     tasks = [str(path_of(set_name))]
     return Setting(
         says=set_name,
@@ -86,6 +93,7 @@ def setting_of(set_name: str, model: str) -> Setting:
         learning_rate=RATE,
         held_out=tasks,
         period_s=PERIOD_S,
+        max_new_tokens=length,
     )
 
 
@@ -116,7 +124,8 @@ def run(
     """The figures of one arm and seed."""
     began, new = time.monotonic(), NEW_TOKENS[set_name]
     asked = Asked(path_of(set_name).name, play.questions, play.samples, play.thorough, new)
-    simulation = sharing.simulate(setting_of(set_name, model), arm_of(name, play.peers), seed, play.peers, speed=SPEED)
+    setting, arm = setting_of(set_name, model, answer_length(set_name, model)), arm_of(name, play.peers)
+    simulation = sharing.simulate(setting, arm, seed, play.peers, speed=SPEED)
     nodes: list[Measured] = [peer.node for peer in simulation.peers]  # type: ignore[misc]
     start = nodes[0].policy.fingerprint
     one_base([node.policy for node in nodes])
@@ -149,7 +158,8 @@ def run(
         "virtual_s": round(simulation.clock.now() - START, 1),
         "asked": asdict(asked) | {"temperature": 1.0},
         "judge": real_judge.NAME,
-        "settings": arm_of(name, play.peers).sets | {"rate": RATE, "period_s": PERIOD_S, "speed": asdict(SPEED)},
+        "settings": arm.sets | {"rate": RATE, "period_s": PERIOD_S, "speed": asdict(SPEED)},
+        "max_new_tokens": setting.max_new_tokens,
         "seconds": round(time.monotonic() - began, 1),
     }
 

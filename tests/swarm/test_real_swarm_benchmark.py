@@ -169,7 +169,7 @@ def test_arms_run_and_average(name: str) -> None:
 
 
 def test_four_members_have_one_base_and_an_adapter_each() -> None:
-    setting = real_swarm_arms.setting_of("sums", "starter")
+    setting = real_swarm_arms.setting_of("sums", "starter", 8)
     arm = real_swarm_arms.arm_of("averaging:apart", 2)
     nodes = [p.node for p in real_swarm_arms.sharing.simulate(setting, arm, 1, 2).peers]
     real_swarm_arms.one_base([node.policy for node in nodes])
