@@ -24,6 +24,7 @@ from swarm_node.observability.evaluations import newest_checkpoint, shown_change
 from swarm_node.observability.reasons import words
 from swarm_node.observability.restarts import restarts
 from swarm_node.observability.shown_samples import shown_sample
+from swarm_node.plain_files import read_plain
 from swarm_node.say import own_command
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -302,7 +303,7 @@ class View:
             if stat.st_size > most:
                 self._problems[path.name] = f"{path} is longer than {most >> 20} MiB and is left out"
                 return None
-            parsed = parse(path.read_text(encoding="utf-8"))
+            parsed = parse(read_plain(path, most).decode())
         except FileNotFoundError:
             return None
         except OSError as error:
