@@ -25,7 +25,6 @@ from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
-from swarm_node.plain_files import read_plain
 from swarm_node.say import Warned
 
 GIVEN = "# given:"
@@ -67,10 +66,12 @@ def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
     """The table in a file, which is `what` in messages. A `foreign` one may be somebody else's, so it must be a regular
     file of bounded size. Raises UserError."""
     try:
-        return tomllib.loads((read_plain(file, MAX_BYTES) if foreign else file.read_bytes()).decode())
+        if foreign and file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
+            raise UserError(f"cannot read {what} {file}: it is no file, or has more than {MAX_BYTES:,} bytes")
+        return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
         raise UserError(f"cannot read {what} {file}: {error.strerror}") from None
-    except (ValueError, RecursionError, MemoryError) as error:  # of the parser: brackets in brackets, names of 40,000 dots
+    except (ValueError, RecursionError, MemoryError) as error:  # MemoryError: a name with 40,000 dots
         raise UserError(f"{file} is not valid TOML: {error or 'too deep'}") from None
 
 

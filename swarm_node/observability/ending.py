@@ -16,8 +16,8 @@ from typing import Literal
 import msgspec
 
 from swarm_node.errors import UserError
-from swarm_node.plain_files import read_plain
 from swarm_node.observability.jsonl import last_lines
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 
 End = Literal["ended", "killed", "unclear"]

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from swarm_node.errors import UserError
-from swarm_node.plain_files import open_plain
 from swarm_node.say import Warned
+from swarm_node.storage.plain_files import open_plain
 from swarm_node.storage.rundir import explained, os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from swarm_node.plain_files import read_plain
 from swarm_node.storage.names import NAME
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import sync
 
 BEST = "best.json"

@@ -39,10 +39,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_node.errors import CheckpointError, TemporaryError, UserError
-from swarm_node.plain_files import open_plain, read_plain
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, Best, read_best, write_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
+from swarm_node.storage.plain_files import open_plain, read_plain
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 

@@ -50,8 +50,8 @@ from typing import Any
 from filelock import lock_descriptor
 
 from swarm_node.errors import SwarmNodeError, TemporaryError, UserError
-from swarm_node.plain_files import read_plain
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.plain_files import read_plain
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),

@@ -16,9 +16,9 @@ from typing import Any
 from protocol.errors import printable
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.plain_files import read_plain
 from swarm_node.observability.samples import read_samples
 from swarm_node.observability.shown_samples import number_in, shown_sample
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
 from swarm_node.tasks.catalogue import SETS
 

@@ -25,7 +25,6 @@ from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.plain_files import read_plain
 from swarm_node.observability.ending import TAIL_BYTES, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
 from swarm_node.observability.jsonl import last_lines, last_record, record_in
@@ -34,6 +33,7 @@ from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
 from swarm_node.storage.pausing import pause_asked
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.observability.jsonl import record_in
-from swarm_node.plain_files import open_plain
+from swarm_node.storage.plain_files import open_plain
 
 CHUNK = 4 << 20  # bytes read at a time; a longer line is no record
 MARK = 64  # bytes before the position that must still be the same; otherwise the file is another one

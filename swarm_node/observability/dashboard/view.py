@@ -24,9 +24,9 @@ from swarm_node.observability.evaluations import newest_checkpoint, shown_change
 from swarm_node.observability.reasons import words
 from swarm_node.observability.restarts import restarts
 from swarm_node.observability.shown_samples import shown_sample
-from swarm_node.plain_files import read_plain
 from swarm_node.say import own_command
 from swarm_node.storage.pausing import pause_asked
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
 
 EVENTS = 300  # most events shown: the newest

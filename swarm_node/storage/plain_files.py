@@ -20,7 +20,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """The content of the file at `path`. Raises OSError, also if it is no regular file or has more than `most` bytes."""
+    """The content of the file at `path`. Raises OSError, also if it is no regular file or larger than `most` bytes."""
     with open_plain(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
