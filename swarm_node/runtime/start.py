@@ -100,7 +100,8 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
 
 def _before_it(whole: Run) -> str:
     """What is left of a run whose weights are not finite any more, and how to go on."""
-    lower = f"--set grpo.learning_rate={whole.node.trainer.optimizer.learning_rate / 10:.1g}"
+    rate = whole.node.in_effect().get("grpo.learning_rate")  # a crew's is not known here
+    lower = f"--set grpo.learning_rate={'LOWER' if rate is None else f'{rate / 10:.1g}'}"
     if whole.state.saved is None:
         return f"nothing is saved: start again with {lower}"
     return f"the checkpoint of round {whole.state.saved} is as it was: `swarm-node resume {whole.run.quoted} {lower}`"
