@@ -12,7 +12,6 @@ import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import PluginError, StopRequested
-from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.observability.summary import Figures
 from swarm_node.policy.finite import NotFinite
 from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
@@ -101,9 +100,8 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
 
 def _before_it(whole: Run) -> str:
     """What is left of a run whose weights are not finite any more, and how to go on."""
-    optimizer = whole.node.trainer.optimizer  # that of a crew is in several processes
-    rate = f"{optimizer.learning_rate / 10:.1g}" if isinstance(optimizer, Optimizer) else "RATE"
-    lower = f"--set grpo.learning_rate={rate}"
+    rate = whole.node.in_effect().get("grpo.learning_rate")  # a crew's is not known here
+    lower = f"--set grpo.learning_rate={'LOWER' if rate is None else f'{rate / 10:.1g}'}"
     if whole.state.saved is None:
         return f"nothing is saved: start again with {lower}"
     return f"the checkpoint of round {whole.state.saved} is as it was: `swarm-node resume {whole.run.quoted} {lower}`"
