@@ -43,6 +43,7 @@ CACHE_S = 60.0  # time between two writes of the cache file, which keeps the add
 NEWCOMER_S, NEWCOMER_LOOK_S = 30.0, 1.0
 """A node that came less than so long ago and knows few members looks for others so often: those that come with it know
 nobody but the peer through which they came, which may be gone in a moment."""
+FIRST_CARD_S = 5.0  # longest time for which the first card waits for a lookup: it would hide the card of a twin
 
 
 def standing_of(card: PeerCard) -> tuple[object, ...]:
@@ -92,7 +93,7 @@ class Membership:
         self._reach = Reach(random.Random(), wake.set)
         self._strangers = Strangers()
         self._look_at = self._sweep_s = 0.0
-        self._came_at = time.monotonic()
+        self._came_at, self._has_looked = time.monotonic(), False
         self._next_bucket = random.randrange(MEMBERSHIP_BUCKETS)
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._cached_at = time.monotonic()
@@ -181,6 +182,7 @@ class Membership:
             self._greet_again_at = now + GREET_AGAIN_S
         self._newcomers = frozenset()
         self._sweep_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
+        self._has_looked |= bool(found)
         self.twins.is_mine(self._gossip.client.gossip_id)
         if (own := found.get(self.peer_id)) is not None:
             self.twins.see(own)
@@ -213,7 +215,8 @@ class Membership:
     async def _renew(self, plane: HivemindPlane) -> None:
         """Store the own card when it is due, and at once when its addresses, the version for the members or the node's
         place in the swarm changed, or it ended its first round."""
-        if self.card is None:
+        waits = self._settings.bootstrap and not self._has_looked and time.monotonic() < self._came_at + FIRST_CARD_S
+        if self.card is None or waits:
             return
         await plane.look_around()
         gossip, addresses = self._gossip.client, self.own_addresses(plane)
