@@ -179,7 +179,8 @@ class MemoryTransport:
 
     def hear(self, peer: str, addresses: Sequence[str]) -> None:
         """It is dialled after the next lookup."""
-        self.table.hear(peer, addresses, self._network.clock.now())
+        if peer not in self.members():
+            self.table.hear(peer, addresses, self._network.clock.now())
 
     def members(self) -> Mapping[str, PeerCard]:
         now = self._network.clock.now()
