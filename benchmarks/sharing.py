@@ -100,13 +100,13 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
 
 
 def simulate(
-    setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel = LINK, speed: Speed = SPEED
+    setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel = LINK, speed: Speed | None = None
 ) -> Simulation:
     """`peers` nodes of `arm`, about to begin."""
     members = [
         Peer(
             config(setting, arm, seed, number),
-            speed=speed,
+            speed=speed or SPEED,
             link=link,
             starts_at=STAGGER_S * number,
             silo=arm.silo,

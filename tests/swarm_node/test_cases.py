@@ -78,7 +78,7 @@ CASES = [
     Case("20 NaN", r"line 6: it has `NaN`, which JSON does not have: write null", True, tasks="d08-nan.jsonl"),
     Case("20 half a character", r"line 1: it has `\\ud83d`, half a character", True, tasks="d07-surrogate.jsonl"),
     Case("20 null", r"line 6: `answer` is null: leave the row out", True, tasks="d08b-null.jsonl"),
-    Case("22 too long", r"have 1,113 to 1,114 tokens, and the model's 512 positions", True, tasks="long.jsonl"),
+    Case("22 too long", r"have 1,027 to 1,028 tokens, and the model's 512 positions", True, tasks="long.jsonl"),
     Case("22 too long for the limit", r"rollouts\.max_prompt_tokens=\d+ lets them in", True, more=SHORT),
     Case("23 one question", r"has one question only.*eval\.tasks=", True, tasks="d15c-conflict.jsonl"),
     Case("24 hf", r"cannot read hf:openai/gsm8k: the hub", True, tasks="hf://openai/gsm8k", code=TEMPORARY),
