@@ -42,6 +42,7 @@ from benchmarks.real_report import report
 from benchmarks.real_sets import NEW_TOKENS, path_of
 
 FOLDER = RESULTS / "real_learning"
+HERE = str(Path(__file__).parent.parent)
 WATCH_S = 0.5
 END_S = 600.0  # longest wait for a run to save and end after its time
 SCREEN_LINES = 30  # that are kept of the start and of the end
@@ -157,11 +158,15 @@ def _cost(process: psutil.Process) -> tuple[int, float]:
         return 0, 0.0
 
 
+def without_places(text: str) -> str:
+    """A text that is stored, without paths of this machine."""
+    return text.replace(sys.executable, "python").replace(f"{HERE}/", "")
+
+
 def watched(command: Sequence[str], folder: Path, kept: Path, seconds: float, stop: bool) -> tuple[Seen, list[str]]:
     """Run a command in `folder` for so many seconds. `stop`: it is then told to save and end, which others do by
     themselves. What was seen, and what it printed. RuntimeError if it fails before it has saved anything."""
-    here = str(Path(__file__).parent.parent)
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": here}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": HERE}
     screen = folder / "screen.log"
     with screen.open("w") as out:
         began = time.monotonic()
@@ -176,7 +181,7 @@ def watched(command: Sequence[str], folder: Path, kept: Path, seconds: float, st
             end([process], 0.0)
     watch.look(time.monotonic() - began, last=True)
     watch.seen.code = process.returncode
-    lines = screen.read_text().splitlines()
+    lines = without_places(screen.read_text()).splitlines()
     if process.returncode and not watch.seen.adapters:
         raise RuntimeError(f"ended with {process.returncode}:\n" + "\n".join(lines[-SCREEN_LINES:]))
     return watch.seen, lines
@@ -220,7 +225,7 @@ def run(args: argparse.Namespace, name: str, who: str, seed: int, part: Part) ->
         "who": who,
         "seed": seed,
         "minutes": minutes,
-        "command": shlex.join(command).replace(sys.executable, "python"),
+        "command": without_places(shlex.join(command)),
         "curve": [asdict(each) for each in looks],
         "first_reward_s": seen.rewards[0][0] if seen.rewards else None,
         "rewards": seen.rewards,

@@ -99,12 +99,14 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
     }
 
 
-def simulate(setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel = LINK) -> Simulation:
+def simulate(
+    setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel = LINK, speed: Speed | None = None
+) -> Simulation:
     """`peers` nodes of `arm`, about to begin."""
     members = [
         Peer(
             config(setting, arm, seed, number),
-            speed=SPEED,
+            speed=speed or SPEED,
             link=link,
             starts_at=STAGGER_S * number,
             silo=arm.silo,

@@ -107,7 +107,7 @@ def _batch_of_before(batch: BatchOfBefore) -> RolloutBatch:
         for group in batch.groups
     ]
     head = batch.protocol, batch.swarm, batch.sequence, batch.created, batch.fingerprint, batch.tokenizer
-    return RolloutBatch(*head, batch.sampling, groups)
+    return RolloutBatch(*head, batch.sampling, groups, batch.addresses)
 
 
 def _as_before(batch: RolloutBatch) -> BatchOfBefore:
@@ -122,7 +122,7 @@ def _as_before(batch: RolloutBatch) -> BatchOfBefore:
         for group in batch.groups
     ]
     head = batch.protocol, batch.swarm, batch.sequence, batch.created, batch.fingerprint, batch.tokenizer
-    return BatchOfBefore(*head, batch.sampling, groups)
+    return BatchOfBefore(*head, batch.sampling, groups, batch.addresses)
 
 
 class SignedCodec(Generic[S]):

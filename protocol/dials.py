@@ -9,6 +9,7 @@ budget. A proof gives its try back, so a swarm of honest peers on one host uses 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
@@ -50,6 +51,9 @@ class Dials:
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()  # `dials` -> addresses that were held back
+        self.longest_wait_s = math.inf
+        """Longest time between two tries of one endpoint: shorter than `UNPROVEN_WAIT_S` while this node is connected
+        with so few peers that it may soon be with none. A swarm of many such nodes is small, or has just lost much."""
         self._given: set[tuple[str, str | Endpoint]] = set()
         """(id, endpoint) and (id, host) of addresses that the user named."""
         self._proven: OrderedDict[tuple[str, str | Endpoint], float] = OrderedDict()
@@ -103,9 +107,8 @@ class Dials:
             return True
         tried_at = self._tried.get(endpoint)
         if tried_at is not None:
-            return (owner or id, endpoint[0]) in self._proven or (
-                endpoint in self._inhabited and now >= tried_at + INHABITED_WAIT_S
-            )
+            wait = min(self.longest_wait_s, INHABITED_WAIT_S if endpoint in self._inhabited else UNPROVEN_WAIT_S)
+            return (owner or id, endpoint[0]) in self._proven or now >= tried_at + wait
         return self._hosts.get(_group(endpoint[0]), 0) < HOST_TRIES and not self._is_minute_used_up(now)
 
     def take(self, address: str, now: float, owner: str = "") -> bool:

@@ -20,6 +20,8 @@ MAX_BATCH_BYTES: Final = 512 * 1024
 """A signed rollout batch. py-libp2p drops RPCs above 1 MiB without a word; gossip adds headers and batches RPCs."""
 MAX_GROUPS: Final = 64
 """Groups in a batch: a publisher flushes every second, and no node here samples more than this in one."""
+MAX_BATCH_ADDRESSES: Final = 4
+"""Addresses of its sender in a batch: two at which it listens and two through relays, some 500 bytes in all."""
 MAX_TURNS: Final = 32  # turns of the policy in one dialogue, of which nodes of protocol 2 take one so far
 MAX_ROLLOUTS: Final = 64  # rollouts in a group (at least two: one alone has no baseline)
 MAX_TEXT_CHARS: Final = 32_768  # characters of a completion: some 8,000 tokens; checkers read no more of an answer

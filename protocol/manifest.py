@@ -47,8 +47,9 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     config: Annotated[dict[Annotated[str, Meta(max_length=64)], Option], Meta(max_length=32)] = {}
     """Options of the environment, within bounds (a stranger wrote them)."""
     sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""  # digest of a question file
-    source: Annotated[str, Meta(max_length=1024)] = ""  # an https address of the file; empty = members supply it
-    licence: Annotated[str, Meta(max_length=128)] = ""  # licence of the file (SPDX)
+    source: Annotated[str, Meta(max_length=1024, pattern=r"^[!-~]*\Z")] = ""
+    """An https address of the file; empty = members supply it."""
+    licence: Annotated[str, Meta(max_length=128, pattern=r"^[ -~]*\Z")] = ""  # licence of the file (SPDX)
     name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""  # name of the file, without `.jsonl`
     bytes: Annotated[int, Meta(ge=0, le=64 * 2**20)] = 0  # size of the file
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0

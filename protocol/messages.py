@@ -89,7 +89,12 @@ class SharedSampling(msgspec.Struct, frozen=True):
     top_p: Annotated[float, Meta(gt=0, le=1)]
 
 
-class RolloutBatch(msgspec.Struct, frozen=True):
+BatchAddresses = Annotated[list[Address], Meta(max_length=limits.MAX_BATCH_ADDRESSES)]
+"""Where the sender of a batch can be reached. A batch comes through peers that may be gone the next moment, perhaps
+before its sender's card is found: then the sender is dialled here."""
+
+
+class RolloutBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """A batch that a peer publishes about once a second. Its sender is the peer that signed it."""
 
     protocol: Count
@@ -102,6 +107,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     tokenizer: Hash16
     sampling: SharedSampling
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=limits.MAX_GROUPS)]
+    addresses: BatchAddresses = []
 
 
 class GroupOfBefore(msgspec.Struct, frozen=True):
@@ -115,7 +121,7 @@ class GroupOfBefore(msgspec.Struct, frozen=True):
     rollouts: Annotated[list[SharedTurn], Meta(min_length=2, max_length=limits.MAX_ROLLOUTS)]
 
 
-class BatchOfBefore(msgspec.Struct, frozen=True):
+class BatchOfBefore(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `RolloutBatch` of protocol 1."""
 
     protocol: Count
@@ -126,6 +132,7 @@ class BatchOfBefore(msgspec.Struct, frozen=True):
     tokenizer: Hash16
     sampling: SharedSampling
     groups: Annotated[list[GroupOfBefore], Meta(min_length=1, max_length=limits.MAX_GROUPS)]
+    addresses: BatchAddresses = []  # nodes of protocol 1 read past them
 
 
 class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": "seats"}):

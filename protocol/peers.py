@@ -6,13 +6,15 @@ asks it whom to dial (`to_dial`, `gossip_to_dial`) and which gossip connections 
 Handing out an address counts as a try, and a connection resets the count. The wait between tries doubles, up to
 `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever. Others are
 dialled while their card is missing, because they may be in another part of the swarm, or while too few peers are
-connected. `protocol.dials` decides when an address is dialled at which nobody proved a key: `to_dial` only checks,
-and its caller takes the try; `gossip_to_dial` takes the try itself. All memory is bounded, whatever strangers send.
+connected; then none of them waits longer than `FEW_WAIT_S`, since the few that are connected may go. `protocol.dials`
+decides when an address is dialled at which nobody proved a key: `to_dial` only checks, and its caller takes the try;
+`gossip_to_dial` takes the try itself. All memory is bounded, whatever strangers send.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.codec import decode_as
-from protocol.dials import Dials
+from protocol.dials import INHABITED_WAIT_S, Dials
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
 from protocol.messages import Address, PeerCard, Time
@@ -34,6 +36,8 @@ BOOTSTRAP_WAIT_S = 15.0
 """Longest wait between tries of a bootstrap peer: with the time of a lookup and a dial, one that returns is found
 within 30 s."""
 OTHER_WAIT_S = 300.0  # longest wait between tries of any other peer
+FEW_WAIT_S = 30.0
+"""The same while too few peers are connected: a peer that was heard of is found in a minute, whoever else is gone."""
 WANTED = 8  # connections below which members are dialled although somebody already leads to them
 MAX_DHT_DIALS = 4  # peers handed out at a time, bootstrap peers not counted
 MAX_KNOWN_PEERS = 256
@@ -68,8 +72,9 @@ class _Tries:
     last_at: float = 0.0
     wait: float = 0.0
 
-    def due(self, now: float) -> bool:
-        return not self.last_at <= now < self.last_at + self.wait  # earlier: the clock was set back
+    def due(self, now: float, longest: float = math.inf) -> bool:
+        """Whether the wait is over; it counts as `longest` seconds at most."""
+        return not self.last_at <= now < self.last_at + min(self.wait, longest)  # earlier: the clock was set back
 
     def note(self, now: float, longest: float, rng: random.Random) -> None:
         self.last_at = now
@@ -147,9 +152,24 @@ class PeerTable:
             known = self._known.setdefault(peer, _Known())
             known.told, known.seen = told, now
 
+    def hear(self, peer: str, addresses: Iterable[str], now: float) -> bool:
+        """A peer was heard of through others, and says that it can be reached at these addresses. Returns whether that
+        is news: it has no card here, which would know better."""
+        own = [address for address in addresses if peer_of(address) == peer][:MAX_ADDRESSES]
+        card = self._cards.get(peer)
+        if not own or peer == self._me or (card is not None and _is_live(card, now)):
+            return False
+        known = self._known.setdefault(peer, _Known())
+        is_news, known.told, known.seen = own != known.told, own, now
+        self._forget_oldest()
+        return is_news
+
     def set_connected(self, peers: Iterable[str], now: float) -> None:
         """Peers that are connected now, whichever side dialled."""
         self._connected = frozenset(peers)
+        if self.dials is not None:
+            few_s = INHABITED_WAIT_S if self._has_few() else math.inf
+            self.dials.longest_wait_s = few_s if self._connected else FEW_WAIT_S
         for peer in self._connected & self._known.keys():
             known = self._known[peer]
             known.seen, known.worked, known.tries = now, True, _Tries()
@@ -210,9 +230,12 @@ class PeerTable:
         """Peer id -> addresses to dial now: bootstrap peers that are due, and at most `MAX_DHT_DIALS` others."""
         self._forget_oldest()
         members = self.members(now)
-        few = len(self._connected) < WANTED
+        few = self._has_few()
+        longest = FEW_WAIT_S if few else OTHER_WAIT_S
         due = {
-            peer: known for peer, known in self._known.items() if peer not in self._connected and known.tries.due(now)
+            peer: known
+            for peer, known in self._known.items()
+            if peer not in self._connected and known.tries.due(now, longest)
         }
         first = [peer for peer, known in due.items() if known.given]
         hinted = set() if self.dials is None else self.dials.hinted
@@ -228,6 +251,9 @@ class PeerTable:
         for peer in chosen:
             due[peer].tries.note(now, BOOTSTRAP_WAIT_S if due[peer].given else OTHER_WAIT_S, self._rng)
         return {peer: self.addresses_of(peer) for peer in chosen}
+
+    def _has_few(self) -> bool:
+        return len(self._connected) < WANTED
 
     # ----------------------------------------------------------------- gossip
 
@@ -265,7 +291,7 @@ class PeerTable:
         chosen = {}
         for gossip_id in self.gossip_to_keep(shards, most, now):
             tries = self._gossip[gossip_id]
-            if gossip_id not in connected and tries.due(now):
+            if gossip_id not in connected and tries.due(now, FEW_WAIT_S if len(connected) < HUBS else OTHER_WAIT_S):
                 if taken := self._take_gossip(claims[gossip_id], now):
                     serves_all = any(_serves_all(card) for _, card in claims[gossip_id])
                     tries.note(now, BOOTSTRAP_WAIT_S if serves_all else OTHER_WAIT_S, self._rng)

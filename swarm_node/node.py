@@ -46,6 +46,7 @@ from swarm_node.grpo.trainer import Before, Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
+from swarm_node.say import Once, Warned
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
 
 
 GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL parameters; others have GROUPS
+SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
 PROBED = 8  # number of own answers by which averaged weights are judged
 
 
@@ -92,6 +94,7 @@ class Node:
         self.member = member
         self.exchange = None if private else member  # where answers are exchanged with others; None = nowhere
         self.say = say
+        self._once = Once(say)
         self.now = now
         if config.grpo.beta:
             policy.keep_reference()
@@ -116,6 +119,7 @@ class Node:
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
+        self._function_s = dict[str, float]()  # seconds that reward functions had taken when this round began
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
     def in_effect(self) -> dict[str, Any]:
@@ -141,6 +145,7 @@ class Node:
     def collect(self) -> Collected:
         """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()
+        self._function_s = dict(self.tasks.function_s)
         name = f"{self.config.seed or 0}/{self.round}"
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
@@ -287,6 +292,7 @@ class Node:
                 record[f"rewards/{label}/mean"] = fmean(scored)
             if len(scored) > 1:
                 record[f"rewards/{label}/std"] = stdev(scored)
+        record |= self._share_of_functions(seconds)
         if collected.too_long:
             record["tasks/too_long"] = collected.too_long
         if collected.not_encoded:
@@ -297,6 +303,19 @@ class Node:
             record |= self.member.metrics(record["perf/generated_tok_s"])
             record["swarm/groups_own"] = float(len(collected.groups))
         return learned | record
+
+    def _share_of_functions(self, seconds: float) -> dict[str, float]:
+        """The part of a round of so many seconds that reward functions took; empty without one. A slow one is named."""
+        spent = {name: s - self._function_s.get(name, 0.0) for name, s in self.tasks.function_s.items()}
+        if not spent:
+            return {}
+        share, slowest = min(1.0, sum(spent.values()) / max(seconds, 1e-9)), max(spent, key=spent.__getitem__)
+        if share > SLOW_SHARE:
+            took = f"{slowest!r} {spent[slowest]:.1f} s of {seconds:.1f} s"
+            remedy = "let it judge the answers that it gets at once in parallel"
+            told = f"reward functions take {share:.0%} of a round, {took}, and nothing is trained meanwhile: {remedy}"
+            self._once("slow", Warned(told))
+        return {"perf/reward_share": share}
 
 
 @lru_cache(maxsize=1024)

@@ -57,6 +57,16 @@ class Once:
         self._said.discard(key)
 
 
+def in_short(text: object, most: int = 200) -> str:
+    """What another program or library says, in one line: its first sentences if all do not fit into `most` characters,
+    and never half a word."""
+    line = " ".join(str(text).split())
+    if len(line) <= most:
+        return line
+    end = max(line.rfind(mark, 0, most) for mark in (". ", "; ", "! ", "? "))
+    return line[: end + 1].rstrip(";") if end > 0 else f"{line[:most].rpartition(' ')[0] or line[:most]} …"
+
+
 def own_command() -> str:
     """How to type `swarm-node` here: a name on the PATH, else the path by which this process was started."""
     started = Path(sys.argv[0])

@@ -10,13 +10,14 @@ A `Channel` carries messages both ways, in order, as long as both peers live, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.messages import PeerCard
 from protocol.transports.refusals import Refused
+from protocol.twins import Twins
 
 Handler = Callable[[bytes], None]
 """Called with the bytes of each message on a topic, as its author signed them. The forwarder is not known."""
@@ -129,6 +130,10 @@ class Transport(Protocol):
     def announce(self, card: PeerCard) -> None:
         """Publish this node's card. The transport renews it, with its own addresses, until `close`."""
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """A peer was heard of through others, and says that it can be reached at these addresses. If it has no card
+        here yet, it is dialled: those others may be gone the next moment."""
+
     def members(self) -> Mapping[str, PeerCard]:
         """Peer id -> card, for other peers' cards that have not expired, as of the last lookup. Never waits."""
 
@@ -137,6 +142,12 @@ class Transport(Protocol):
 
     def too_new(self) -> str:
         """Name of a peer whose card is of a newer protocol than this node reads; empty = there was none."""
+
+    def clock_ahead(self) -> float | None:
+        """Seconds that this machine's clock is ahead of other nodes', by the cards that they renew; None = unknown."""
+
+    def twins(self) -> Twins:
+        """The nodes that run with this node's key."""
 
     def stats(self) -> Mapping[str, float]:
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,

@@ -11,6 +11,7 @@ import atexit
 import functools
 import gc
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -19,9 +20,12 @@ import typer
 from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
+from swarm_node.cli.began import where_it_began
 from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
+from swarm_node.config.keys import VARIABLE_PREFIX
 from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
 from swarm_node.runtime.waiting import wait_passively
+from swarm_node.storage.utf8 import check_utf8
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
@@ -77,8 +81,10 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         try:
+            check_utf8(values)
+            check_utf8({name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIX)})
             command(**values)
-        except Exception as error:
+        except BaseException as error:  # a plugin may raise SystemExit
             if (told := to_show(error)) is None:
                 raise
             _tell(told, command.__name__, values)
@@ -96,7 +102,7 @@ def _exit_code(error: SwarmNodeError) -> int:
 def _tell(error: SwarmNodeError, command: str, values: Mapping[str, Any]) -> None:
     """Show an error: one line, and the traceback of the user's own code if that failed. In a log of JSON lines, that is
     one of them."""
-    message = printable(str(error))
+    message = printable(f"{error}{where_it_began(str(error), values)}")
     for line in error.trace if isinstance(error, PluginError) else []:
         typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
     show = early_log(command, values)

@@ -130,7 +130,7 @@ def refusals_in(config: NodeConfig, err: bool) -> Iterator[None]:
         raise told from error
 
 
-def to_show(error: Exception) -> SwarmNodeError | None:
+def to_show(error: BaseException) -> SwarmNodeError | None:
     """The error to show where `error` ends a command, wherever the command came upon it; None for a fault of this
     package, which needs its traceback."""
     if isinstance(error, SwarmNodeError):

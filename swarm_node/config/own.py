@@ -19,6 +19,7 @@ from textwrap import shorten
 
 from pydantic import ValidationError
 
+from protocol.errors import printable
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
@@ -50,6 +51,7 @@ GONE = {
 """Values of `grpo.correction` in earlier versions, and the plugin that is the same."""
 MAX_LISTED = 8  # most settings in one sentence
 MAX_VALUE_CHARS = 60  # longest value in a sentence; system prompts are longer
+MAX_BYTES = 1 << 20  # a longer config.toml is not read
 HOW_LONG = {"rounds", "minutes"}
 """A start that sets one of these takes neither from the run: 60 rounds done must not end `--minutes 5` at once."""
 
@@ -60,20 +62,23 @@ def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
     return f"{' '.join([GIVEN, *given])}\n{dump_toml(config)}"
 
 
-def read_toml(file: Path, what: str) -> Table:
-    """The table in a file, which is `what` in messages. Raises UserError."""
+def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
+    """The table in a file, which is `what` in messages. A `foreign` one may be somebody else's, so it must be a regular
+    file of bounded size. Raises UserError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        if foreign and file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
+            raise UserError(f"cannot read {what} {file}: it is no file, or has more than {MAX_BYTES:,} bytes")
+        return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
         raise UserError(f"cannot read {what} {file}: {error.strerror}") from None
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise UserError(f"{file} is not valid TOML: {error}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # MemoryError: a name with 40,000 dots
+        raise UserError(f"{file} is not valid TOML: {error or 'too deep'}") from None
 
 
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
     UserError if the file cannot be read, or another value in it is wrong."""
-    table = read_toml(file, "the run's settings")
+    table = read_toml(file, "the run's settings", foreign=True)
     if (gone := table.get("grpo", {}).get("correction")) in GONE:
         del table["grpo"]["correction"]
         say(Warned(f'{file} has grpo.correction = "{gone}", which is no more; a clone has it as {GONE[gone]}'))
@@ -133,7 +138,7 @@ def shown(key: str, value: object) -> str:
     if key == SECRET:
         return "(hidden)"
     text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
-    return shorten(text, MAX_VALUE_CHARS, placeholder=" …")
+    return shorten(printable(text), MAX_VALUE_CHARS, placeholder=" …")
 
 
 def in_brief(key: str, value: object) -> str:
@@ -146,4 +151,4 @@ def in_brief(key: str, value: object) -> str:
     names = [str(each.get("path") or each.get("file") or each.get("env")).rpartition(":")[2] for each in tables]
     weights = [each.get("weight", 1) for each in tables]
     words = (name if weight == 1 else f"{name}×{weight:g}" for name, weight in zip(names, weights, strict=True))
-    return shorten(", ".join(words), MAX_VALUE_CHARS, placeholder=" …")
+    return shorten(printable(", ".join(words)), MAX_VALUE_CHARS, placeholder=" …")

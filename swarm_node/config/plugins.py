@@ -12,30 +12,40 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import StackSummary, TracebackException
 from types import ModuleType, TracebackType
 from typing import Any
 
-from swarm_node.errors import PluginError, UserError
+from swarm_node.errors import PluginError, StopRequested, UserError
 
 _FILES = itertools.count()
 _loaded: set[str] = set()  # files of the modules that `load_function` has loaded
+_folders: set[str] = set()  # directories whose modules plugins may import
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 OURS = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen importlib", importlib.__file__)
 """Beginnings of the files whose frames are left out of a traceback."""
 MAX_TRACE_LINES = 60  # a recursion without end has thousands
+PROGRAM = 'put the part that is a program under `if __name__ == "__main__":`'
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `path`. Raises UserError if there is none; its message begins with `what`, a key."""
+    """The function at `path`, which may import modules beside its file, or in the current directory.
+
+    Raises UserError if there is none; its message begins with `what`, a key."""
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what} {path!r}: write file.py:function or package.module:function")
     try:
-        module = _run_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+        module = _imported(where)
+    except BaseException as error:  # importing runs the user's code, which may raise anything
+        if is_stop(error):
+            raise
+        if not isinstance(error, Exception):
+            ended = plugin_error(f"{what} {path!r} ended the program when it was imported", error)
+            raise PluginError(f"{ended}; {PROGRAM}", ended.trace) from error
         failed = plugin_error(f"{what} {path!r}: cannot import {where}", error)
         raise (failed if failed.trace else UserError(str(failed))) from error  # without a trace, no code of theirs ran
     _loaded.add(getattr(module, "__file__", None) or "")
@@ -76,7 +86,12 @@ def place_of(function: Callable[..., Any]) -> str:
     return "" if code is None else f" in {_short(code.co_filename)}, line {code.co_firstlineno},"
 
 
-def plugin_error(what: str, error: Exception) -> PluginError:
+def is_stop(error: BaseException) -> bool:
+    """Whether the user wants to stop: all else that comes out of a plugin is its own."""
+    return isinstance(error, StopRequested | KeyboardInterrupt)
+
+
+def plugin_error(what: str, error: BaseException) -> PluginError:
     """The error to raise for a plugin that raised `error`; the message begins with `what`, as `grpo.loss failed`."""
     told = TracebackException.from_exception(error)
     place = _place(told)
@@ -89,12 +104,12 @@ def plugin_error(what: str, error: Exception) -> PluginError:
     return PluginError(f"{what}{place}: {reason}", trace if place else [])
 
 
-def blamed(error: Exception) -> PluginError | None:
+def blamed(error: BaseException) -> PluginError | None:
     """The error to raise for an `error` that came out of a plugin's own code; None if it did not."""
     frames = TracebackException.from_exception(error, lookup_lines=False).stack
-    if not any(frame.filename in _loaded and not _is_ours(frame.filename) for frame in frames):
+    if is_stop(error) or not any(frame.filename in _loaded and not _is_ours(frame.filename) for frame in frames):
         return None
-    return plugin_error("your code failed", error)
+    return plugin_error("your code failed" if isinstance(error, Exception) else "your code ended the program", error)
 
 
 def users_own(error: Exception) -> Exception | None:
@@ -148,6 +163,56 @@ def _is_ours(file: str) -> bool:
 def _short(file: str) -> str:
     beside = os.path.relpath(file)
     return file if beside.startswith("..") else beside
+
+
+def _imported(where: str) -> ModuleType:
+    """The module in a file or of a dotted name. Modules beside that file, or in the current directory, are found."""
+    if not where.endswith(".py"):
+        with _on_the_path(os.getcwd()):
+            return importlib.import_module(where)
+    path = Path(where).expanduser()
+    with _on_the_path(str(path.resolve().parent)), _named_as_program(path):
+        return _run_file(path)
+
+
+@contextmanager
+def _on_the_path(folder: str) -> Iterator[None]:
+    """Within it, imports look into `folder` first, as Python does for a program there; afterwards they do so last, for
+    functions that import when they are called. Modules of the same names beside other plugins are forgotten."""
+    others = _folders - {folder}
+    same = {name for name in sys.modules if "." not in name and _folder_of(name) in others and _is_in(folder, name)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in same]:
+        del sys.modules[name]
+    _folders.add(folder)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _folder_of(name: str) -> str:
+    """The directory with this imported module or package; empty if it is of no file."""
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    return os.path.dirname(os.path.dirname(file) if os.path.basename(file) == "__init__.py" else file)
+
+
+def _is_in(folder: str, name: str) -> bool:
+    """Whether a module of that name is in `folder`."""
+    return os.path.exists(os.path.join(folder, f"{name}.py")) or os.path.isdir(os.path.join(folder, name))
+
+
+@contextmanager
+def _named_as_program(path: Path) -> Iterator[None]:
+    """Within it, a file that reads the arguments of the program is named in what it then prints."""
+    before, sys.argv = sys.argv, [str(path), *sys.argv[1:]]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -34,6 +34,7 @@ from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
+from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
@@ -94,16 +95,15 @@ class Trainer:
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None
-        """Gets `figures_by_peer` of each step with foreign rollouts."""
+        self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
         self._said: set[str] = set()  # failures of `logprobs` that were reported
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
 
         `before_update` is called once, before anything that lasts has changed: until then a step can be
-        given up without a trace. UserError if not even one rollout fits into memory. Metrics that need a
-        forward pass are means over all updates of this step, and missing if no rollout had an advantage.
+        given up without a trace. Metrics that need a forward pass are means over all updates of this step, and missing
+        if no rollout had an advantage. UserError if not one rollout fits into memory, NotFinite if weights are spoiled.
         """
         start = time.perf_counter()
         step = self._prepare(groups)
@@ -258,6 +258,7 @@ class Trainer:
             for name, value in sums.items():
                 totals[name] += value
             if math.isfinite(norm):
+                check_updated(self.policy)
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:

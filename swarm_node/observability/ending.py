@@ -17,6 +17,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_lines
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 
 End = Literal["ended", "killed", "unclear"]
@@ -78,8 +79,7 @@ def _tail(path: Path) -> list[_Line]:
 
 def _status(run: RunDir) -> list[_Line]:
     try:
-        with open(run.status, "rb") as file:
-            return _decoded([file.read(MAX_STATUS_BYTES)])
+        return _decoded([read_plain(run.status, MAX_STATUS_BYTES)])
     except OSError:
         return []
 

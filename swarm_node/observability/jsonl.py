@@ -24,10 +24,12 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
+from swarm_node.storage.plain_files import open_plain
 from swarm_node.storage.rundir import explained, os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+MAX_INT = 2**63
 CHUNK_BYTES = 64 << 10  # bytes read at a time from the end of a file: some tens of lines
 
 
@@ -146,7 +148,7 @@ def last_record(path: Path) -> dict[str, Any] | None:
 def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
     """Whole lines with their ends, from the byte `start` to the present end; a torn last line is left out. Raises
     UserError if the file cannot be read."""
-    with _reading(path), open(path, "rb") as file:
+    with _reading(path), open_plain(path) as file:
         left = os.fstat(file.fileno()).st_size - start
         file.seek(start)
         for line in file:
@@ -199,17 +201,19 @@ def parsed(line: bytes, path: Path, number: int | None = None) -> dict[str, Any]
 
 
 def record_in(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if it is not a record."""
+    """The record in a line; None if it is not a record. No number of one is beyond what floats hold."""
     try:
         record = msgspec.json.decode(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict) or any(isinstance(n, int) and abs(n) > MAX_INT for n in record.values()):
+        return None
+    return record
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """(start, line) of each whole line, the last one first. Raises UserError if the file cannot be read."""
-    with _reading(path), open(path, "rb") as file:
+    with _reading(path), open_plain(path) as file:
         start = file.seek(0, os.SEEK_END)
         read, torn = b"", True  # `read` begins at `start`
         while start > 0:

@@ -22,6 +22,8 @@ METRICS: dict[str, dict[str, str]] = {
         "an advantage do not count.",
         "perf/generated_tok_s": "Tokens sampled per second, while sampling.",
         "perf/trained_tok_s": "Tokens trained on per second, in the update. Missing in a round without one.",
+        "perf/reward_share": "Part of the round that reward functions took, in [0, 1]. Missing without "
+        "`rewards.functions`.",
     },
     "Reward": {
         "reward": "Mean over all own answers of the round, before any filter.",

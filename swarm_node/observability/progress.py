@@ -48,6 +48,7 @@ SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows
 BAR_WIDTH = 40
 SPARK_WIDTH = 24
 LEAST_SPARK = 4
+LEAST_SHARE = 0.1  # part of a round that reward functions take, from which on it is shown
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 60.0  # traffic an hour is measured over so many seconds
@@ -293,7 +294,7 @@ class ProgressDisplay:
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")
-        return [] if speed is None else [f"samples {speed:,.0f} tokens/s"]
+        return [*([] if speed is None else [f"samples {speed:,.0f} tokens/s"]), *_in_functions(self._metrics)]
 
     def _peers(self) -> list[str]:
         """Texts about others that train and how much of their work is used, ever shorter."""
@@ -399,3 +400,9 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, ascii_only: boo
     low, high = min(means), max(means)
     step = (high - low) / (len(blocks) - 1) or 1.0
     return "".join(blocks[round((mean - low) / step)] for mean in means)
+
+
+def _in_functions(metrics: Mapping[str, float | None]) -> list[str]:
+    """The part of the last round that reward functions took, if it is worth a word."""
+    share = metrics.get("perf/reward_share") or 0.0
+    return [f"{share:.0%} in reward functions"] if share >= LEAST_SHARE else []

@@ -1,4 +1,4 @@
-"""Restarts of the processes of the network, in words: for `swarm-node status` and `doctor`."""
+"""Restarts of the processes of the network, in words: for `swarm-node status`, `doctor` and the dashboard."""
 
 from __future__ import annotations
 

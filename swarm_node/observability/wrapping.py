@@ -37,7 +37,9 @@ def wrapped(line: str, width: int, indent: int = 0) -> str:
 
 
 def for_stream(line: str, stream: TextIO, indent: int = 0) -> str:
-    """`line` as it is written to `stream`: broken at the width of the terminal; as it is if that is none."""
+    """`line`, in which a stranger may have written, as it goes to `stream`: without control characters, and broken at
+    the width of the terminal if it is one."""
+    line = "".join(character if character.isprintable() else "?" for character in line)
     return wrapped(line, shutil.get_terminal_size().columns, indent) if stream.isatty() else line
 
 

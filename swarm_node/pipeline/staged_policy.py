@@ -13,6 +13,7 @@ from swarm_node.errors import Interrupted
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion
+from swarm_node.policy.finite import check_updated, spoiled
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
@@ -76,6 +77,10 @@ class StagedPolicy(Policy):
         if not isinstance(interrupted, StageLost):
             raise interrupted
         self.driver.again(interrupted)
+
+    def check_finite(self) -> None:
+        check_updated(self)
+        raise spoiled("what its stages make of a question is")
 
     def trainable_state(self) -> dict[str, Tensor]:
         named: dict[str, nn.Parameter] = {}

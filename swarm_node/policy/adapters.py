@@ -23,14 +23,22 @@ ALL_LINEAR = "all-linear"
 
 
 def adapter_base(path: str) -> str | None:
-    """Base model of a local LoRA adapter directory; `None` if `path` is not one."""
+    """Base model of a local LoRA adapter directory; `None` if `path` is not one. A relative path is looked up here, and
+    beside the adapter."""
     file = Path(path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return None
     try:
-        return str(json.loads(file.read_text())["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as exc:
-        raise UserError(f"{file} does not name its base model") from exc
+        base = json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{file} does not name its base model: set base_model_name_or_path in it to the directory of the base or "
+            "its name on the hub"
+        )
+    beside = file.parent / base
+    return str(beside) if base.startswith(".") and not Path(base).is_dir() and beside.is_dir() else base
 
 
 def trains_layers(folder: str) -> bool:

@@ -8,16 +8,13 @@ What does not depend on holding the whole model (`prepare`, `load_tokenizer`, ad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants, is_offline_mode
-from huggingface_hub import logging as hub_logging
-from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,8 +39,18 @@ from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.extras import check_quantiser
+from swarm_node.policy.finite import check_weights
+from swarm_node.policy.load_errors import (
+    COPY_AGAIN,
+    check_names,
+    check_no_adapter,
+    lacks,
+    naming_base,
+    refusing,
+    without_reports,
+)
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, hub_answers, located
-from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory, return_freed_memory
+from swarm_node.policy.oom import keep_freed_memory, return_freed_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import choose_paths
 from swarm_node.policy.quantised import (
@@ -56,14 +63,12 @@ from swarm_node.policy.quantised import (
 from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.policy.suitability import OTHER
 from swarm_node.policy.tokenizer_vetting import check_tokenizer, check_tokenizer_file
-from swarm_node.policy.tokenizing import TokenizerError, guarded
-from swarm_node.say import Detail, Warned
+from swarm_node.say import Detail, Warned, in_short
 
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
-COPY_AGAIN = "download or copy it again"
 
 
 def load_policy(
@@ -94,6 +99,8 @@ def load_policy(
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
     report(f"policy {config.model}: {policy.num_parameters():,} parameters in {name_of(plan.dtype)} ({trained})")
     report(Detail(plan.where))
+    if told := policy.check_rows():
+        report(Warned(told))
     if not samples:
         return policy
     rows = "packed" if policy.packing else "plain"
@@ -159,6 +166,7 @@ def _policy_of(
         for name in beside:
             model.get_parameter(name).requires_grad_(False)
     model.to(plan.device)
+    check_weights(model.named_parameters(), config.model)
 
     original = plan.quantize and original_lines(files, plan.tensors, plan.quantize)
     policy = Policy(model, tokenizer, config, report, original or None)
@@ -174,21 +182,23 @@ def load_base(plan: Plan) -> tuple[Any, list[Path]]:
     """The model of `plan` without an adapter, on the CPU if it is not quantised, and its files of weights. UserError if
     these are not what they should be."""
     files = _vetted_weights(plan)
+    check_names(plan.base, plan.tensors, weight_map(plan))
     vetting.check_declared(plan.base, plan.size, files)
-    model, found = _load(
-        AutoModelForCausalLM,
-        plan.base,
-        plan.revision,
-        config=plan.config,
-        dtype=plan.dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        **loading_options(plan.quantize, plan.dtype, plan.device),
-        **PLAIN,
-    )
+    with without_reports():
+        model, found = _load(
+            AutoModelForCausalLM,
+            plan.base,
+            plan.revision,
+            config=plan.config,
+            dtype=plan.dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **loading_options(plan.quantize, plan.dtype, plan.device),
+            **PLAIN,
+        )
     if found["missing_keys"] or found["mismatched_keys"]:
         lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
-        raise UserError(f"{type(model).__name__}: {lacks(plan.base, lacking[0])}; {COPY_AGAIN}, or {OTHER}")
+        raise UserError(lacks(plan.base, lacking[0], weight_map(plan)))
     return model, files
 
 
@@ -246,10 +256,14 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
     if not Path(path).is_dir():
         _ask_hub(path, config.revision, say)
     adapter = adapter_base(path)
-    base, revision = (path, config.revision) if adapter is None else (located(adapter, say), None)
-    if adapter is not None:
+    if adapter is None:
+        base, revision = path, config.revision
+        model_config = _vetted_config(base, revision)
+    else:
         vetting.check_adapter(Path(path).expanduser())
-    model_config = _vetted_config(base, revision)
+        with naming_base(path, adapter):
+            base, revision = located(adapter, say), None
+            model_config = _vetted_config(base, revision)
     empty = skeleton(model_config)
     size = sum(p.numel() for p in empty.parameters())
     by_itself = size > LORA_ABOVE or config.quantize is not None
@@ -301,13 +315,8 @@ def skeleton(model_config: Any) -> PreTrainedModel:
         raise
     except Exception as exc:  # as in `refusing`: the config is a stranger's
         kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_config.model_type, model_config.model_type)
-        detail = " ".join(str(exc).split())[:250]
+        detail = in_short(exc, 250)
         raise UserError(f"{kind}: not a causal language model that can be made here: {detail}; {OTHER}") from exc
-
-
-def lacks(base: str, name: str) -> str:
-    """The message about a model without a tensor that it should have."""
-    return f"{base} lacks weights that its config asks for, for example {name}"
 
 
 def _load(factory: Any, path: str, revision: str | None, **options: object) -> Any:
@@ -334,10 +343,7 @@ def _vetted_config(base: str, revision: str | None) -> Any:
     path = checked(base)
     with refusing("Config", path):
         if find_adapter_config_file(path, **_at(revision)) is not None:  # transformers would put it on by itself
-            raise UserError(
-                f"{path} holds a model and an adapter: name a directory with the model alone, or one with the adapter "
-                "alone (adapter_config.json and adapter_model.safetensors)"
-            )
+            check_no_adapter(path)
     file = _file(base, revision, "config.json")
     if file is not None:
         vetting.check_config(file)
@@ -362,50 +368,12 @@ def _vetted_weights(plan: Plan) -> list[Path]:
     """All files of weights, fetched from the hub if need be. Each has a header that is safe to parse."""
     names = sorted(set(weight_map(plan).values()))
     files = [file for name in names if (file := model_file(plan, name)) is not None]
-    if len(files) < len(names):
-        raise UserError(f"{plan.base} lacks a file that its index names: {COPY_AGAIN}")
+    if missing := [name for name in names if model_file(plan, name) is None]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{plan.base} lacks {missing[0]}{more}, which its {vetting.INDEX} names: {COPY_AGAIN}")
     if names != [vetting.WEIGHTS] and sum(len(vetting.check_header(file)) for file in files) > vetting.MAX_TENSORS:
         raise UserError(f"{plan.base} has more than {vetting.MAX_TENSORS} tensors")
     return files
-
-
-@contextmanager
-def refusing(what: str, path: str) -> Iterator[None]:
-    """Turn every error of the libraries into a UserError of one line: the files are a stranger's.
-
-    The hub library's own log of failed tries is not shown from then on, unless HF_HUB_VERBOSITY asks for more.
-    """
-    if hub_logging.get_verbosity() == hub_logging.WARNING:
-        hub_logging.set_verbosity_error()
-    try:
-        with guarded("its own files"):
-            yield
-    except TokenizerError as exc:
-        raise UserError(f"cannot load {what} from {path}: {exc}") from exc
-    except UserError:
-        raise
-    except Exception as exc:
-        if is_out_of_memory(exc):
-            raise UserError(f"not enough memory to load {path}") from exc
-        detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-        if Path(path).is_dir():
-            raise UserError(f"cannot load {what} from {path}: {detail}") from exc
-        if _is_out_of_reach(exc):
-            detail = f"the hub cannot be reached{' (HF_HUB_OFFLINE is set)' if is_offline_mode() else ''}"
-        raise UserError(
-            f"cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); other members "
-            "of a swarm give a model only if the swarm's manifest names it"
-        ) from exc
-
-
-def _is_out_of_reach(error: BaseException) -> bool:
-    """Whether the hub was not asked, or did not answer, for a file that its cache lacks."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, LocalEntryNotFoundError):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _ask_hub(path: str, revision: str | None, say: Callable[[str], None]) -> None:

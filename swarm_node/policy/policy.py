@@ -25,19 +25,151 @@ from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.finite import check_trained, is_finite
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
-from swarm_node.policy.tokenizing import TokenizerError, guarded
+from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
+NAMED = 3  # most tokens that a message names
 
 
-class Policy:
+class Texts:
+    """A tokenizer with the settings of its policy, and the rows of that policy's embedding."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PolicyConfig
+    eos_ids: list[int]
+    eos_id: int
+    _framed: tuple[object, Frame] | None = None  # the chat template and its frame
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the embedding has a row for."""
+        raise NotImplementedError
+
+    def encode(self, question: str) -> list[int]:
+        """`encode_questions` of one question."""
+        return self.encode_questions([question])[0]
+
+    def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
+        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`.
+
+        TokenizerError if one has a token without a row in the embedding."""
+        if self.tokenizer.chat_template:
+            texts, special = list(map(self.frame.around, questions)), False
+        else:
+            texts, special = [self.config.prompt_template.replace("{question}", each) for each in questions], True
+        encoded = tokenizing.encode(self.tokenizer, texts, special)
+        if without := self._without_row({i for ids in encoded for i in ids}):
+            raise TokenizerError(f"the model's embedding has no row for {self._named(without)}: {tokenizing.RESIZE}")
+        return encoded
+
+    def _without_row(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of these ids for which the embedding has no row, in order."""
+        rows = self.vocabulary
+        return sorted(i for i in token_ids if not 0 <= i < rows)
+
+    def check_rows(self) -> str:
+        """A sentence about tokens that have no row in the embedding; empty if all have one. UserError if the frame
+        around questions has such a token."""
+        without = self._without_row(tokenizing.ids(self.tokenizer))
+        if not without:
+            return ""
+        told = f"{self.config.model}: its embedding has {self.vocabulary} rows, and none for {self._named(without)}"
+        try:
+            self.encode("?")
+        except TokenizerError as error:
+            raise UserError(f"{told}, which the prompt around each question has: {tokenizing.RESIZE}") from error
+        return f"{told}: texts with such tokens are left out; {tokenizing.RESIZE}"
+
+    def _named(self, without: Sequence[int]) -> str:
+        """Some of these tokens in words."""
+        names = [tokenizing.decode(self.tokenizer, [i], special=True) for i in without[:NAMED]]
+        more = f" and {len(without) - NAMED} more tokens" if len(without) > NAMED else ""
+        return f"{', '.join(names)}{more}"
+
+    @property
+    def frame(self) -> Frame:
+        """The chat template's frame around questions. UserError if the template is refused."""
+        template = self.tokenizer.chat_template
+        if self._framed is None or self._framed[0] is not template:
+            self._framed = template, tokenizer_frame(self.tokenizer, self.config)
+        return self._framed[1]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return tokenizing.decode(self.tokenizer, token_ids)
+
+    def text_of_prompt(self, token_ids: list[int]) -> str:
+        """A prompt's text, special tokens included."""
+        return tokenizing.decode(self.tokenizer, token_ids, special=True)
+
+    def encode_completion(self, text: str, finished: bool) -> list[int] | None:
+        """`encode_completions` of one text."""
+        return self.encode_completions([(text, finished)])[0]
+
+    def encode_completions(self, answers: Sequence[tuple[str, bool]]) -> list[list[int] | None]:
+        """For each (text, whether it ended by itself) the ids with which this policy would have sampled it, with the
+        end-of-sequence token if it ended.
+
+        None if the text spells a special token or one without a row in the embedding, or holds text that the tokenizer
+        has no token for: no completion of this policy decodes to that.
+        """
+        names, special = self._special
+        possible = [i for i, (text, _) in enumerate(answers) if not any(name in text for name in names)]
+        found: list[list[int] | None] = [None] * len(answers)
+        if possible:
+            texts = [answers[i][0] for i in possible]
+            encoded = tokenizing.encode(self.tokenizer, texts)
+            for i, ids in zip(possible, encoded, strict=True):
+                if special.isdisjoint(ids) and not self._without_row(ids):
+                    found[i] = [*ids, self.eos_id] if answers[i][1] else ids
+        return found
+
+    def is_surely_longer(self, text: str, tokens: int) -> bool:
+        """Whether `text` has clearly more than `tokens` tokens. It is read no further than needed: that takes little
+        more time than encoding `tokens` tokens."""
+        if len(text) > tokens * self._chars_per_token:
+            return True
+        if len(text.encode()) <= tokens:  # a token has at least one byte
+            return False
+        counted = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            (piece,) = tokenizing.encode(self.tokenizer, [text[start : start + PIECE_CHARS]])
+            counted += len(piece) - CUT_TOKENS
+            if counted > tokens:
+                return True
+        return False
+
+    @cached_property
+    def _chars_per_token(self) -> int:
+        """Characters that a text may have for each token: those of the longest token, or the swarm's limit."""
+        return min(CHARS_PER_TOKEN, tokenizing.longest_token(self.tokenizer))
+
+    def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
+        """Whether this policy could have sampled these ids for `text`, so that they can be trained on unchanged."""
+        body = token_ids[:-1] if finished else token_ids
+        known = range(min(tokenizing.size(self.tokenizer), self.vocabulary))
+        return (
+            (not finished or token_ids[-1:] in ([eos] for eos in self.eos_ids))
+            and all(i in known for i in token_ids)
+            and self._special[1].isdisjoint(body)
+            and self.decode(body) == text
+        )
+
+    @cached_property
+    def _special(self) -> tuple[list[str], set[int]]:
+        """Texts and ids of the special tokens."""
+        return tokenizing.special_tokens(self.tokenizer, self.eos_ids)
+
+
+class Policy(Texts):
     """The model, its tokenizer and what was found out about them."""
 
     def __init__(
@@ -65,16 +197,16 @@ class Policy:
         self.start_digest = model_digest({**original, **lines(adapters, adapters=True)})
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
-        self._framed: tuple[object, Frame] | None = None  # the chat template and its frame
         self.microbatches = 1
         """Microbatches that a step should have, more or less; above 1 where several are worked on at a time."""
         self.checkpointing: Checkpointing | None = None  # how updates compute layers again; None = they do not
         self.prompts_at_once: Callable[[int, int, int], int] = lambda prompt, n, new: 2**16
         """Prompts of which `n` answers of `new` tokens are sampled at a time, given the tokens of the longest one."""
         self._prompts_per_batch = 2**16
-        self.eos_ids = _eos_ids(self.base, tokenizer)
-        self.eos_id: int = self.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
+        self.eos_ids = tokenizing.eos_ids(self.base, tokenizer, self.vocabulary)
+        self.eos_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id in self.eos_ids else self.eos_ids[0]
+        pad = tokenizer.pad_token_id
+        self.pad_id: int = pad if pad is not None and 0 <= pad < self.vocabulary else self.eos_ids[0]
         self.engine = self.engine_of(TransformersEngine)
 
     # ----------------------------------------------------------------- what it is
@@ -131,94 +263,6 @@ class Policy:
         and the adapter's scale."""
         return f"{self.start_digest} {self.config.lora_alpha if self.is_lora else ''}"
 
-    # ----------------------------------------------------------------- text
-
-    def encode(self, question: str) -> list[int]:
-        """`encode_questions` of one question."""
-        return self.encode_questions([question])[0]
-
-    def encode_questions(self, questions: Sequence[str]) -> list[list[int]]:
-        """Prompt ids of questions: the tokenizer's chat template if it has one, else `prompt_template`."""
-        if self.tokenizer.chat_template:
-            texts, special = list(map(self.frame.around, questions)), False
-        else:
-            texts, special = [self.config.prompt_template.replace("{question}", each) for each in questions], True
-        return tokenizing.encode(self.tokenizer, texts, special)
-
-    @property
-    def frame(self) -> Frame:
-        """The chat template's frame around questions. UserError if the template is refused."""
-        template = self.tokenizer.chat_template
-        if self._framed is None or self._framed[0] is not template:
-            self._framed = template, tokenizer_frame(self.tokenizer, self.config)
-        return self._framed[1]
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return tokenizing.decode(self.tokenizer, token_ids)
-
-    def text_of_prompt(self, token_ids: list[int]) -> str:
-        """A prompt's text, special tokens included."""
-        return tokenizing.decode(self.tokenizer, token_ids, special=True)
-
-    def encode_completion(self, text: str, finished: bool) -> list[int] | None:
-        """`encode_completions` of one text."""
-        return self.encode_completions([(text, finished)])[0]
-
-    def encode_completions(self, answers: Sequence[tuple[str, bool]]) -> list[list[int] | None]:
-        """For each (text, whether it ended by itself) the ids with which this policy would have sampled it, with the
-        end-of-sequence token if it ended.
-
-        None if the text spells a special token, or holds text that the tokenizer has no token for: no completion of
-        this policy decodes to that.
-        """
-        names, special = self._special
-        possible = [i for i, (text, _) in enumerate(answers) if not any(name in text for name in names)]
-        found: list[list[int] | None] = [None] * len(answers)
-        if possible:
-            texts = [answers[i][0] for i in possible]
-            encoded = tokenizing.encode(self.tokenizer, texts)
-            for i, ids in zip(possible, encoded, strict=True):
-                if special.isdisjoint(ids):
-                    found[i] = [*ids, self.eos_id] if answers[i][1] else ids
-        return found
-
-    def is_surely_longer(self, text: str, tokens: int) -> bool:
-        """Whether `text` has clearly more than `tokens` tokens. It is read no further than needed: that takes little
-        more time than encoding `tokens` tokens."""
-        if len(text) > tokens * self._chars_per_token:
-            return True
-        if len(text.encode()) <= tokens:  # a token has at least one byte
-            return False
-        counted = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            (piece,) = tokenizing.encode(self.tokenizer, [text[start : start + PIECE_CHARS]])
-            counted += len(piece) - CUT_TOKENS
-            if counted > tokens:
-                return True
-        return False
-
-    @cached_property
-    def _chars_per_token(self) -> int:
-        """Characters that a text may have for each token: those of the longest token, or the swarm's limit."""
-        return min(CHARS_PER_TOKEN, tokenizing.longest_token(self.tokenizer))
-
-    def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
-        """Whether this policy could have sampled these ids for `text`, so that they can be trained on unchanged."""
-        body = token_ids[:-1] if finished else token_ids
-        known = range(min(tokenizing.size(self.tokenizer), self.vocabulary))
-        return (
-            (not finished or token_ids[-1:] in ([eos] for eos in self.eos_ids))
-            and all(i in known for i in token_ids)
-            and self._special[1].isdisjoint(body)
-            and self.decode(body) == text
-        )
-
-    @cached_property
-    def _special(self) -> tuple[list[str], set[int]]:
-        """Texts and ids of the special tokens."""
-        return tokenizing.special_tokens(self.tokenizer, self.eos_ids)
-
     # ----------------------------------------------------------------- samples
 
     def engine_of(self, kind: Callable[..., Engine]) -> Engine:
@@ -261,6 +305,8 @@ class Policy:
         pairs = enumerate(zip(prompts, seeds, strict=True))
         self.engine.submit([Request(i, prompt, sampling, seed, n) for i, (prompt, seed) in pairs])
         samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))
+        if not all(is_finite(s.logprobs) for s in samples):
+            self.check_finite()
         rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self._said(s.token_ids)) for s in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
@@ -309,6 +355,10 @@ class Policy:
     def trainable_state(self) -> dict[str, Tensor]:
         """Trainable tensors by name (the live ones: clone before changing)."""
         return {name: self.model.get_parameter(name).data for name in self._trainable}
+
+    def check_finite(self) -> None:
+        """Raise NotFinite if training has left weights, or logits of a few tokens, that are not finite."""
+        check_trained(self)
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into the weights, a new version; CheckpointError, with nothing changed, if it does not fit."""
@@ -391,15 +441,3 @@ def model_digest(hashes: Mapping[str, str]) -> str:
 def some_of(tensor: Tensor) -> Tensor:
     """A few hundred values of the tensor."""
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 256)]
-
-
-@guarded("its special tokens")
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All ids that end a completion: those of the generation config and the tokenizer's own."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise UserError("this model has no end-of-sequence token; set one in its tokenizer")
-    return sorted(ids)

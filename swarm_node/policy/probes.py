@@ -23,6 +23,7 @@ from swarm_node.policy.engines.graphs import GraphEngine
 from swarm_node.policy.engines.native import SUPPORTED, Decoder, NativeEngine
 from swarm_node.policy.engines.products import Layout, layout_of
 from swarm_node.policy.engines.transformers import TransformersEngine
+from swarm_node.policy.finite import check_logits
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rounding import OwnNumbers, worst
@@ -88,7 +89,8 @@ class ProbeText:
 def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """Set `packing`, `split_head` and `engine` from comparisons with the model's own forward pass.
 
-    UserError if `rollouts.engine` names an engine that does not serve this model, or that cannot be loaded.
+    NotFinite if that pass gives numbers that are not finite. UserError if `rollouts.engine` names an engine that does
+    not serve this model, or that cannot be loaded.
     """
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
     windowed = is_windowed(policy.base.config.get_text_config(), longest)
@@ -99,6 +101,8 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     with torch.no_grad():
         with naming(policy, "a forward pass"):
             rows = [OwnNumbers.of(policy, probe.prompt + tail) for tail in (probe.one, probe.two)]
+        for row in rows:
+            check_logits(policy, row.logits)
         if not known:
             check_causal(policy, rows, len(probe.prompt))
         # the very same operations, unless something happens to the logits afterwards: no room for rounding

@@ -27,6 +27,7 @@ from swarm_node.policy.chat_template import frame_around, named_template, tokeni
 from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.model_card import About, front_matter, repeated, sections
 from swarm_node.policy.tokenizing import guarded
+from swarm_node.say import in_short
 
 PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1
@@ -116,7 +117,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
             raise ValueError("it names question files")
         return config, int(document["question_files"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"cannot use {file}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"cannot use {file}: {in_short(error)}") from error
 
 
 def _more(policy: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rounding import Agreement, OwnNumbers, judge_tokens, worst
-from swarm_node.say import Detail
+from swarm_node.say import Detail, in_short
 from swarm_node.types import Sampling
 
 OTHER = "take a model of another architecture, docs/own-model.md lists those that can be trained"
@@ -54,7 +54,7 @@ def naming(policy: Policy, doing: str) -> Iterator[None]:
     except Exception as exc:  # hundreds of architectures, each with errors of its own
         if is_out_of_memory(exc):
             raise
-        detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+        detail = in_short(f"{type(exc).__name__}: {exc}")
         raise UserError(f"{_name(policy)} cannot be trained: {doing} fails ({detail}); {OTHER}") from exc
 
 
@@ -134,7 +134,7 @@ def generate_engine(policy: Policy, prompt: list[int], more: list[int]) -> Trans
         except Exception as exc:  # as in `naming`
             if is_out_of_memory(exc):
                 raise
-            why = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+            why = in_short(f"{type(exc).__name__}: {exc}")
             continue
         if found.agrees:
             if words:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
 from swarm_node.policy.tokenizing import guarded, longest_token
+from swarm_node.say import in_short
 
 MAX_FILE_BYTES = 64 * 2**20  # the longest known tokenizer.json, of 262,144 tokens, has 33 MB
 MAX_PART_BYTES = 2 * 2**20  # the table of a SentencePiece normalizer has 0.4 MB
@@ -81,7 +82,7 @@ def check_tokenizer_file(file: Path) -> None:
         found = msgspec.json.decode(file.read_bytes(), type=_File)
         raw = {kind: bytes(getattr(found, kind)) for kind in KINDS}
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"cannot read {file}: {in_short(error)}") from error
     model = found.model
     if any(len(text or "") > MAX_TEXT for text in (model.continuing_subword_prefix, model.end_of_word_suffix)):
         raise UserError(f"{file}: its model adds a text longer than {MAX_TEXT} characters to each piece{ADVICE}")

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
+from swarm_node.say import in_short
 
 READ = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
 """Tokens that stay in a text though a tokenizer calls them special: answers and reasoning are found by them."""
+RESIZE = "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or take the tokenizer it had"
 PANIC = "PanicException"  # each library in Rust has a class of this name, which no module exports
 
 
@@ -38,7 +40,7 @@ def guarded(at: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != PANIC:
             raise
-        detail = " ".join(str(error).split())[:200]
+        detail = in_short(error)
         raise TokenizerError(f"the model's tokenizer fails at {at}: {detail}; take another model") from error
 
 
@@ -80,6 +82,12 @@ def size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 @guarded("its vocabulary")
+def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of all tokens, added ones included."""
+    return sorted(tokenizer.get_vocab().values())
+
+
+@guarded("its vocabulary")
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
@@ -99,3 +107,19 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[int]) -> t
     """Texts and ids of the special tokens but for those of `READ`; `more` ids count as special, too."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted({*added, *tokenizer.all_special_tokens} - READ), {*_special_ids(tokenizer)[1], *more}
+
+
+@guarded("its special tokens")
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[int]:
+    """All ids that end a completion, of the embedding's `rows`: those of the generation config and the tokenizer's."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError("this model has no end-of-sequence token; set one in its tokenizer")
+    if not (known := [i for i in ids if 0 <= i < rows]):
+        raise UserError(
+            f"the end-of-sequence token has the id {max(ids)}, and this model's embedding has {rows} rows: {RESIZE}"
+        )
+    return sorted(known)

@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 from protocol.limits import MAX_LAYERS
 from swarm_node.errors import UserError
 from swarm_node.policy.model_path import MAX_HEADER_BYTES
+from swarm_node.say import in_short
 
 MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
 MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each
@@ -66,16 +67,25 @@ def check_config(file: Path) -> None:
         if key.endswith(("_implementation", "_implementation_internal")):
             if any(not re.fullmatch("[A-Za-z0-9_]*", text) for text in _texts(value)):
                 raise UserError(f"{file}: {key} names code to be fetched and run; remove it from the file")
-        if key == "quantization_config" and value:
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            if method not in QUANTISED:
-                raise UserError(
-                    f"{file}: weights quantised by {method!r} need code that is fetched or compiled; give the model "
-                    "that it was made from"
-                )
+        if key in ("quantization_config", "quantization") and value:
+            _check_quantised(file, value)
         most = MAX_LAYERS if COUNTED.search(key) else MAX_LABELS if key == "num_labels" else None
         if most is not None and any(number > most for number in _numbers(value)):
             raise UserError(f"{file}: {key} is more than {most}, which no model has")
+
+
+def _check_quantised(file: Path, how: object) -> None:
+    """Raise UserError for weights that are quantised in another way than this package may load."""
+    method = how.get("quant_method") if isinstance(how, dict) else how
+    if method in QUANTISED:
+        return
+    if method is None and isinstance(how, dict) and {"group_size", "bits"} <= how.keys():
+        by = "MLX, which only Apple's machines read, cannot be trained here"
+    elif method is None:
+        by = "a method that is not named (no quant_method) cannot be loaded"
+    else:
+        by = f"{method!r} need code that is fetched or compiled"
+    raise UserError(f"{file}: weights quantised by {by}; give the model that it was made from")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def read_json(file: Path) -> dict[str, Any]:
             raise UserError(f"{file} is larger than {MAX_JSON_BYTES // 2**20} MiB, which no config is")
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"cannot read {file}: {in_short(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"{file} is no JSON object")
     return found

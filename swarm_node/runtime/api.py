@@ -16,6 +16,7 @@ from swarm_node.runtime.preflight import with_commits
 from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.run_settings import not_used
 from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.utf8 import check_utf8
 
 Config = NodeConfig | Mapping[str, Any] | str | Path
 """A configuration, a table of its keys nested as in TOML, or the path of a TOML file."""
@@ -93,6 +94,7 @@ def resolve(
         layers = [("config", given)]
     if reward_funcs or reward_weights is not None:
         layers.append(("reward_funcs", {"rewards": {"functions": _tables(reward_funcs, reward_weights)}}))
+    check_utf8([str(config) if isinstance(config, Path) else "", [table for _, table in layers]])
     member = any(table.get("swarm") is not None for _, table in layers)
     settings = load_run_config(layers, member, (lambda sentence: None) if quiet else print)
     tables = settings.rewards.functions if reward_funcs else []

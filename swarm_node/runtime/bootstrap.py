@@ -43,6 +43,7 @@ from swarm_node.runtime.stop_request import stopping_when_asked
 from swarm_node.say import Once, Warned, is_shown, level_of
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
+from swarm_node.swarm.clock import say_clock
 from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.introduction import say_what_leaves
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, reach_of
@@ -50,6 +51,7 @@ from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.page import History, page_directory, page_of, page_status
 from swarm_node.swarm.question_files import gather_files
+from swarm_node.swarm.twins import check_twins
 
 MEMBERS_CHECK_S = 0.5
 NO_ADDRESS_S = 30.0  # a bootstrap that had no address for so long is unhealthy: nobody can join through it
@@ -207,6 +209,8 @@ def _watch(
         with suppress(OSError):  # too many open files: it is looked at again
             if exceeded := memory.exceeded():
                 raise TemporaryError(f"the bootstrap took {exceeded}")
+        check_twins(transport.twins(), transport.peer_id, once)
+        say_clock(transport, once)
         status = _status(config, manifest, transport)
         traffic, here = status["traffic"], len(status["peers"])
         if traffic.get("rejected/newer"):

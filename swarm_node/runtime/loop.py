@@ -363,10 +363,13 @@ class Run:
 
 
 def _prompts_of_a_round(node: Node) -> list[list[int]]:
-    """The encoded prompts of tasks as a round draws them. TokenizerError if none can be encoded."""
+    """The encoded prompts of tasks as a round draws them; of those that are too long for it only if all are.
+    TokenizerError if none can be encoded."""
     drawn = node.tasks.sample(random.Random(node.config.seed), node.config.rollouts.groups)
     asked = list(map(node.tasks.prompt, drawn))
-    return [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
+    encoded = [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
+    longest = node.config.rollouts.max_prompt_tokens
+    return [each for each in encoded if len(each) <= longest] or [min(encoded, key=len)[:longest]]
 
 
 def _load(config: NodeConfig, run: RunDir, tasks: TaskSet) -> tuple[Policy, NodeConfig]:

@@ -56,13 +56,16 @@ class RunState:
 
     def save(self, anew: bool = False) -> None:
         """Write a checkpoint of the present round in the background, unless it has one with the latest held-out
-        figures; `anew` writes it also then. If its held-out figures are the best so far, it is named as the best."""
+        figures; `anew` writes it also then. If its held-out figures are the best so far, it is named as the best.
+        Raises NotFinite, and writes nothing, if training has spoiled the weights."""
         best = self.held_out.best if self.held_out.is_new_best else None
         self.held_out.is_new_best = False
         last = self.held_out.figures.last
         is_saved = self.saved == self.node.round and self.saved_figures is last
         if is_saved and not anew and not self.checkpoints.failed:
             return
+        if self.crew is None:
+            self.node.policy.check_finite()
         tensors, numbers, averaging = self._state()
         self.checkpoints.save(
             self.node.round,

@@ -30,7 +30,7 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 START = 1_800_000_000.0  # Unix time at which simulations begin
 SIMULATED_CHECK_S = 0.05  # virtual time between two looks of a node that waits for others' weights
-WALL_CLOCK = ("perf/trained_tok_s",)  # metrics that are left out, because they measure this machine
+WALL_CLOCK = ("perf/trained_tok_s", "perf/reward_share")  # metrics that are left out, because they measure this machine
 
 
 @dataclass(frozen=True)

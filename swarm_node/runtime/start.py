@@ -13,6 +13,7 @@ import torch
 from swarm_node.config import NodeConfig
 from swarm_node.errors import PluginError, StopRequested
 from swarm_node.observability.summary import Figures
+from swarm_node.policy.finite import NotFinite
 from swarm_node.runtime.callbacks import Callbacks, Manner, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.loop import Run
@@ -84,6 +85,9 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
             run.keep()
             try:
                 whole.train()
+            except NotFinite as error:
+                error.args = (f"{error}; {_before_it(whole)}",)
+                raise
             except PluginError as error:
                 if whole.node.round and not whole.weights.unfinished:
                     saved = "round 1 is saved" if whole.node.round == 1 else f"rounds 1-{whole.node.round} are saved"
@@ -92,3 +96,12 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
         report = whole.report()  # the swarm has been left
         report.draw()
         return callbacks.end(whole.result(report))
+
+
+def _before_it(whole: Run) -> str:
+    """What is left of a run whose weights are not finite any more, and how to go on."""
+    rate = whole.node.in_effect().get("grpo.learning_rate")  # a crew's is not known here
+    lower = f"--set grpo.learning_rate={'LOWER' if rate is None else f'{rate / 10:.1g}'}"
+    if whole.state.saved is None:
+        return f"nothing is saved: start again with {lower}"
+    return f"the checkpoint of round {whole.state.saved} is as it was: `swarm-node resume {whole.run.quoted} {lower}`"

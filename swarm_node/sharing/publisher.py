@@ -16,9 +16,19 @@ import numpy as np
 
 from protocol.codec import SIGNED_HEAD_BYTES, sign_batch
 from protocol.identity import Identity
-from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
+from protocol.limits import (
+    EPOCH_SECONDS,
+    GROUPS_PER_SLOT,
+    MAX_ADDRESS_CHARS,
+    MAX_BATCH_ADDRESSES,
+    MAX_BATCH_BYTES,
+    MAX_GROUPS,
+    MAX_ROUND_S,
+    MAX_TOKENS,
+)
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from protocol.peers import is_relayed
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
@@ -31,7 +41,8 @@ from swarm_node.types import Group, Rollout, Sampling
 KINDS_SINCE = 2
 """Protocol that knows kinds of answers: nodes of an earlier one have refused the manifest of a swarm that has any."""
 FLUSH_S = 1.0  # batches leave at most this often, unless one is full
-FULL_BYTES = MAX_BATCH_BYTES - SIGNED_HEAD_BYTES - 512  # groups that fill a batch; the rest of it takes under 400 bytes
+REST_BYTES = SIGNED_HEAD_BYTES + 512  # of a batch without groups and addresses: under 400 bytes
+FULL_BYTES = MAX_BATCH_BYTES - REST_BYTES - MAX_BATCH_ADDRESSES * (MAX_ADDRESS_CHARS + 2)  # groups that fill a batch
 MAX_ANSWERED = 16_384  # slots remembered as answered: those of four epochs, in 2 MB
 QUOTA_SHARE = 0.9  # part of the swarm's limits that is used: what was sent evenly may arrive in bursts
 
@@ -73,6 +84,7 @@ class Publisher:
     config: SharingConfig
     now: Callable[[], float]
     version: Callable[[], int] = lambda: PROTOCOL_VERSION  # gives the protocol version to write
+    addresses: Callable[[], Sequence[str]] = tuple  # gives the addresses of this node, most useful first
 
     def __post_init__(self) -> None:
         """UserError for sampling that cannot be described."""
@@ -117,8 +129,9 @@ class Publisher:
         """Send all waiting groups that the swarm's limits allow; the others are dropped."""
         if not self._waiting:
             return
-        now = self.now()
-        for batch in self._batches(self._within_quota(now)):
+        now, addresses = self.now(), addresses_named(self.addresses())
+        cost = REST_BYTES + sum(len(address) + 2 for address in addresses)
+        for batch in self._batches(self._within_quota(now, cost)):
             self._sequence += 1
             data = sign_batch(
                 RolloutBatch(
@@ -130,6 +143,7 @@ class Publisher:
                     tokenizer=self.policy.tokenizer_hash,
                     sampling=self._sampling,
                     groups=batch,
+                    addresses=addresses,
                 ),
                 self.identity,
             )
@@ -181,11 +195,11 @@ class Publisher:
         logprobs = np.array(rollout.logprobs, dtype="<f2").tobytes()
         return SharedRollout.of(rollout.text, rollout.finished, rollout.token_ids, logprobs)
 
-    def _within_quota(self, now: float) -> list[tuple[SharedGroup, int]]:
-        """The newest waiting groups that this minute's limits leave room for, oldest first; the rest is dropped."""
+    def _within_quota(self, now: float, cost: int) -> list[tuple[SharedGroup, int]]:
+        """The newest waiting groups that this minute's limits leave room for, oldest first; the rest is dropped. `cost`
+        is what a batch itself takes, in bytes."""
         groups, room = self._groups_quota.level(now), self._bytes_quota.level(now)
         kept: list[tuple[SharedGroup, int]] = []
-        cost = MAX_BATCH_BYTES - FULL_BYTES  # what the batch itself takes
         for shared, size in reversed(self._waiting):
             if len(kept) + 1 > groups or cost + size > room:
                 break
@@ -209,6 +223,14 @@ class Publisher:
             filled += size
         if batch:
             yield batch
+
+
+def addresses_named(addresses: Sequence[str]) -> list[str]:
+    """The addresses that a batch names, half of them through relays if there are such."""
+    fitting = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS]
+    relayed = [address for address in fitting if is_relayed(address)][: MAX_BATCH_ADDRESSES // 2]
+    direct = [address for address in fitting if not is_relayed(address)]
+    return [*direct[: MAX_BATCH_ADDRESSES - len(relayed)], *relayed]
 
 
 def _has_kind(group: SharedGroup) -> bool:

@@ -18,7 +18,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,12 @@ class Receiver:
         now: Callable[[], float],
         say: Callable[[str], None],
         spoken: Collection[int] = SPOKEN,
+        hear: Callable[[str, Sequence[str]], None] = lambda peer, addresses: None,
         spent: Callable[[], float] = time.monotonic,
     ) -> None:
         """`add` takes an admitted group, or says why not. `say` gets the first rejection of each reason. `spoken` are
-        the protocol versions that are understood.
+        the protocol versions that are understood. `hear` is told where senders say that they can be reached, before
+        their groups are examined.
 
         `spent` is the clock (seconds) that bounds admission: a call of a reward function holds training up as long as
         it takes, whether it computes or waits.
@@ -94,6 +96,7 @@ class Receiver:
         self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
         self._budget = max(config.admit, config.foreign)
         self._add = add
+        self._hear = hear
         self._now = now
         self._spent = spent
         self._admitted_at = spent()
@@ -255,6 +258,8 @@ class Receiver:
                 self._accounts.reject(error.reason, peer, error.detail)
             else:
                 waiting.append((peer, account, batch, group, size))
+        if waiting and batch.addresses:
+            self._hear(peer, batch.addresses)
         return waiting
 
     def _check(self, peer: str, account: PeerAccount, batch: RolloutBatch, group: SharedGroup, size: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from swarm_node.storage.names import NAME
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import sync
 
 BEST = "best.json"
@@ -38,8 +39,7 @@ def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | 
     """The best checkpoint of the run in `run`. None if best.json is not there, is not readable or names a checkpoint
     that is not there, and if its figures were measured under other `conditions` (None = any will do)."""
     try:
-        with open(run / BEST, "rb") as file:
-            best = msgspec.json.decode(file.read(MAX_BYTES), type=Best)
+        best = msgspec.json.decode(read_plain(run / BEST, MAX_BYTES), type=Best)
     except (OSError, ValueError, RecursionError):
         return None
     if math.isinf(best.value):

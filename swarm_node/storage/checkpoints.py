@@ -42,6 +42,7 @@ from swarm_node.errors import CheckpointError, TemporaryError, UserError
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, Best, read_best, write_best
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
+from swarm_node.storage.plain_files import open_plain, read_plain
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import os_error_text, sync
 
@@ -249,9 +250,7 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
     with _torn():
         sums = _sums(path)
         _check(path / "state.json", sums)
-        if (path / "state.json").stat().st_size > MAX_STATE_BYTES:
-            raise CheckpointError("state.json is too large")
-        document = json.loads((path / "state.json").read_bytes())
+        document = json.loads(read_plain(path / "state.json", MAX_STATE_BYTES))
         if document["format"] != FORMAT:
             raise ForeignCheckpoint(f"it has format {document['format']}, this version reads format {FORMAT}")
         round, stems, state = document["round"], document["files"], document["state"]
@@ -263,6 +262,9 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
         for stem in stems:
             _check(path / f"{stem}.safetensors", sums)
         tensors = {stem: _load_tensors(path / f"{stem}.safetensors") for stem in stems}
+    for name, tensor in tensors.get("policy", {}).items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise CheckpointError(f"{name} has values that are not finite")
     return Checkpoint(round, tensors, state)
 
 
@@ -285,7 +287,7 @@ def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
 def read_state(path: Path) -> dict[str, Any]:
     """The state in a state.json, whose digest and format are not checked. Raises CheckpointError and UserError."""
     with _torn():
-        return dict(json.loads(path.read_bytes())["state"])
+        return dict(json.loads(read_plain(path, MAX_STATE_BYTES))["state"])
 
 
 def _copy(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -321,7 +323,7 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 def _sums(path: Path) -> dict[str, str]:
     """File name -> digest, as SHA256SUMS has it."""
-    lines = (path / "SHA256SUMS").read_text().splitlines()
+    lines = read_plain(path / "SHA256SUMS", MAX_STATE_BYTES).decode().splitlines()
     return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
 
@@ -340,5 +342,5 @@ def check_files(path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

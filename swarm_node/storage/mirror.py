@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.errors import CheckpointError, SwarmNodeError, TemporaryError, UserError
-from swarm_node.say import Once, Say, Warned
+from swarm_node.say import Once, Say, Warned, in_short
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import ForeignCheckpoint, check_files, read_state
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
@@ -369,4 +369,4 @@ def _link(source: str, target: str) -> None:
 
 
 def _what(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return in_short(f"{type(error).__name__}: {error}")

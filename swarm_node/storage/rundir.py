@@ -51,6 +51,7 @@ from filelock import lock_descriptor
 
 from swarm_node.errors import SwarmNodeError, TemporaryError, UserError
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.plain_files import read_plain
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
@@ -60,6 +61,7 @@ RUN_FILES = {  # of a directory in which a run began, but did not get as far as 
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm
 MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
+MAX_NOTE_BYTES = 1 << 16  # a longer lock, waits or health.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
     r"(config|swarm|paused|waits|stop|health|metrics|events|samples|best|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
@@ -119,7 +121,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def in_use(self) -> bool:
         """Whether a process holds the run."""
         try:
-            lock = os.open(self.path / "lock", os.O_RDONLY)
+            lock = os.open(self.path / "lock", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return False
         try:
@@ -134,7 +136,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def holder(self) -> str:
         """The process id of who holds the run, or held it last; `unknown` if it is not written down."""
         try:
-            return (self.path / "lock").read_text(errors="replace")[:32].strip() or "unknown"
+            return read_plain(self.path / "lock", MAX_NOTE_BYTES).decode(errors="replace")[:32].strip() or "unknown"
         except OSError:
             return "unknown"
 
@@ -251,8 +253,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def _of_status(self, key: str) -> Any:
         """None if it is not there."""
         try:
-            with open(self.status, "rb") as file:
-                return json.loads(file.read(MAX_STATUS_BYTES))[key]
+            return json.loads(read_plain(self.status, MAX_STATUS_BYTES))[key]
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
             return None
 
@@ -283,7 +284,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def read_waits(self) -> str:
         """Why the run is paused; empty = it is not. Valid while the run is `in_use`."""
         try:
-            return self.waits.read_text(errors="replace").strip()
+            return read_plain(self.waits, MAX_NOTE_BYTES).decode(errors="replace").strip()
         except OSError:
             return ""
 
@@ -303,7 +304,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         if not self.in_use:  # a file that is there was left by a process that was killed
             return None
         try:
-            said = json.loads(self.health.read_bytes())
+            said = json.loads(read_plain(self.health, MAX_NOTE_BYTES))
             return str(said["listen"]), int(said["port"])
         except (OSError, ValueError, TypeError, KeyError):
             return None

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from protocol.errors import LocalProtocolError, PeerUnreachable
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
@@ -27,9 +29,9 @@ from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
 from swarm_node.swarm.introduction import DECIDE_S, say_what_for, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
-from swarm_node.swarm.lookup import fetch_manifest
+from swarm_node.swarm.lookup import fetch_manifest, first_members
 from swarm_node.swarm.manifests import task_tables
-from swarm_node.swarm.network import identity_file, open_transport, serve_swarm, visitor
+from swarm_node.swarm.network import arriving, identity_file, open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
@@ -74,6 +76,7 @@ def join_swarm(
         with waiting():
             time.sleep(DECIDE_S)
     manifest, waited_s = swarm.manifest, 0.0
+    met: dict[str, PeerCard] = {}
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
         began = time.monotonic()
@@ -82,6 +85,7 @@ def join_swarm(
                 network_s = time.monotonic() - began
                 left_s = None if config.minutes is None else max(0.0, 60 * config.minutes - network_s)
                 manifest = fetch_manifest(visit, swarm, say, left_s)
+                met |= first_members(visit)
         except PeerUnreachable as error:  # only with `minutes`: without, it waits on
             ends = "1 minute is" if config.minutes == 1 else f"{config.minutes:g} minutes are"
             raise NobodyReached(f"{ends} over before training began: {error}") from error
@@ -95,10 +99,14 @@ def join_swarm(
         raise UserError(str(error)) from error
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
+    for peer, card in met.items():
+        transport.hear(peer, card.addresses)
+    files: dict[str, Path] = {}
+    serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
+    transport.announce(arriving(config, manifest.swarm_id))
     chosen = config.tasks if "tasks" in config.model_fields_set else []
     with waiting():
-        files = gather_files(manifest, swarm, run, chosen, say, transport)
-    serve_swarm(transport, manifest, files)
+        files |= gather_files(manifest, swarm, run, chosen, say, transport)
     tables = task_tables(manifest, files)
     if not tables:
         raise UserError(f"no question file of {manifest.name} was found: name one with --tasks file.jsonl")

@@ -32,6 +32,8 @@ ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.2, 3.0
 ASKED_IN_A_ROW = 8  # members asked for one thing, in random order, before the list of members is read again
 LOOK_AROUND_S = 20.0  # how long to look for members of a swarm before calling it empty
 SETTLE_S = 3.0  # if no new member turns up for so long, all are found
+FIRST_MEMBERS_S = 1.0
+"""How long a node that has the manifest waits for the first members' cards: who gave it was asked for both at once."""
 DIAL_S = 3.0
 MAX_DIALS = 32
 T = TypeVar("T")
@@ -130,6 +132,14 @@ def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers
             f"the link is of swarm {swarm.id[:16]}, but its peers are {where}: take the link that "
             "`swarm-node bootstrap` or a member of your swarm prints"
         )
+
+
+def first_members(transport: Transport, wait_s: float = FIRST_MEMBERS_S) -> Mapping[str, PeerCard]:
+    """Peer id -> card of the members that the first lookup finds, or of none if that takes longer than `wait_s`."""
+    until = time.monotonic() + wait_s
+    while not transport.members() and time.monotonic() < until:
+        time.sleep(FIRST_MEMBERS_S / 20)
+    return transport.members()
 
 
 def look_around(

@@ -34,7 +34,9 @@ from swarm_node.say import Once, Say, Warned
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.sharing.teaching import Teaching
+from swarm_node.swarm.clock import say_clock
 from swarm_node.swarm.declared import declare, declared_table, kinds_of, pass_1_of, share_of
+from swarm_node.swarm.twins import check_twins
 from swarm_node.swarm.uses import Uses
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
@@ -93,6 +95,7 @@ class Member:
             config=config.sharing,
             now=now,
             version=self._version,
+            addresses=lambda: transport.addresses,
         )
         k = config.grpo.k if config.grpo.advantage == "pass_k" else 1
         self.replay_buffer = ReplayBuffer(config.sharing, now, record, say, k=k)
@@ -108,6 +111,7 @@ class Member:
             say=say,
             spoken=spoken,
             spent=spent,
+            hear=transport.hear,
         )
         self.teaching = Teaching()
         self.uses = Uses(self.peer_id)
@@ -140,7 +144,9 @@ class Member:
 
     def wanted(self) -> int:
         """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group, but
-        no more than alone."""
+        no more than alone. UserError if a node with this node's key was there before it."""
+        check_twins(self.transport.twins(), self.peer_id, self._say_once)
+        say_clock(self.transport, self._say_once)
         self.receiver.admit(enough=self.sharing.foreign - self.replay_buffer.available())
         missing = max(0, self.sharing.foreign - self.replay_buffer.available()) if self.sharing.fill else 0
         return min(self.sharing.own + missing, self._most_own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
+from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
-from swarm_node.config import NetworkConfig
+from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Detail, Say, Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -92,6 +94,18 @@ def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransp
             yield transport
         finally:
             transport.close()
+
+
+def arriving(config: NodeConfig, swarm: str) -> PeerCard:
+    """The card of a node that has just come and does not train yet: others know it before it loads a model, and before
+    its first group."""
+    return PeerCard(
+        protocol=PROTOCOL_VERSION,
+        swarm=swarm,
+        created=time.time(),
+        name=config.name or "node",
+        roles=["relay"] if config.network.serve_relay else [],
+    )
 
 
 def serve_swarm(transport: Transport, manifest: Manifest, files: Mapping[str, Path]) -> None:

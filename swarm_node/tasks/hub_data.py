@@ -18,6 +18,7 @@ from typing import NamedTuple
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import HUB, QUESTION_FILES
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.say import in_short
 from swarm_node.storage.hub import hub_answers
 
 CONVERTED = "refs/convert/parquet"
@@ -176,7 +177,7 @@ def _listed(wanted: HubName) -> tuple[str, Mapping[str, int]]:
                 f"{wanted}: the hub has no data set {wanted.repo}, or it is private (`hf auth login`)"
             ) from error
         except (HfHubHTTPError, OSError) as error:
-            raise TemporaryError(f"cannot read {wanted}: {' '.join(str(error).split())[:200]}") from error
+            raise TemporaryError(f"cannot read {wanted}: {in_short(error)}") from error
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
         if revision != CONVERTED or any(map(_PARQUET.fullmatch, sizes)):
             return str(info.sha), sizes
@@ -191,7 +192,7 @@ def _downloaded(name: HubName, files: Sequence[str]) -> HubFiles:
     try:
         folder = snapshot_download(name.repo, repo_type="dataset", revision=name.revision, allow_patterns=patterns)
     except (HfHubHTTPError, OSError) as error:
-        raise TemporaryError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error
+        raise TemporaryError(f"cannot download {name}: {in_short(error)}") from error
     return HubFiles(name, [Path(folder) / each for each in files])
 
 

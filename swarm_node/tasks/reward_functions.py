@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from protocol.errors import printable
-from swarm_node.config.plugins import load_function, place_of, plugin_error
+from swarm_node.config.plugins import is_stop, load_function, place_of, plugin_error
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import PluginError, UserError
 from swarm_node.types import Task
@@ -43,7 +43,12 @@ def call_reward(
     try:
         given = function(**arguments)
         given = list(given) if isinstance(given, Iterator) else given  # a generator runs only now
-    except Exception as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
+        if is_stop(error):
+            raise
+        if not isinstance(error, Exception):
+            ended = plugin_error(f"reward function {name!r} ended the program", error)
+            raise PluginError(f"{ended}; let it return its rewards", ended.trace) from error
         if problem := _does_not_take(function, arguments):
             raise UserError(f"{where} {problem}") from error
         failed = plugin_error(f"reward function {name!r} failed", error)

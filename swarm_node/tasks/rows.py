@@ -8,6 +8,7 @@ what it holds.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -150,7 +151,9 @@ def _table(path: str, data: bytes, wanted: Sequence[str]) -> FileRows:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"task file {path} is not UTF-8 text: save it as such") from error
+        name = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "ENCODING"
+        convert = f"`iconv -f {name} -t UTF-8 {shlex.quote(path)} > NEW{Path(path).suffix}`"
+        raise UserError(f"task file {path} is not UTF-8 text: save it as such, or {convert}") from error
     delimiter = _delimiter(path, text, wanted)
     between = {",": "commas", "\t": "tabs"}.get(delimiter, f"`{delimiter}`")
     with _cells_of(len(text)):

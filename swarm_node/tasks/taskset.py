@@ -13,6 +13,7 @@ import logging
 import math
 import random
 import re
+import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,7 @@ class TaskSet:
         """Reward -> what it is called in metrics, if there are reward functions; not all of a great many."""
         self.scorer_errors: Counter[str] = Counter()
         """Answers, by task label, on which the checker raised; they scored 0."""
+        self.function_s: dict[str, float] = defaultdict(float)  # seconds that each reward function has taken so far
 
     @property
     def labels(self) -> list[str]:
@@ -234,8 +236,11 @@ class TaskSet:
         texts = [_with_reasoning(*each) for each in zip(prompts, completions, strict=True)]
         answers = [self._found(*each) for each in zip(tasks, texts, strict=True)]
         checked = [self._checked(*each, known) for each in zip(tasks, texts, strict=True)]
-        functions = self._functions.items()
-        rewards = {name: call_reward(name, function, tasks, prompts, completions) for name, function in functions}
+        rewards = dict[str, list[float | None]]()
+        for name, function in self._functions.items():
+            began = time.perf_counter()
+            rewards[name] = call_reward(name, function, tasks, prompts, completions)
+            self.function_s[name] += time.perf_counter() - began
         if CHECKER in self.reward_weights:
             whole = [value if value is None else float(_is_right(value)) for value in checked]
             rewards[CHECKER] = checked if self._partial else whole

@@ -46,3 +46,13 @@ def test_a_clock_that_is_an_hour_off(link: str, off: int, side: str, tmp_path: P
     assert (done.returncode, checks["clock"]["verdict"]) == (1, "fail"), done.stdout
     assert side in told and abs(int(told.split()[0]) - 3600) < 60
     assert "cards of 1" in checks["members"]["detail"]
+
+
+@pytest.mark.parametrize(("off", "side"), [(60, "ahead of"), (-900, "behind")])
+def test_join_says_that_the_clock_is_off(link: str, off: int, side: str, tmp_path: Path) -> None:
+    with nodes() as start:
+        program = ("clock_off", str(off))
+        (tmp_path / "clock_off.py").write_text(WITH_A_CLOCK_OFF)
+        node = start("join", link, run_dir=tmp_path / "late", program=program)
+        told = node.until_says(rf"this machine's clock is (\d+) s {side} the other members'.*nobody can hear this node")
+    assert abs(int(told[1]) - abs(off)) < 30

@@ -431,7 +431,7 @@ def test_an_unread_outbox_loses_the_oldest() -> None:
                     await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
                 said = await talk([speaker], 120, 450_000)
                 await until_async(lambda: len(listener.heard) == 120, HANG_S)
-                assert rss(process.pid) < 256 * 2**20
+                assert rss(process.pid) < 200 * 2**20
                 process.stdin.write(frame(Ask(1)))
                 frames: Frames[Event] = Frames(Event)
                 events: list[Event] = []

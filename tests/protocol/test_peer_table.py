@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.dials import INHABITED_WAIT_S, Dials
+from protocol.dials import INHABITED_WAIT_S, UNPROVEN_WAIT_S, Dials
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import (
     BOOTSTRAP_WAIT_S,
+    FEW_WAIT_S,
     FIRST_DIAL_WAIT_S,
     GHOST_S,
     HUBS,
@@ -93,10 +94,34 @@ def test_a_bootstrap_is_dialled_for_ever() -> None:
 def test_others_are_dialled_ever_more_rarely() -> None:
     peers = table()
     peers.learn([address("old")], NOW)
+    peers.set_connected([f"c{i}" for i in range(WANTED)], NOW)
     times = dials(peers, "old", 7200.0)
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert gaps[0] <= FIRST_DIAL_WAIT_S + 0.25
     assert OTHER_WAIT_S / 2 <= gaps[-1] <= OTHER_WAIT_S + 0.25
+
+
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize("connected", range(WANTED + 1))
+def test_who_has_few_connections_tries_everybody_again_within_a_minute(connected: int, proven: bool) -> None:
+    """Also where nobody has proved a key: the first try may have failed by accident."""
+    limits, known = Dials(), "/ip4/192.0.2.1/tcp/1"
+    peers = PeerTable("me", random.Random(0), dials=limits)
+    peers.see("lost", card("lost"), NOW)
+    if proven:
+        limits.prove("lost", [known], NOW)
+        peers.set_connected(["lost"], NOW)
+    tries = []
+    for second in range(1, 7200):
+        peers.set_connected([f"c{i}" for i in range(connected)], NOW + second)
+        wanted = peers.to_dial(NOW + second).get("lost", [])
+        if any([limits.take(way, NOW + second) for way in wanted]):
+            tries.append(second)
+    longest = max(b - a for a, b in zip([0, *tries], [*tries, 7199], strict=True))
+    most = FEW_WAIT_S if proven or not connected else INHABITED_WAIT_S + FEW_WAIT_S
+    if connected == WANTED:
+        most = OTHER_WAIT_S if proven else UNPROVEN_WAIT_S + OTHER_WAIT_S
+    assert most / 3 < longest <= most + 1
 
 
 def test_lost_connections_are_redialled_at_once() -> None:
@@ -129,6 +154,31 @@ def test_untried_and_fresh_peers_are_dialled_first() -> None:
     assert first == ["a", "b", "c", "p9", "p8", "p7", "p6"]
     assert second[-MAX_DHT_DIALS:] == ["p5", "p4", "p3", "p2"]
     assert third[-MAX_DHT_DIALS:-1] == ["p1", "p0", "stale"]
+
+
+def test_who_is_heard_of_is_dialled_until_its_card_is_here() -> None:
+    peers = table("boot")
+    peers.set_connected(["boot"], NOW)
+    told = [address("heard", 1), address("heard", 2), address("bystander", 3)]
+    assert peers.hear("heard", told, NOW)
+    assert not peers.hear("heard", told, NOW + 1)  # that is no news
+    assert peers.to_dial(NOW) == {"heard": told[:2]}
+    assert peers.hear("heard", [address("heard", 4)], NOW + 2)  # it has moved
+    peers.see("heard", card("heard", NOW + 3), NOW + 3)
+    assert not peers.hear("heard", [address("heard", 5)], NOW + 4)
+    assert peers.addresses_of("heard") == [address("heard")]
+    assert not peers.hear("me", [address("me")], NOW)
+    assert not peers.hear("nowhere", [], NOW) and not peers.hear("liar", [address("bystander")], NOW)
+    assert peers.hear("heard", [address("heard", 6)], NOW + 3 + CARD_TTL_S)  # its card has run out
+
+
+def test_a_flood_of_names_pushes_out_nobody_with_a_card() -> None:
+    peers = table("boot")
+    peers.see("member", card("member"), NOW)
+    for i in range(3 * MAX_KNOWN_PEERS):
+        assert peers.hear(f"x{i}", [address(f"x{i}")], NOW + i / 100)
+    assert len(peers) == MAX_KNOWN_PEERS
+    assert peers.addresses_of("member") and peers.addresses_of("boot")
 
 
 def test_a_peer_s_own_addresses_come_first() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from protocol.errors import PeerUnreachable
@@ -11,6 +11,7 @@ from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
 from protocol.transports.refusals import Refused
+from protocol.twins import Twins
 
 SWARM = "0" * 64
 
@@ -66,11 +67,19 @@ class FakeTransport:
 
     def announce(self, card: PeerCard) -> None: ...
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None: ...
+
     def left(self) -> Mapping[str, PeerCard]:
         return {}
 
     def too_new(self) -> str:
         return ""
+
+    def clock_ahead(self) -> float | None:
+        return None
+
+    def twins(self) -> Twins:
+        return Twins(0.0)
 
     def stats(self) -> Mapping[str, float]:
         return {}

@@ -55,6 +55,10 @@ BATCH_BEFORE = msgspec.structs.replace(
     BATCH, protocol=1, groups=[msgspec.structs.replace(group, kind="", judge=0) for group in BATCH.groups]
 )
 """The same as protocol 1 has it, which knows neither kinds nor a judge."""
+ADDRESSES = [
+    f"/ip4/203.0.113.7/tcp/31330/p2p/{IDENTITY.peer_id}",
+    f"/ip4/192.0.2.1/tcp/31330/p2p/{STRANGER.peer_id}/p2p-circuit/p2p/{IDENTITY.peer_id}",
+]
 CARD = PeerCard(
     protocol=PROTOCOL_VERSION,
     swarm=SWARM,

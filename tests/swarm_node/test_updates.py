@@ -147,7 +147,7 @@ def test_small_policies_sample_more_groups(parameters: int, stages: int, given: 
 
 def test_reward_std_is_that_of_each_group() -> None:
     learner = node(0)
-    learner.tasks = SimpleNamespace(labels=[], reward_labels={}, scorer_errors=None)  # type: ignore[assignment]
+    learner.tasks = SimpleNamespace(labels=[], reward_labels={}, scorer_errors=None, function_s={})  # type: ignore[assignment]
     rewards = [[0.1, 0.7, 0.3], [0.3, 0.1, 0.7], [1.0, 0.0, 0.0]]
     record = learner.record(Collected([group(each) for each in rewards]), {}, 1.0)
     assert record["reward_std"] == fmean(stdev(each) for each in rewards)
@@ -159,6 +159,7 @@ def test_a_rounds_seed_decides_what_reward_functions_draw(monkeypatch: pytest.Mo
     def draw(*args: object) -> None:
         drawn.append((torch.rand(2).tolist(), random.random()))
 
+    learner.tasks = SimpleNamespace(function_s={})  # type: ignore[assignment]
     monkeypatch.setattr("swarm_node.node.collect", draw)
     for number in (0, 0, 1):
         learner.round = number

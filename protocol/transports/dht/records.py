@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Collection
 from functools import lru_cache, partial
+from statistics import median
 
 import msgspec
 from hivemind.dht.routing import DHTID
@@ -54,6 +55,9 @@ class CardValidator:
         self.too_new = ""  # see `Transport.too_new`
         self.made: dict[str, float] = {}
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
+        self._ages: dict[str, float] = {}
+        """Peer id -> how old its newest card seemed when it came, for peers that have renewed theirs since this began:
+        others may be gone, and their cards old."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._buckets
@@ -89,13 +93,26 @@ class CardValidator:
             raise RemoteProtocolError("expiration", f"{expiration - card.created:.0f} s after its making")
         if card.created > now + MAX_OFF_S:
             raise RemoteProtocolError("expiration", f"made {card.created - now:.0f} s from now")
-        if peer in self.made or len(self.made) < MAX_DATED:
-            self.made[peer] = max(card.created, self.made.get(peer, 0.0))
+        self._date(peer, card.created, now)
         if expiration > now + self._ttl_s + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
         if not account.admits(peer, bringer, expiration, now):
             raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
         return peer
+
+    def _date(self, peer: str, made: float, now: float) -> None:
+        """Compare the time of a card with the present one."""
+        before = self.made.get(peer)
+        if before is not None and made > before:
+            self._ages[peer] = now - made
+        if before is not None or len(self.made) < MAX_DATED:
+            self.made[peer] = max(made, before or 0.0)
+
+    @property
+    def clock_ahead(self) -> float | None:
+        """See `Transport.clock_ahead`. From any thread."""
+        ages = list(self._ages.values())
+        return median(ages) if ages else None
 
     def card(self, value: bytes) -> tuple[str, PeerCard]:
         """(peer id, card) of a value that `check` let pass."""

@@ -107,6 +107,10 @@ class HubGossipSub(GossipSub):
     async def _emit_idontwant_for_message(self, msg_id: bytes, topic_ids: Iterable[str]) -> None:
         """Disabled: `publish` does it for messages that are large enough."""
 
+    def _check_equivocation(self, msg: rpc_pb2.Message) -> bool:
+        """Disabled: it keeps every message, for nothing: `push_msg` drops a second one of the same name."""
+        return True
+
     def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
         """Queue a frame for a peer; the library's way of doing so copies messages twice for each, and adds to each a
         signed record of 300 bytes, for a peer exchange that nobody here takes part in."""
@@ -147,7 +151,6 @@ class HubGossipSub(GossipSub):
 
     def housekeeping(self) -> None:
         """Forget entries that the library keeps for too long."""
-        self.equivocation_detection.clear()
         self.recent_message_deliveries.clear()
         now = int(time.time())
         for topic, peers in list(self.back_off.items()):

@@ -6,6 +6,7 @@ addresses in peer records, peer exchange           stored, dialled            st
 two tasks that write to one stream                 frames interleave          one lock a stream
 a message named many times in one request          built as often             put into a peer's queue once (`frames`)
 a peer that subscribes again and again             built as often             the same
+many messages that are let in                      each kept for 30 s         forgotten after five heartbeats
 a peer that stops reading                          blocks after 32 messages   its connection is closed
 data beyond the window, streams without end        buffered                   its connection is closed
 many peers that each have little unread            buffered                   the largest heap's connection is closed

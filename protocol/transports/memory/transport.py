@@ -26,6 +26,7 @@ from protocol.transports.memory.links import LinkModel, Uplink
 from protocol.transports.refusals import Refused
 from protocol.transports.streams.exchanges import check_call
 from protocol.transports.streams.stream import check_method
+from protocol.twins import Twins
 
 if TYPE_CHECKING:
     from protocol.transports.memory.network import MemoryNetwork
@@ -176,6 +177,11 @@ class MemoryTransport:
         if first:
             self._renew()
 
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """It is dialled after the next lookup."""
+        if peer not in self.members():
+            self.table.hear(peer, addresses, self._network.clock.now())
+
     def members(self) -> Mapping[str, PeerCard]:
         now = self._network.clock.now()
         return {
@@ -195,6 +201,14 @@ class MemoryTransport:
     def too_new(self) -> str:
         """Always empty: cards are not encoded here, so none can be too new."""
         return ""
+
+    def clock_ahead(self) -> float | None:
+        """None, as all nodes of this network have one clock."""
+        return None
+
+    def twins(self) -> Twins:
+        """None, as no two nodes of this network have one key."""
+        return Twins(0.0)
 
     def restarted(self) -> Mapping[str, str]:
         return {}

@@ -21,13 +21,14 @@ from protocol.dials import Dials
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
-from protocol.peers import PeerTable, peer_of
+from protocol.peers import WANTED, PeerTable, peer_of
 from protocol.transports.dht.strangers import Strangers
 from protocol.transports.p2p.gossip_side import GossipSide
 from protocol.transports.p2p.relay import PLACE_S, Reach
 from protocol.transports.ports import note_ports
 from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.stream import Traffic
+from protocol.twins import Twins
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.plane import HivemindPlane
@@ -39,6 +40,15 @@ CARDS_PER_LOOKUP = 32
 GREET_AGAIN_S = 30.0
 """A node that finds nobody although peers are connected makes itself known to them again, this often at most."""
 CACHE_S = 60.0  # time between two writes of the cache file, which keeps the addresses of peers
+NEWCOMER_S, NEWCOMER_LOOK_S = 30.0, 1.0
+"""A node that came less than so long ago and knows few members looks for others so often: those that come with it know
+nobody but the peer through which they came, which may be gone in a moment."""
+FIRST_CARD_S = 5.0  # longest time for which the first card waits for a lookup: it would hide the card of a twin
+
+
+def standing_of(card: PeerCard) -> tuple[object, ...]:
+    """What a card says of its peer's place in the swarm."""
+    return card.crew, card.cohort, tuple(card.roles)
 
 
 class Membership:
@@ -71,6 +81,7 @@ class Membership:
         self.members: dict[str, PeerCard] = {}
         self.left: dict[str, PeerCard] = {}
         self.card: PeerCard | None = None  # this node's card, without addresses
+        self.twins = Twins(time.time())
         self.connected: set[str] = set()
         self.failed_steps = 0  # steps of a round that raised an error which was not expected
         self._told: tuple[object, ...] = ()  # the addresses, among others, that the card stored last names
@@ -82,6 +93,7 @@ class Membership:
         self._reach = Reach(random.Random(), wake.set)
         self._strangers = Strangers()
         self._look_at = self._sweep_s = 0.0
+        self._came_at, self._has_looked = time.monotonic(), False
         self._next_bucket = random.randrange(MEMBERSHIP_BUCKETS)
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._cached_at = time.monotonic()
@@ -104,10 +116,17 @@ class Membership:
     async def pause(self) -> None:
         """Wait until the next round is due, or `wake` is set."""
         seconds = self._settings.lookup_s * random.uniform(0.8, 1.2)
+        if self._is_newcomer():
+            seconds = min(seconds, NEWCOMER_LOOK_S)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), min(seconds, HASTE_S) if self._gossip.has_dialled else seconds)
         await asyncio.sleep(0.1)  # what woke us may come in bunches
         self._wake.clear()
+
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """See `Transport.hear`."""
+        if self.table.hear(peer, addresses, time.time()):
+            self._wake.set()
 
     def on_restart(self) -> None:
         """Forget what depended on the connections of the last p2pd: a new one runs."""
@@ -149,6 +168,8 @@ class Membership:
         if now < self._look_at and not strangers:
             return
         every = min(settings.card_renewal_s, settings.lookup_s * (1 + len(known) / 4))  # all of them are asked
+        if self._is_newcomer():
+            every = min(every, NEWCOMER_LOOK_S)
         affordable = MEMBERSHIP_BUCKETS * CARDS_PER_LOOKUP // (len(known) + 1)
         needed = math.ceil(MEMBERSHIP_BUCKETS * 2 * every / settings.card_ttl_s)
         count = min(MEMBERSHIP_BUCKETS, max(affordable, needed, MEMBERSHIP_BUCKETS * strangers))
@@ -161,8 +182,15 @@ class Membership:
             self._greet_again_at = now + GREET_AGAIN_S
         self._newcomers = frozenset()
         self._sweep_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
+        self._has_looked |= bool(found)
+        self.twins.is_mine(self._gossip.client.gossip_id)
+        if (own := found.get(self.peer_id)) is not None:
+            self.twins.see(own)
         for peer, card in found.items():
             self.table.see(peer, card, time.time())
+
+    def _is_newcomer(self) -> bool:
+        return len(self.members) < WANTED and time.monotonic() < self._came_at + NEWCOMER_S
 
     async def _take_places(self, plane: HivemindPlane) -> None:
         """Keep a place at every bootstrap peer that relays and cannot connect to this node, unless the user announces
@@ -185,19 +213,22 @@ class Membership:
                     self._places[relay] = now + PLACE_S
 
     async def _renew(self, plane: HivemindPlane) -> None:
-        """Store the own card when it is due, and at once when its addresses or the version for the members changed,
-        or the node ended its first round."""
-        if self.card is None:
+        """Store the own card when it is due, and at once when its addresses, the version for the members or the node's
+        place in the swarm changed, or it ended its first round."""
+        waits = self._settings.bootstrap and not self._has_looked and time.monotonic() < self._came_at + FIRST_CARD_S
+        if self.card is None or waits:
             return
         await plane.look_around()
         gossip, addresses = self._gossip.client, self.own_addresses(plane)
         heard_at = self._gossip.addresses(addresses)
         card = self._dated(self.card)
         has_trained = card.speed > 0  # from the end of its first round
-        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, has_trained, *addresses, *heard_at)
+        ways = (plane.daemon.restarts, gossip.gossip_id, card.protocol, has_trained, *standing_of(card))
+        ways += (*addresses, *heard_at)
         if ways == self._told and time.monotonic() < self._renew_at:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
+        self.twins.is_mine(card.gossip_id)
         taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)

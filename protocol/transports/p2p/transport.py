@@ -22,7 +22,7 @@ from protocol.messages import PeerCard
 from protocol.transports.base import Acceptor, Channel, Handler, Listener, Outgoing, Server, Sink
 from protocol.transports.gossip.pipe import gossip_settings
 from protocol.transports.p2p.gossip_side import GossipSide
-from protocol.transports.p2p.membership import Membership
+from protocol.transports.p2p.membership import Membership, standing_of
 from protocol.transports.ports import choose_ports
 from protocol.transports.refusals import Refused
 from protocol.transports.reports import Reports
@@ -30,6 +30,7 @@ from protocol.transports.settings import NetworkSettings
 from protocol.transports.streams.exchanges import check_call
 from protocol.transports.streams.services import Services
 from protocol.transports.streams.stream import check_method
+from protocol.twins import Twins
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.peer_streams import PeerStreams
@@ -151,8 +152,12 @@ class P2PTransport:
 
     def announce(self, card: PeerCard) -> None:
         before, self._membership.card = self._membership.card, card
-        if before is None or before.crew != card.crew:  # newcomers are to find whoever leads now
+        if before is None or standing_of(before) != standing_of(card):  # newcomers are to find whoever leads now
             self._soon(self._wake.set)
+
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        if peer not in self._membership.members:
+            self._soon(self._membership.hear, peer, addresses)
 
     def members(self) -> Mapping[str, PeerCard]:
         return self._membership.members
@@ -162,6 +167,12 @@ class P2PTransport:
 
     def too_new(self) -> str:
         return "" if self._plane is None else self._plane.validator.too_new
+
+    def clock_ahead(self) -> float | None:
+        return None if self._plane is None else self._plane.validator.clock_ahead
+
+    def twins(self) -> Twins:
+        return self._membership.twins
 
     def stats(self) -> Mapping[str, float]:
         stat, plane, gossip, membership = self._gossip.stat, self._plane, self._gossip, self._membership

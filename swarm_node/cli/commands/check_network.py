@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shlex
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -23,6 +22,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.install import PACKAGE, upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.observability.restarts import restarts
+from swarm_node.swarm.clock import SET_CLOCK
 from swarm_node.swarm.links import kind_of
 
 ASKED = 5  # most members asked to connect back
@@ -30,7 +30,6 @@ WITNESSES = 2  # answers about connecting back that suffice
 ATTACK = 10  # refusals of one source that suggest an attack: a faulty peer causes one or two
 LATELY_S = 3600.0  # older refusals are not reported: counts are of the whole run, and an address may change hands
 MAP_PORTS = "--set network.nat_port_map=true"
-SET_CLOCK = "sudo sntp -sS time.apple.com" if sys.platform == "darwin" else "sudo timedatectl set-ntp true"
 
 
 def ports(network: NetworkConfig, running: bool = False, start: StartCommand = UNKNOWN_START) -> Check:

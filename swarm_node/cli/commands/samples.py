@@ -18,6 +18,7 @@ from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples
 from swarm_node.observability.shown_samples import number_in, shown_sample
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
 from swarm_node.tasks.catalogue import SETS
 
@@ -138,8 +139,7 @@ def _width() -> int:
 def _names(run: RunDir) -> dict[str, str]:
     """Peer id -> name of those that the run has seen, as far as swarm.json tells."""
     try:
-        with open(run.status, "rb") as file:
-            peers = json.loads(file.read(MAX_STATUS_BYTES))["peers"]
+        peers = json.loads(read_plain(run.status, MAX_STATUS_BYTES))["peers"]
         return {str(peer): str(entry["name"]) for peer, entry in peers.items() if entry.get("name")}
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return {}

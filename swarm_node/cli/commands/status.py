@@ -33,7 +33,8 @@ from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
 from swarm_node.storage.pausing import pause_asked
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.plain_files import read_plain
+from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
 from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
@@ -56,19 +57,31 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
-        for line in status_lines(found, time.time(), is_shown(logging.DEBUG)):
+        for line in _lines(found):
             typer.echo(for_stream(line, sys.stdout, LABEL))
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)
 
 
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    """The lines that tell what was found. Raises UserError if a run's swarm.json has values of other types than a node
+    writes: it may be somebody else's, or of another version."""
+    try:
+        return [*status_lines(found, time.time(), is_shown(logging.DEBUG))]
+    except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        if found["run"] is None or found["swarm"] is None:
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"swarm.json of {found['run']} is not as a node of this version writes it ({what})") from error
+
+
 def read_status(run: RunDir) -> dict[str, Any] | None:
     """The run's swarm.json; None if it was never in a swarm. Raises UserError."""
     try:
-        status = json.loads(run.status.read_bytes())
+        status = json.loads(read_plain(run.status, MAX_STATUS_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {run.status}: {error}") from error
     return status if isinstance(status, dict) else None
 

@@ -19,6 +19,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.view import Lock, View, glance
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import PAGE, RunDir
+from swarm_node.storage.utf8 import is_utf8
 
 RUNS = Path("runs")
 LISTED = 200  # most runs in the list, the newest first
@@ -191,7 +192,7 @@ def _is_page(run: RunDir) -> bool:
 
 def _runs_below(path: Path) -> Iterator[Path]:
     try:
-        children = list(path.iterdir())
+        children = [child for child in path.iterdir() if is_utf8(child.name)]
     except OSError:
         return
     yield from (child for child in children if child.is_dir() and _is_run(child))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.observability.jsonl import record_in
+from swarm_node.storage.plain_files import open_plain
 
 CHUNK = 4 << 20  # bytes read at a time; a longer line is no record
 MARK = 64  # bytes before the position that must still be the same; otherwise the file is another one
@@ -29,12 +30,13 @@ class Tail:
         """(whether everything read before is void, new records): at most one chunk; more waits while `behind`. Raises
         OSError if the file cannot be read."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
+            file = open_plain(self.path)
         except FileNotFoundError:
             void, self._file = self._file is not None, None
             self._restart()
             return void, []
-        try:
+        with file:
+            descriptor = file.fileno()
             stat = os.fstat(descriptor)
             same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
             same = same and os.pread(descriptor, len(self._mark), self._offset - len(self._mark)) == self._mark
@@ -47,8 +49,6 @@ class Tail:
                     self._skipping = True
                     self.from_start = False
             data = os.pread(descriptor, CHUNK, self._offset)
-        finally:
-            os.close(descriptor)
         return void, self._records(data)
 
     def _restart(self) -> None:

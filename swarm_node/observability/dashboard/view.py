@@ -22,9 +22,11 @@ from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.ending import WORDS, LastWords, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
+from swarm_node.observability.restarts import restarts
 from swarm_node.observability.shown_samples import shown_sample
 from swarm_node.say import own_command
 from swarm_node.storage.pausing import pause_asked
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
 
 EVENTS = 300  # most events shown: the newest
@@ -275,6 +277,9 @@ class View:
             return None
         if isinstance(crew := cleaned.get("crew"), dict):
             crew.pop("name", None)
+        cleaned.pop("restarts", None)
+        if clauses := _restarts(cleaned):
+            cleaned["restarts"] = clauses
         _name_reasons(cleaned, "received", "swarm/rejected/")
         _name_reasons(cleaned, "sent", "swarm/unsent/")
         for peer in cleaned["peers"].values() if isinstance(cleaned.get("peers"), dict) else ():
@@ -298,7 +303,7 @@ class View:
             if stat.st_size > most:
                 self._problems[path.name] = f"{path} is longer than {most >> 20} MiB and is left out"
                 return None
-            parsed = parse(path.read_text(encoding="utf-8"))
+            parsed = parse(read_plain(path, most).decode())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -417,6 +422,15 @@ def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
             prefix + words(name.removeprefix(prefix)) if name.startswith(prefix) else name: n
             for name, n in counts.items()
         }
+
+
+def _restarts(status: dict[str, Any]) -> list[str]:
+    """What became of the processes of the network, in words."""
+    traffic, why = status.get("traffic"), status.get("restarted")
+    counts = traffic.items() if isinstance(traffic, dict) else ()
+    times = {name: n for name, n in counts if isinstance(n, int | float) and 0 <= n < 2**53}
+    reasons = {name: text for name, text in why.items() if isinstance(text, str)} if isinstance(why, dict) else {}
+    return list(restarts(times, reasons))
 
 
 def _bounded(value: Any, depth: int = 8) -> Any:

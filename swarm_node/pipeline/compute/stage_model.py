@@ -33,6 +33,7 @@ from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.partition import ADAPTED, Parts, Span, model_parts
 from swarm_node.policy.adapters import lora_config, start_adapter, with_adapter
+from swarm_node.policy.finite import check_weights
 from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
 from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
@@ -163,6 +164,7 @@ def load_stage(config: PolicyConfig, span: Span, report: Callable[[str], None] =
         _fill_adapter(stage, plan.adapter)
     elif plan.lora:
         start_adapter(stage.named(), plan.config)
+    check_weights(stage.named(trainable=False).items(), config.model)
     own = sum(p.numel() for p in stage.named(trainable=False).values())
     trained = f"LoRA: {sum(p.numel() for p in stage.named().values()):,} of them trained"
     report(f"{span} of {config.model}: {own:,} parameters ({trained if plan.lora else 'all trained'})")

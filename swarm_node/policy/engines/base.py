@@ -175,6 +175,7 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor
     else:
         cumulative = probs.cumsum(-1)
         token = torch.searchsorted(cumulative, _point(cumulative, uniform[:, None]), right=True)
+    token.clamp_(max=probs.shape[-1] - 1)  # of sums that are NaN, the end is found
     return token[:, 0], logprobs.gather(1, token)[:, 0]
 
 
@@ -190,7 +191,7 @@ def _inverted_by_blocks(probs: Tensor, uniform: Tensor, block: int) -> Tensor:
     sums = blocks.sum(-1)
     cumulative = sums.cumsum(-1)
     point = _point(cumulative, uniform)
-    number = torch.searchsorted(cumulative, point, right=True)  # of the block
+    number = torch.searchsorted(cumulative, point, right=True).clamp_(max=blocks.shape[1] - 1)  # of the block
     inside = blocks.gather(1, number[..., None].expand(-1, -1, block))[:, 0].cumsum(-1)
     rest = point - (cumulative.gather(1, number) - sums.gather(1, number))
     rest = torch.minimum(rest.clamp_min(0.0), inside[:, -1:] * _BELOW_ONE)  # rounding must not lead out of the block

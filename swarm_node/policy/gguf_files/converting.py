@@ -27,6 +27,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import vetting
 from swarm_node.policy.gguf_files.header import read_header
 from swarm_node.policy.policy import save
+from swarm_node.say import in_short
 
 DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 """Ways to split a text, by llama.cpp's names, that are GPT-2's with each digit apart. transformers knows GPT-2's alone
@@ -91,7 +92,7 @@ def main() -> int:
     except MemoryError:
         print("there is not enough memory to dequantise it")
     except Exception as error:  # hundreds of ways in which the libraries fail over a stranger's file
-        detail = " ".join(f"{error}".split())[:300]
+        detail = in_short(error, 300)
         print(detail if isinstance(error, UserError) else f"transformers says: {type(error).__name__}: {detail}")
     return 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swarm_node.errors import UserError
 from swarm_node.policy.gguf_files.header import split_text
+from swarm_node.storage.utf8 import check_utf8
 
 SUFFIX = ".gguf"
 PART = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$", re.IGNORECASE)
@@ -31,6 +32,7 @@ def gguf_at(path: str) -> Path | None:
 
 
 def _whole(file: Path) -> Path:
+    check_utf8(file)
     if (part := PART.search(file.name)) and int(part[2]) > 1:
         raise UserError(split_text(file, int(part[2])))
     return file

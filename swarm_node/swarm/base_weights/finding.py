@@ -23,7 +23,7 @@ from swarm_node.policy import model_path
 from swarm_node.policy.gguf_files import store
 from swarm_node.policy.gguf_files.naming import gguf_at
 from swarm_node.policy.model_path import SMOLLM2
-from swarm_node.say import Say, Warned
+from swarm_node.say import Say, Warned, in_short
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
@@ -221,5 +221,5 @@ def downloaded(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the library may raise anything about a mistyped name
-        detail = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        detail = in_short(f"{type(error).__name__}: {error}", 300)
         raise UserError(f"cannot get model {name} from the hub: {detail}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from itertools import count
 from typing import Any
 
@@ -134,6 +135,24 @@ async def what_was_given_is_forgotten_with_the_message() -> None:
     assert not world.router.recent.frames and not world.router.recent._given
     await world.asks(peer, [wanted])
     assert world.waiting(peer) == [[wanted]]  # the frame of before
+
+
+async def nothing_keeps_a_message_longer_than_the_cache() -> None:
+    """The library kept each that was passed on for half a minute: some 450 MB of what one connection may bring."""
+    world = World()
+    neighbour, sender = world.peer("neighbour"), world.peer("sender")
+    world.router.mesh[TOPIC] = world.pubsub.peer_topics[TOPIC] = {neighbour, sender}
+    message = rpc_pb2.Message(data=bytes(100), topicIDs=[TOPIC], from_id=b"author", seqno=b"1")
+    before = sys.getrefcount(message)
+    await world.router.publish(sender, message)
+    frame = world.router.recent.frames[name(message)]
+    assert sys.getrefcount(message) == before  # the cache has a copy, which is the frame's
+    assert await world.pubsub.peer_queues[neighbour].pop() is frame
+    world.pubsub.peer_queues.clear()
+    for _ in range(len(world.router.mcache.history)):
+        world.router.mcache.shift()
+    fresh = rpc_pb2.RPC()
+    assert sys.getrefcount(frame) == sys.getrefcount(fresh)  # nobody else holds it
 
 
 async def a_queue_is_bounded_by_what_waits() -> None:

@@ -18,6 +18,7 @@ from protocol.transports.p2p import membership
 from protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
 from protocol.transports.p2p.relay import REACH_CHECK_S, Reach
 from protocol.transports.settings import NetworkSettings
+from protocol.twins import Twins
 
 
 class Plane:
@@ -48,7 +49,7 @@ def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.Monkey
         peer_id="me",
         _settings=NetworkSettings(),
         table=PeerTable("me", random.Random(0)),
-        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=[])),
+        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=[]), client=SimpleNamespace(gossip_id="g")),
         _wake=asyncio.Event(),
         members={},
         _newcomers=frozenset(),
@@ -59,6 +60,9 @@ def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.Monkey
         _look_at=0.0,
         _next_bucket=0,
         _strangers=Strangers(),
+        _is_newcomer=lambda: False,
+        _has_looked=True,
+        twins=Twins(0.0),
     )
     node._dial_one = lambda *arguments: Membership._dial_one(node, *arguments)
 
@@ -101,12 +105,15 @@ def test_gossip_peers_without_a_card_cause_few_lookups(monkeypatch: pytest.Monke
         peer_id="me",
         _settings=NetworkSettings(lookup_s=HOUR_S, card_renewal_s=HOUR_S),
         table=PeerTable("me", random.Random(0)),
-        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=["g", "no card"])),
+        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=["g", "no card"]), client=SimpleNamespace(gossip_id="g")),
         members={"one": card()},
         _newcomers=frozenset(),
         _look_at=clock,
         _next_bucket=0,
         _strangers=Strangers(),
+        _is_newcomer=lambda: False,
+        _has_looked=True,
+        twins=Twins(0.0),
     )
 
     async def live() -> None:
@@ -242,6 +249,8 @@ def test_a_card_is_renewed_after_the_first_round() -> None:
         _note_ports=lambda plane: None,
         _told=(),
         _renew_at=0.0,
+        _has_looked=True,
+        twins=Twins(0.0),
     )
 
     async def ended_rounds(speeds: list[float]) -> None:

@@ -42,8 +42,9 @@ from protocol.limits import (
     MAX_TURNS,
     SLOTS,
 )
-from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch, SharedRollout, SharedTurn
+from protocol.messages import PROTOCOL_VERSION, BatchOfBefore, PeerCard, RolloutBatch, SharedRollout, SharedTurn
 from tests.support.wire import (
+    ADDRESSES,
     BATCH,
     BATCH_BEFORE,
     CARD,
@@ -107,6 +108,31 @@ def test_protocol_1_cannot_say_more_than_it_knows() -> None:
         with pytest.raises(LocalProtocolError, match="protocol 1"):
             sign_batch(replace(BATCH_BEFORE, groups=[changed]), IDENTITY)
         assert verify_batch(sign_batch(replace(BATCH, groups=[changed]), IDENTITY), SWARM)[1].groups == [changed]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_batch_says_where_its_sender_is(version: int) -> None:
+    batch = replace(BATCH if version == 2 else BATCH_BEFORE, addresses=ADDRESSES)
+    golden = (DATA / f"rollout_batch_v{version}_addresses.bin").read_bytes()
+    assert sign_batch(batch, IDENTITY) == golden
+    assert verify_batch(golden, SWARM) == (IDENTITY.peer_id, batch)
+
+
+@pytest.mark.parametrize("schema", [RolloutBatch, BatchOfBefore])
+def test_nodes_that_know_no_addresses_of_senders_read_past_them(schema: Any) -> None:
+    known = [field for field in msgspec.structs.fields(schema) if field.name != "addresses"]
+    earlier = msgspec.defstruct("Earlier", [(field.name, field.type) for field in known])
+    record = {**fields(msgspec.convert(fields(BATCH), RolloutBatch)), "addresses": ADDRESSES}
+    if schema is BatchOfBefore:
+        record = msgspec.msgpack.decode((DATA / "rollout_batch_v1_addresses.bin").read_bytes()[SIGNED_HEAD_BYTES:])
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=earlier)
+    assert fields(read) == {name: value for name, value in record.items() if name != "addresses"}
+
+
+@pytest.mark.parametrize("addresses", [ADDRESSES * 3, [ADDRESSES[0] + "a" * 192], ["here"], [7], {}])
+def test_addresses_of_a_sender_are_bounded(addresses: object) -> None:
+    sealed = seal({**fields(BATCH), "addresses": addresses}, BATCH_TAG)
+    assert refused(lambda: verify_batch(sealed, SWARM), REASONS) == "schema"
 
 
 def test_a_card_with_what_its_peer_declares() -> None:

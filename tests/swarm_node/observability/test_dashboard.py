@@ -281,6 +281,31 @@ def test_status_and_events_are_bounded() -> None:
     assert all(len(event["text"]) <= 4000 for event in view.events)
 
 
+@pytest.mark.parametrize(
+    ("traffic", "restarted", "said"),
+    [
+        (
+            {"restarts/gossip": 3.0, "restarts/dht": 1.0},
+            {"gossip": "grown to 513 MiB, 20 of them for 203.0.113.9", "dht": "exit code 2"},
+            [
+                "gossip process started again 3 times, last because it ended: grown to 513 MiB, 20 of them for "
+                "203.0.113.9",
+                "p2pd started again once, because it ended: exit code 2",
+            ],
+        ),
+        ({"restarts/gossip": 0.0}, {}, []),
+        ({"restarts/gossip": "9", "restarts/dht": 1e300}, [], []),
+        ({"restarts/gossip": 1}, {"gossip": ["x"]}, ["gossip process started again once"]),
+        (None, 7, []),
+    ],
+)
+def test_restarts_of_the_network_are_said(traffic: object, restarted: object, said: list[str]) -> None:
+    run = make_run()
+    run.write_status({"time": 5.0, "peers": {}, "traffic": traffic, "restarted": restarted, "restarts": "made up"})
+    view = seen(run)
+    assert view.status is not None and view.status.get("restarts", []) == said
+
+
 def test_a_crew_s_name_is_not_shown() -> None:
     run = make_run(config='[pipeline]\ncrew = "home sweet"\n')
     run.write_status({"time": 1.0, "crew": {"name": "home sweet", "whole": True}})

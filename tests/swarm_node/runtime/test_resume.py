@@ -187,7 +187,9 @@ def test_a_configuration_of_another_version_is_no_obstacle() -> None:
 def state_of_round_3(folder: Path, said: list[str]) -> RunState:
     """The state of a run in `folder` whose policy has no tensors."""
     store = CheckpointStore(folder / "checkpoints", 2, said.append)
-    policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
+    policy = SimpleNamespace(
+        trainable_state=dict, check_finite=lambda: None, version=3, base_digest="b", start_digest="s"
+    )
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     tasks = SimpleNamespace(names=[], kinds={})
     one = {"averager": None, "replay": None, "member": None, "in_effect": dict}

@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.codec import verify_batch
-from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
+from protocol.codec import SIGNED_HEAD_BYTES, verify_batch
+from protocol.limits import EPOCH_SECONDS, MAX_ADDRESS_CHARS, MAX_BATCH_BYTES, MAX_ROUND_S
 from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
-from swarm_node.sharing.publisher import FLUSH_S
+from swarm_node.sharing.publisher import FLUSH_S, FULL_BYTES
 from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Sampling
-from tests.support.gossip_room import NOW, PEER, World, manifest
+from tests.support.gossip_room import ME, NOW, PEER, World, manifest
 
 
 def opened(world: World):
@@ -152,6 +152,34 @@ def test_nothing_leaves_beyond_the_bytes_per_minute(world: World) -> None:
     metrics = publisher.metrics()
     assert metrics["swarm/bytes_sent"] <= 10_000 * 2  # of two minutes of the clock
     assert metrics["swarm/groups_sent"] > 10 and metrics["swarm/unsent/rate"] > 10
+
+
+def test_a_batch_names_some_addresses_of_its_sender(world: World) -> None:
+    direct = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{PEER.peer_id}" for i in range(5)]
+    relayed = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{ME.peer_id}/p2p-circuit/p2p/{PEER.peer_id}" for i in range(5)]
+    endless = f"/dns4/{'a' * MAX_ADDRESS_CHARS}/tcp/1/p2p/{PEER.peer_id}"
+    for addresses, named in (
+        ([], []),
+        ([endless, *direct], direct[:4]),
+        (direct[:3] + relayed, direct[:2] + relayed[:2]),
+        (relayed, relayed[:2]),
+    ):
+        world.sent.clear()
+        world.publisher(addresses=lambda addresses=addresses: addresses).publish([world.group()])
+        (batch,) = opened(world)
+        assert batch.addresses == named
+
+
+def test_a_full_batch_has_room_for_the_longest_addresses(world: World) -> None:
+    longest = f"/dns4/{'a' * (MAX_ADDRESS_CHARS - 80)}/tcp/31330/p2p/{PEER.peer_id}"
+    publisher = world.publisher(addresses=lambda: [longest] * 4, config=SharingConfig(token_ids=False))
+    group = world.group(["$", "x"])
+    group.rollouts[1].text = "x" * world.manifest.limits.max_answer_chars
+    publisher.publish([group])
+    (batch,) = opened(world)
+    rest = msgspec.structs.replace(batch, groups=[])
+    assert SIGNED_HEAD_BYTES + FULL_BYTES + len(msgspec.msgpack.encode(rest)) < MAX_BATCH_BYTES
+    assert batch.addresses == [longest] * 4
 
 
 def test_a_full_queue_is_counted(world: World) -> None:

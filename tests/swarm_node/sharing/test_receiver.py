@@ -140,6 +140,20 @@ def test_slots_names_and_caps_are_checked(world: World, reason: str, change) -> 
     assert admit(world, sign_batch(change(world.batch()), PEER)) == {reason: 1.0}
 
 
+def test_where_a_sender_is_is_heard_before_its_groups_are_judged(world: World) -> None:
+    heard: list[tuple[str, list[str], int]] = []
+    receiver = world.receiver(hear=lambda peer, addresses: heard.append((peer, list(addresses), len(world.admitted))))
+    here = [f"/ip4/192.0.2.1/tcp/1/p2p/{PEER.peer_id}"]
+    said = msgspec.structs.replace(world.batch(world.group()), addresses=here)
+    silent = world.batch(world.group())
+    late = msgspec.structs.replace(world.batch(world.group()), addresses=here, created=NOW - 10_000)
+    for batch in (said, silent, late):
+        receiver.take(sign_batch(batch, PEER))
+    receiver.take(sign_batch(msgspec.structs.replace(said, sequence=9), OTHER)[:-1])  # nobody has signed that
+    assert receiver.admit() == 2
+    assert heard == [(PEER.peer_id, here, 0)]
+
+
 def test_a_held_out_question_is_never_admitted(world: World) -> None:
     """Only what a slot seeds is accepted, and that is never held out."""
     task = world.tasks.held_out(1)[0]

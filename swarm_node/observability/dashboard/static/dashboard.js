@@ -638,6 +638,7 @@ function peers(run, known) {
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent} (this node used them all the same)` : ""}.`);
   }
   if (sums.length && since(run)) sums.push(`Counted ${since(run)}.`);
+  if (status.restarts?.length) sums.push(`Network: ${status.restarts.join("; ")}.`);
   const told = run.summary.over ? "" : asOf(status.page);
   if (all.length && told) sums.push(`Presence and updates ${told}.`);
   if (!all.length && !sums.length) return null; // the tile says that nobody is here

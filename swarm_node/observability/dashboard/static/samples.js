@@ -1,5 +1,5 @@
 // Questions with what was answered: the newest ones, and held-out ones before and after training.
-// Texts come from models and strangers: they are only ever set as text.
+// Texts come from models and strangers: they are only ever set as text, in <bdi>, so that none turns what stands beside it around.
 
 import { fixed, number } from "./chart.js";
 import { element } from "./nodes.js";
@@ -8,7 +8,7 @@ function answer({ text, judged, reward, times, correct, cut }) {
   const notes = [times > 1 ? `${times} times` : "", cut ? "cut off" : "", judged === null ? "no answer found" : judged !== text.trim() ? `judged: ${judged}` : ""];
   return element("li", {},
     element("span", { class: correct === null ? null : correct ? "up" : "down" }, reward.toFixed(2)), " ",
-    element("span", { class: "text" }, text || "(empty)"),
+    element("bdi", { class: "text" }, text || "(empty)"),
     ...notes.filter(Boolean).map((note) => element("small", {}, ` · ${note}`)));
 }
 
@@ -17,9 +17,9 @@ function group(run, sample, named) {
   const own = sample.peer === null, whose = own ? "own" : named(name, sample.peer);
   const rated = own ? `mean reward ${sample.reward.toFixed(2)}` : `${number(shown)} answer${shown === 1 ? "" : "s"} kept`;
   return element("article", { class: "sample" },
-    element("p", { class: "head" }, element("b", {}, sample.task), ` round ${number(sample.round)} · `, whose, ` · ${rated}`),
-    element("p", { class: "text" }, sample.question),
-    sample.right === null ? null : element("p", { class: "right" }, "right: ", element("span", { class: "text" }, sample.right)),
+    element("p", { class: "head" }, element("b", {}, element("bdi", {}, sample.task)), ` round ${number(sample.round)} · `, whose, ` · ${rated}`),
+    element("p", { class: "text" }, element("bdi", {}, sample.question)),
+    sample.right === null ? null : element("p", { class: "right" }, "right: ", element("bdi", { class: "text" }, sample.right)),
     element("ul", {}, ...sample.answers.map(answer)),
     sample.of > shown ? element("p", { class: "right" }, `and ${number(sample.of - shown)} more answers`) : null);
 }
@@ -35,7 +35,7 @@ export function samples(run, known, { beginning, narrow, section, named }) {
 function tried(when, text, correct, reward, mean, { figure, samples }) {
   const judged = figure === "reward" ? `reward ${reward.toFixed(2)}, mean ${mean.toFixed(2)}` : `${Math.round(mean * samples)} of ${number(samples)} right`;
   return element("li", {}, element("small", {}, `${when}: `),
-    element("span", { class: correct === null ? null : correct ? "up" : "down" }, text || "(empty)"), element("small", {}, ` · ${judged}`));
+    element("bdi", { class: correct === null ? null : correct ? "up" : "down" }, text || "(empty)"), element("small", {}, ` · ${judged}`));
 }
 
 // Held-out figures by task, and the most, the middle and the least improved question, before training and at the latest evaluation.
@@ -47,9 +47,9 @@ export function beforeAndAfter(run, known, { section, table }) {
   const rows = found.tasks.map((each) => [each.task, number(each.questions), fixed(each.before), fixed(each.after)]);
   const places = { 2: ["most improved", "least improved"], 3: ["most improved", "in the middle", "least improved"] }[found.answers.length] ?? [];
   const cards = found.answers.map((one, i) => element("article", { class: "sample" },
-    element("p", { class: "head" }, element("b", {}, one.task), places[i] ? ` ${places[i]}` : null),
-    element("p", { class: "text" }, one.question),
-    one.right ? element("p", { class: "right" }, "right: ", element("span", { class: "text" }, one.right)) : null,
+    element("p", { class: "head" }, element("b", {}, element("bdi", {}, one.task)), places[i] ? ` ${places[i]}` : null),
+    element("p", { class: "text" }, element("bdi", {}, one.question)),
+    one.right ? element("p", { class: "right" }, "right: ", element("bdi", { class: "text" }, one.right)) : null,
     element("ul", {}, tried("before", one.before, one.before_correct, one.before_reward, one.mean_before, found),
       tried(after, one.after, one.after_correct, one.after_reward, one.mean_after, found))));
   return section(run, known, "Held-out questions",
