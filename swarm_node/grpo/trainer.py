@@ -258,7 +258,7 @@ class Trainer:
             for name, value in sums.items():
                 totals[name] += value
             if math.isfinite(norm):
-                check_updated(self.policy)
+                check_updated(self.policy.trainable_state())
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:

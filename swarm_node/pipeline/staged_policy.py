@@ -79,7 +79,7 @@ class StagedPolicy(Policy):
         self.driver.again(interrupted)
 
     def check_finite(self) -> None:
-        check_updated(self)
+        check_updated(self.trainable_state())
         raise spoiled("what its stages make of a question is")
 
     def trainable_state(self) -> dict[str, Tensor]:

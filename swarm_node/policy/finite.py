@@ -7,18 +7,12 @@ nothing of it is saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from swarm_node.errors import UserError
-
-if TYPE_CHECKING:
-    from swarm_node.policy.policy import Policy
-
-PROBED = 8  # token ids of which logits are computed
 
 
 class NotFinite(UserError):
@@ -49,27 +43,18 @@ def check_weights(named: Iterable[tuple[str, Tensor]], source: str) -> None:
         )
 
 
-def check_logits(policy: Policy, logits: Tensor) -> None:
-    """Raise NotFinite if `logits` of a policy whose weights are finite are not."""
+def check_logits(source: str, dtype: torch.dtype, logits: Tensor) -> None:
+    """Raise NotFinite if `logits` are not finite, of the model that its user calls `source`, with finite weights."""
     if not torch.isfinite(logits).all():
-        narrow = policy.dtype == torch.float16
+        narrow = dtype == torch.float16
         remedy = "set policy.dtype = float32, since float16 ends at 65,504" if narrow else "take another model"
-        raise NotFinite(f"{policy.config.model} makes numbers that are not finite of finite weights: {remedy}")
+        raise NotFinite(f"{source} makes numbers that are not finite of finite weights: {remedy}")
 
 
-def check_updated(policy: Policy) -> None:
+def check_updated(trained: Mapping[str, Tensor]) -> None:
     """Raise NotFinite if training has left a weight that is not finite."""
-    if (name := first_broken(policy.trainable_state().items())) is not None:
+    if (name := first_broken(trained.items())) is not None:
         raise spoiled(f"{name} has values that are")
-
-
-@torch.no_grad()
-def check_trained(policy: Policy) -> None:
-    """Raise NotFinite if training has left weights, or logits of a few tokens, that are not finite."""
-    check_updated(policy)
-    ids = torch.arange(min(PROBED, policy.vocabulary), device=policy.device)[None]
-    if not torch.isfinite(policy.model(input_ids=ids, use_cache=False).logits).all():
-        raise spoiled("its logits are")
 
 
 def spoiled(what: str) -> NotFinite:

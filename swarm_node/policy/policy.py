@@ -25,7 +25,7 @@ from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
-from swarm_node.policy.finite import check_trained, is_finite
+from swarm_node.policy.finite import check_updated, is_finite, spoiled
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
@@ -37,6 +37,7 @@ PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length i
 CUT_TOKENS = 8
 """Tokens that a cut between two pieces may add: in practice a token that is cut in two falls into no more."""
 NAMED = 3  # most tokens that a message names
+PROBED = 8  # token ids of which logits are computed where finite ones are asked for
 
 
 class Texts:
@@ -358,7 +359,11 @@ class Policy(Texts):
 
     def check_finite(self) -> None:
         """Raise NotFinite if training has left weights, or logits of a few tokens, that are not finite."""
-        check_trained(self)
+        check_updated(self.trainable_state())
+        ids = torch.arange(min(PROBED, self.vocabulary), device=self.device)[None]
+        with torch.no_grad():
+            if not torch.isfinite(self.model(input_ids=ids, use_cache=False).logits).all():
+                raise spoiled("its logits are")
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into the weights, a new version; CheckpointError, with nothing changed, if it does not fit."""

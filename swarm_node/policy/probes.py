@@ -102,7 +102,7 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
         with naming(policy, "a forward pass"):
             rows = [OwnNumbers.of(policy, probe.prompt + tail) for tail in (probe.one, probe.two)]
         for row in rows:
-            check_logits(policy, row.logits)
+            check_logits(policy.config.model, policy.dtype, row.logits)
         if not known:
             check_causal(policy, rows, len(probe.prompt))
         # the very same operations, unless something happens to the logits afterwards: no room for rounding
