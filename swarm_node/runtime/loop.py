@@ -27,7 +27,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.answer_length import with_answer_length
-from swarm_node.rollouts.collect import encode_each
+from swarm_node.rollouts.collect import DRAWS, encode_each
 from swarm_node.rollouts.evaluate import Evaluation, part_size
 from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
@@ -364,10 +364,14 @@ class Run:
 
 def _prompts_of_a_round(node: Node) -> list[list[int]]:
     """The encoded prompts of tasks as a round draws them; of those that are too long for it only if all are.
-    TokenizerError if none can be encoded."""
-    drawn = node.tasks.sample(random.Random(node.config.seed), node.config.rollouts.groups)
-    asked = list(map(node.tasks.prompt, drawn))
-    encoded = [each for each in encode_each(node.policy, asked) if each] or node.policy.encode_questions(asked)
+    TokenizerError if none of many tasks can be encoded."""
+    drawing = random.Random(node.config.seed)
+    for _ in range(DRAWS):  # a round draws as often before it gives up
+        asked = list(map(node.tasks.prompt, node.tasks.sample(drawing, node.config.rollouts.groups)))
+        if encoded := [each for each in encode_each(node.policy, asked) if each]:
+            break
+    else:
+        encoded = node.policy.encode_questions(asked)
     longest = node.config.rollouts.max_prompt_tokens
     return [each for each in encoded if len(each) <= longest] or [min(encoded, key=len)[:longest]]
 

@@ -120,6 +120,7 @@ CASES = [
         False,
         "tokens_added",
         "some.jsonl",
+        ("--seed", "2"),
     ),
     Case("45 parts in a template", r"rounds +1 ", model="parts"),
     Case("46 named templates", r"'rag', 'tool_use', and none is the default", True, model="named_templates"),
@@ -173,7 +174,7 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / "plugins" / name).write_text(SCRIPTS[name])
     (tmp_path / "plugins/inner.py").write_text("def score(completions, **c): return [len(x) % 3 for x in completions]")
     rows = [json.loads(line) for line in (DATA / "ok.jsonl").read_text().splitlines()]
-    few = [row | {"question": f"<doc>{row['question']}</doc>"} if i % 2 else row for i, row in enumerate(rows)]
+    few = [row | {"question": f"<doc>{row['question']}</doc>"} if i % 4 else row for i, row in enumerate(rows)]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, few)))
     (tmp_path / "long.jsonl").write_text(
         "\n".join(json.dumps(row | {"question": row["question"] + " word" * 200}) for row in rows)
