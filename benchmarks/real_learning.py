@@ -62,7 +62,7 @@ class Part:
 
 NODE, TRL = "node", ("trl 2e-4 bfloat16", "trl 1e-5 bfloat16", "trl 2e-4 float32", "trl 1e-5 float32")
 PARTS = {
-    "default": Part("sums", 10, (1, 2, 3), (NODE,)),
+    "default": Part("sums", 10, (1, 2, 3), (NODE,), TRL[:1]),
     "sums": Part("sums", 45, (1, 2, 3), (NODE, *TRL[:2]), TRL[2:]),
     "steps": Part("steps", 45, (1,), (NODE, *TRL[:3])),
     "words": Part("words", 45, (1,), (NODE, *TRL[:3])),

@@ -109,10 +109,10 @@ def check_no_adapter(path: str) -> None:
 
 
 def lacks(base: str, name: str, there: Collection[str] = ()) -> str:
-    """The message about a model without a tensor `name` that it should have; `there` are those in its files."""
+    """What to say of a model without a tensor `name` that it should have; `there` are those in its files."""
     other = next((each for each in there if each.endswith(f".{name}")), None)
     if other is None:
-        return f"{base} lacks weights that its config asks for, for example {name}; {COPY_AGAIN}, or take another model"
+        return f"{base} lacks weights that its config asks for, for example {name}; {COPY_AGAIN}"
     return _wrapped(base, other.removesuffix(name))
 
 

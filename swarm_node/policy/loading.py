@@ -198,7 +198,7 @@ def load_base(plan: Plan) -> tuple[Any, list[Path]]:
         )
     if found["missing_keys"] or found["mismatched_keys"]:
         lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
-        raise UserError(lacks(plan.base, lacking[0], weight_map(plan)))
+        raise UserError(f"{type(model).__name__}: {lacks(plan.base, lacking[0], weight_map(plan))}, or {OTHER}")
     return model, files
 
 

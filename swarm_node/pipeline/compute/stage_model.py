@@ -253,7 +253,7 @@ class _Tensors:
         Raises UserError if there is none, none of that shape, or two that differ."""
         found = [self._get(name) for name in spellings if name in self._files]
         if not found or found[0].shape != shape or not found[0].is_floating_point():
-            raise UserError(lacks(self._source, spellings[0]))
+            raise UserError(f"{lacks(self._source, spellings[0])}, or take another model")
         if not all(torch.equal(found[0], other) for other in found[1:]):
             raise UserError(
                 f"{self._source} says that embedding and head are one matrix, but has two: set tie_word_embeddings to "
