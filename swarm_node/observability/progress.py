@@ -356,11 +356,18 @@ class ProgressDisplay:
         if self._round >= self._total:
             this = " in this start" * (self._since != "so far")
             return f"took {clock_face(self._updated_at - self._started_at)}{this}"
+        left = self.left_s
+        return "" if math.isinf(left) else f"{clock_face(left)} left"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the run has done its rounds or minutes; infinite if it has no end, or if that is not known
+        yet. From any thread."""
         left = self._limit_s - self._elapsed()
         if len(self._ended) > 1:
             since_last = self._now() - self._ended[-1]
             left = min(left, (self._total - self._round) * self._seconds_per_round() - since_last)
-        return "" if math.isinf(left) else f"{clock_face(left)} left"
+        return left
 
 
 def _age(seconds: float) -> str:
