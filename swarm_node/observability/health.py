@@ -187,7 +187,7 @@ class Health:
             own["since_round_seconds"] = self._clock() - self._last
         if self._info:
             yield InfoMetricFamily(PREFIX.rstrip("_"), OWN["info"], value=self._info)
-        restarts = InfoMetricFamily(f"{PREFIX}restart", OWN["restart_info"], labels=("process", "reason"))
+        restarts = InfoMetricFamily(f"{PREFIX}restart", OWN["restart_info"])
         for process, reason in self.restarted().items():
             restarts.add_metric((), {"process": process, "reason": reason})
         if restarts.samples:

@@ -45,9 +45,9 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
 
 
 def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None:
-    """Raise UserError for tasks, a model, a package or a place of copies that are not there, and for a disk without room
-    for its checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its
-    swarm."""
+    """Raise UserError for tasks, a model, a package or a place of copies that are not there, and for a disk without
+    room for its checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses
+    them, not its swarm."""
     answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
     check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
     check_functions(config.rewards.functions)

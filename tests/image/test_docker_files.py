@@ -18,7 +18,6 @@ from tests.support.docker_files import COMPOSE, DOCKER, NODES
 from tests.support.processes import make_manifest
 from tests.support.repository import ROOT
 
-
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
@@ -56,7 +55,11 @@ def test_compose_shows_its_swarm_on_a_page(tmp_path: Path) -> None:
     service = COMPOSE["services"]["dashboard"]
     assert service["ports"] == ["127.0.0.1:31380:31380"] and service["volumes"] == ["manifest:/swarm:ro"]
     assert service["healthcheck"] == {"disable": True}, "of the image it asks a node"
-    here = {"0.0.0.0": "127.0.0.1", "31380": "0", "/swarm/swarm.toml": str(make_manifest(tmp_path, "--bootstrap", NOBODY))}
+    here = {
+        "0.0.0.0": "127.0.0.1",
+        "31380": "0",
+        "/swarm/swarm.toml": str(make_manifest(tmp_path, "--bootstrap", NOBODY)),
+    }
     command = [here.get(word, word) for word in service["command"]]
     assert not here.keys() & {*command} and "environment" not in service
     env = os.environ | image_env()
@@ -71,6 +74,7 @@ def test_compose_shows_its_swarm_on_a_page(tmp_path: Path) -> None:
                 assert b"<html" in answer.read()
         finally:
             page.terminate()
+    assert page.returncode == 0, "it has tidied up"
 
 
 def test_compose_shares_no_volume_between_peers() -> None:

@@ -336,17 +336,6 @@ def test_a_run_before_its_first_round_says_what_it_is_at(capsys: pytest.CaptureF
     assert "round      none yet; it said last: held-out questions?[2J" in lines
 
 
-def test_a_run_that_ended_before_its_first_round_says_how(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("early").mkdir()
-    over = "the node took 4.02 GiB, more than --max-memory 4: lower grpo.microbatch_tokens"
-    told = {"start": "tasks gcd", "error": over, "note": "the picture is drawn"}
-    events = [{"time": NOW - 300, "kind": kind, "text": text} for kind, text in told.items()]
-    write(RunDir("early").events, *events)
-    lines = shown(capsys, "early").splitlines()
-    assert lines[0] == "run        early, ended 5 min ago (-v says more)"
-    assert f"round      none was done; it ended: {over}" in lines
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [

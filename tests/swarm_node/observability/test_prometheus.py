@@ -256,7 +256,8 @@ def test_a_node_that_ended_too_early_is_told_from_one_that_is_done(tmp_path: Pat
         series[f'up{{job="a", instance="{name}"}}'] = up.get(name, "1x10 0x70")
     said = "ended before its rounds were done, and was not started again"
     ended = [
-        {"job": "a", "instance": name, "severity": "warning", "summary": f"{name} {said}"} for name in ("endless", "early")
+        {"job": "a", "instance": name, "severity": "warning", "summary": f"{name} {said}"}
+        for name in ("endless", "early")
     ]
     check_alerts(tmp_path, series, "30m", {"SwarmNodeEnded": []})
     check_alerts(tmp_path, series, "45m", {"SwarmNodeEnded": ended})
