@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -92,18 +93,21 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     check_material(config, own_tasks=found is None, own_model=own_model)
     config = with_commits(config)
     starting(note_for(config, "start", json_output))
+    from swarm_node.observability.health import Health
+    from swarm_node.runtime.callbacks import Manner
+    from swarm_node.runtime.console import open_health
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
     told = note_for(config, "settings", json_output)
     say_preset(config.resources, told)
     config = gentle_by_default(config, told) if member else config
     be_nice(config.resources)
-    with run.take():  # held from here on: `pause` and a second start see it while torch loads
-        from swarm_node.runtime.start import run_join, run_local
+    with run.take(), ExitStack() as stack:  # held from here on: `pause` and a second start see it while torch loads
+        health = open_health(config, Health(), run, stack)
+        health.identify(config.name or run.path.resolve().name, found.id if found else "")
+        from swarm_node.runtime.start import start  # loads torch
 
-        if found is None:
-            raise typer.Exit(run_local(config, run, json_output))
-        raise typer.Exit(run_join(config, run, found, json_output))
+        start(config, run, found, Manner(json_output, health=health))
 
 
 def _runs_here() -> str:

@@ -252,17 +252,18 @@ class ProgressDisplay:
         both = "  ".join(filter(None, [traffic, averaged]))
         below = [both] if cell_len(both) <= width else [traffic, averaged]
         lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, *self._usage_lines(waiting)]
-        shown = (Text(self._cut(line), no_wrap=True) for line in [*lines, self._last_event()] if line)
+        shown = (Text(_cut(line, self._console), no_wrap=True) for line in [*lines, self._last_event()] if line)
         return Group(self._head("" if waiting else self._time_left()), *shown)
 
     def _head(self, left: str) -> Table | Text:
         round = f"round {self._round}{self._of}"
         if math.isinf(self._total) and math.isinf(self._limit_s):  # a run without end has no share of it
-            return Text(self._cut(self._fitting([f"{round}{self._so_far()}", round])))
+            return Text(_cut(self._fitting([f"{round}{self._so_far()}", round]), self._console))
         share = f"{self._share():4.0%}"
         rest = self._console.width - len(round) - len(share) - len(left) - 2 - bool(left)
         if rest < LEAST_SPARK:
-            return Text(self._cut(self._fitting([f"{round} {share} {left}".rstrip(), f"{round} {share}", round])))
+            texts = f"{round} {share} {left}".rstrip(), f"{round} {share}", round
+            return Text(_cut(self._fitting(texts), self._console))
         head = Table.grid(padding=(0, 1))
         head.add_row(round, ProgressBar(total=1.0, completed=self._share(), width=min(BAR_WIDTH, rest)), share, left)
         return head
@@ -340,15 +341,6 @@ class ProgressDisplay:
         """The first text that fits on a line, or the last one."""
         return next((text for text in texts if cell_len(text) <= self._console.width), texts[-1] if texts else "")
 
-    def _cut(self, text: str) -> str:
-        """The part of `text` that fits on a line."""
-        encoding, width = self._stream.encoding or "utf-8", self._console.width
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        if cell_len(text) <= width:
-            return text
-        end = "..." if self._console.options.ascii_only else "…"
-        return set_cell_size(text, max(0, width - len(end))) + end[:width]
-
     def _seconds_per_round(self) -> float:
         return (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
 
@@ -356,11 +348,27 @@ class ProgressDisplay:
         if self._round >= self._total:
             this = " in this start" * (self._since != "so far")
             return f"took {clock_face(self._updated_at - self._started_at)}{this}"
+        left = self.left_s
+        return "" if math.isinf(left) else f"{clock_face(left)} left"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the run has done its rounds or minutes; infinite if it has no end, or if that is not known
+        yet. From any thread."""
         left = self._limit_s - self._elapsed()
         if len(self._ended) > 1:
             since_last = self._now() - self._ended[-1]
             left = min(left, (self._total - self._round) * self._seconds_per_round() - since_last)
-        return "" if math.isinf(left) else f"{clock_face(left)} left"
+        return left
+
+
+def _cut(text: str, console: Console) -> str:
+    """The part of `text` that fits on a line."""
+    text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    if cell_len(text) <= console.width:
+        return text
+    end = "..." if console.options.ascii_only else "…"
+    return set_cell_size(text, max(0, console.width - len(end))) + end[: console.width]
 
 
 def _age(seconds: float) -> str:

@@ -160,6 +160,7 @@ class Run:
         member = Member(self.config, *network, self.policy, self.tasks, say, record=record, subscribe=subscribe)
         if self.crew is None:
             stack.callback(member.close)
+            self.console.health.restarted = swarm.transport.restarted
         else:  # the network is the crew's
             stack.callback(member.publisher.flush)
             member.crew = self.crew.announcer.card

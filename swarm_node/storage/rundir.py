@@ -321,7 +321,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def abandon(self) -> None:
         """Remove what this start made if it has not begun and wrote nothing but its log. The lock stays."""
-        made = {self.path / "lock", self.events, self.checkpoints, self.export, self.plots}
+        made = {self.path / "lock", self.events, self.checkpoints, self.export, self.plots, self.health}
         if self._made and all(path in made for path in self.path.rglob("*")):
             self._remove()
 

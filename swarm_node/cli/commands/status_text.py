@@ -87,9 +87,10 @@ def _round(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_said(found: Mapping[str, Any]) -> Iterator[str]:
-    """What a run that has done no round yet is at."""
+    """What a run that has done no round yet is at, or how it ended."""
     if said := found.get("said"):
-        yield f"round      none yet; it said last: {printable(without_middle(said, SAID_CHARS))}"
+        so_far = "none was done; it ended: " if found["end"] == "ended" else "none yet; it said last: "
+        yield f"round      {so_far}{printable(without_middle(said, SAID_CHARS))}"
 
 
 def _worth(found: Mapping[str, Any]) -> Iterator[str]:
