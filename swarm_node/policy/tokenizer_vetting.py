@@ -149,7 +149,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if (longest := longest_token(tokenizer)) > MAX_TOKEN_CHARS:
         raise UserError(f"{name}: a token has {longest} characters, allowed are {MAX_TOKEN_CHARS}{ADVICE}")
     core = getattr(tokenizer, "backend_tokenizer", None)
-    if type(getattr(core, "model", None)).__name__ == "Unigram":
+    if core is not None and type(core.model).__name__ == "Unigram":
         longest = max(map(len, core.get_vocab(with_added_tokens=False)))
         if longest > MAX_PIECE_CHARS:
             raise UserError(
