@@ -1,6 +1,7 @@
 """A run's own settings: its config.toml, from which a later start of the run takes them.
 
     # given: rollouts.max_new_tokens tasks      keys that the user had set
+    # code: 4f1a…                               only with code, such as reward functions: see `own_code`
     rounds = 60                                 the whole configuration, resolved
     ...
 
@@ -23,6 +24,7 @@ from protocol.errors import printable
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.own_code import mark_of
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
@@ -59,7 +61,7 @@ HOW_LONG = {"rounds", "minutes"}
 def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
     """The text of config.toml for a run with `config`; the user had set those fields that are set in `asked`."""
     given = sorted(flat(asked.model_dump(mode="json", exclude_unset=True)))
-    return f"{' '.join([GIVEN, *given])}\n{dump_toml(config)}"
+    return f"{' '.join([GIVEN, *given])}\n{mark_of(config)}{dump_toml(config)}"
 
 
 def read_toml(file: Path, what: str, foreign: bool = False) -> Table:

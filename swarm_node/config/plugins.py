@@ -76,7 +76,7 @@ def not_here(path: str, what: str) -> UserError:
     """The error about a function that only a program has, which runs elsewhere or has ended."""
     return UserError(
         f"{what} {path!r} is one that a program gave to swarm_node.train: give it again there, or write it into a file "
-        "and put FILE.py:FUNCTION in its place in the run's config.toml"
+        "and put FILE.py:FUNCTION in its place, by --reward or --set"
     )
 
 

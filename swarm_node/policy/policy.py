@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -40,7 +41,7 @@ NAMED = 3  # most tokens that a message names
 PROBED = 8  # token ids of which logits are computed where finite ones are asked for
 
 
-class Texts:
+class Texts(ABC):
     """A tokenizer with the settings of its policy, and the rows of that policy's embedding."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,9 +51,9 @@ class Texts:
     _framed: tuple[object, Frame] | None = None  # the chat template and its frame
 
     @property
+    @abstractmethod
     def vocabulary(self) -> int:
         """Token ids that the embedding has a row for."""
-        raise NotImplementedError
 
     def encode(self, question: str) -> list[int]:
         """`encode_questions` of one question."""

@@ -31,6 +31,7 @@ from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.figures import WORDS, Figure, figure_of
 from swarm_node.config.own import read_own
+from swarm_node.config.own_code import without_foreign_code
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
@@ -251,7 +252,9 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     sources: list[RunWeights] = []
     trained, rounds = dict[str, NodeConfig](), dict[str, int]()
     for run in runs:
-        checkpoint, config = newest_of(run, read_own(run.config, say), say)
+        own = read_own(run.config, say)
+        checkpoint, config = newest_of(run, own, say)
+        config = without_foreign_code(config, run.config, own, say)
         say(f"weights of {run.path} after round {checkpoint.round}")
         model = checkpoint.state["model"]
         sources.append(RunWeights(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
