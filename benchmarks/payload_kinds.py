@@ -38,7 +38,7 @@ Pair = tuple[str, str]
 
 
 def _text(rng: random.Random) -> Pair:
-    letters = rng.sample("abcdefgh", 4)
+    letters = rng.sample("abcdefghij", 3)
     return f"Sort the letters {' '.join(letters)}.", "".join(sorted(letters))
 
 
@@ -67,7 +67,7 @@ def _yes_no(rng: random.Random) -> Pair:
 
 
 MAKE: dict[AnswerKind, tuple[Callable[[random.Random], Pair], int]] = {
-    "text": (_text, 60),
+    "text": (_text, 150),
     "number": (_number, 120),
     "maths": (_maths, 120),
     "choice": (_choice, 60),
