@@ -5,8 +5,8 @@
 
 Eight answers to each question of 100 tokens; none ends before its limit. Every row is a process of its own with one
 thread, an adapter of rank 16 and a limit of 10 GiB: the most main memory that it had after loading. A row that would
-take more than the limit fails, and is not estimated away. A row that is there is not measured again, unless with --again;
---quick keeps none.
+take more than the limit fails, and is not estimated away. A row that is there is not measured again, unless with
+--again; --quick keeps none.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ROWS = 32  # decoded at a time
 MAX_CHARS = 300  # of what is wrong
 
 
-def limit_memory(size: int) -> None:
+def _limit_memory(size: int) -> None:
     """Let this process have `size` bytes of address space more than it has."""
     pa.set_memory_pool(pa.system_memory_pool())  # others take address space in advance
     with suppress(ValueError, OSError):  # macOS does not have it
@@ -31,24 +31,24 @@ def limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (whole, whole))
 
 
-def tell(value: Any) -> None:
+def _tell(value: Any) -> None:
     """Write one frame."""
     frame = msgspec.msgpack.encode(value)
     sys.stdout.buffer.write(len(frame).to_bytes(LENGTH_BYTES) + frame)
 
 
-def tell_rows(data: pa.Buffer) -> None:
+def _tell_rows(data: pa.Buffer) -> None:
     """Write the frames of a file with this content. Raises pa.ArrowException, OSError, ValueError, MemoryError."""
     file = pq.ParquetFile(data)
     fields = list(file.schema_arrow)
     columns = [field.name for field in fields if not _holds_bytes(field.type)]
-    tell([field.name for field in fields if field.name not in columns])
+    _tell([field.name for field in fields if field.name not in columns])
     kept = []
     for batch in file.iter_batches(ROWS, columns=columns, use_threads=False):
         if batch.num_rows:
             kept.append(msgspec.to_builtins(batch.to_pylist(), builtin_types=(bytes,)))
-            tell(kept[-1])
-    tell([])
+            _tell(kept[-1])
+    _tell([])
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -60,13 +60,13 @@ def _holds_bytes(kind: Any) -> bool:
 
 def main() -> int:
     data = pa.py_buffer(sys.stdin.buffer.read())
-    limit_memory(int(sys.argv[-1]))
+    _limit_memory(int(sys.argv[-1]))
     try:
-        tell_rows(data)
+        _tell_rows(data)
     except MemoryError:
         return 1
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
-        tell(" ".join(f"{error}".split())[:MAX_CHARS] or type(error).__name__)
+        _tell(" ".join(f"{error}".split())[:MAX_CHARS] or type(error).__name__)
     return 0
 
 

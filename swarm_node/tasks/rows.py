@@ -45,8 +45,8 @@ def read_rows(path: str, data: bytes, wanted: Sequence[str]) -> FileRows:
     """The rows of a file with this content; `wanted` are names of columns, which tell delimiters apart. UserError if
     it is malformed."""
     if data.startswith(PARQUET) or path.lower().endswith(".parquet"):
-        left_out, rows = read_parquet(path, data)
-        return FileRows("Parquet", ((f"row {number}", row) for number, row in enumerate(rows, 1)), left_out)
+        left_out, found = read_parquet(path, data)
+        return FileRows("Parquet", ((f"row {number}", row) for number, row in enumerate(found, 1)), left_out)
     data = data.removeprefix(BOM)
     if is_table(path):
         return _table(path, data, wanted)
