@@ -64,11 +64,11 @@ def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
     return f"{' '.join([GIVEN, *given])}\n{mark_of(config)}{dump_toml(config)}"
 
 
-def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
-    """The table in a file, which is `what` in messages. A `foreign` one may be somebody else's, so it must be a regular
-    file of bounded size. Raises UserError."""
+def read_toml(file: Path, what: str) -> Table:
+    """The table in a file, which is `what` in messages. It may be somebody else's, so it must be a regular file of
+    bounded size. Raises UserError."""
     try:
-        if foreign and file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
+        if file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
             raise UserError(f"cannot read {what} {file}: it is no file, or has more than {MAX_BYTES:,} bytes")
         return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
@@ -80,7 +80,7 @@ def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
     UserError if the file cannot be read, or another value in it is wrong."""
-    table = read_toml(file, "the run's settings", foreign=True)
+    table = read_toml(file, "the run's settings")
     if (gone := table.get("grpo", {}).get("correction")) in GONE:
         del table["grpo"]["correction"]
         say(Warned(f'{file} has grpo.correction = "{gone}", which is no more; a clone has it as {GONE[gone]}'))

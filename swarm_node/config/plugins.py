@@ -38,6 +38,8 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what} {path!r}: write file.py:function or package.module:function")
+    if where.endswith(".py") and (file := Path(where).expanduser()).exists() and not file.is_file():
+        raise UserError(f"{what} {path!r}: {file} is no file, but a directory, a pipe or a device")
     try:
         module = _imported(where)
     except BaseException as error:  # importing runs the user's code, which may raise anything

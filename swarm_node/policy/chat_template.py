@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.install import isolated
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
 from swarm_node.policy.starter import CHAT_TEMPLATE
@@ -25,8 +25,6 @@ from swarm_node.policy.tokenizing import guarded
 
 CPU_S = 5  # a frame takes 0.1 s, Python's start included
 WALL_S = 60.0  # longest time on a machine that is busy with other things
-RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
-"""The child's program. An isolated Python ignores the user's own site and PYTHONPATH, where Jinja may be."""
 
 
 @lru_cache(maxsize=16)
@@ -96,5 +94,4 @@ def unused_arguments(templates: str | Mapping[str, str], config: PolicyConfig) -
 
 def child(*options: str) -> list[str]:
     """The command that renders a template; `options` are Python's."""
-    paths = json.dumps([*map(str, sys.path)])
-    return [sys.executable, "-I", *options, "-c", RUN, chat_template_child.__file__, paths, str(CPU_S)]
+    return isolated(chat_template_child.__file__, str(CPU_S), options=options)

@@ -91,7 +91,7 @@ def _takes(config: NodeConfig) -> str:
 
 def _declared_nothing(run: RunDir) -> bool:
     """Whether the run's settings are of a version that had no `sharing.declare`. This version writes all settings."""
-    return run.exists and "sharing.declare" not in flat(read_toml(run.config, "the run's settings", foreign=True))
+    return run.exists and "sharing.declare" not in flat(read_toml(run.config, "the run's settings"))
 
 
 def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Say, memory: Memory) -> None:

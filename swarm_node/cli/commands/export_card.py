@@ -86,7 +86,7 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     no base."""
     if not is_lora:
         if not base.name:
-            say("the card does not name the model that this was trained from, a directory here: --base OWNER/NAME does")
+            say("the card names no base, since this was trained from a file or directory here: --base OWNER/NAME does")
         return
     file = out / "adapter_config.json"
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
