@@ -207,7 +207,7 @@ class Node:
             return own + replayed
         self.exchange.receiver.admit()
         sharing = self.exchange.sharing
-        n = sharing.own + sharing.foreign - len(own) if sharing.fill else sharing.foreign
+        n = sharing.own + sharing.foreign - len(collected.groups) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
         return own + replayed + foreign

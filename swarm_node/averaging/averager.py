@@ -346,11 +346,11 @@ class Averager(ABC):
         usual), from the `_losses` before and after."""
         (own, unseen), (then, then_unseen) = before, after
         if own is not None and then is not None and self.robust.vetoed(own, then):
-            return "this node's own best answers became less likely", False
+            return "much less, at once", False
         if unseen is None or then_unseen is None:
             return "", True
         too_much, usual = self.robust.costs.judge(partner, unseen, then_unseen)
-        return "it has cost too much lately" if too_much else "", usual
+        return "in sum, with this partner or with all, lately" if too_much else "", usual
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""

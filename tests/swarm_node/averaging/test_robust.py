@@ -13,6 +13,7 @@ from torch import Tensor, tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
+from swarm_node.averaging.costs import NOTHING
 from swarm_node.averaging.reducers import centred_clip, clipped_mean, coordinate_median
 from swarm_node.averaging.robust import GROWTH, Robust, measure
 from tests.support.random_vectors import normal
@@ -79,7 +80,7 @@ def test_switched_off_it_changes_nothing():
         partner = normal(100, seed, 1e30 if seed > 5 else 1.0)
         before = partner.clone()
         assert torch.equal(check(robust, 0, normal(100, 50), normal(100, 51), partner), before)
-    assert robust.state() == {"probed": [], "seen": {}}
+    assert robust.state() == {"probed": [], "seen": {}, "costs": NOTHING}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -154,8 +155,9 @@ def test_state_survives_json():
     for seed in range(12):
         check(first, 3, normal(50, 0), normal(50, 1), normal(50, seed))
         first.vetoed(1.0, 1.0 + seed / 100)
+        first.costs.judge(f"peer{seed % 5}", 1.0, 1.0 + seed / 100)
     second.load(json.loads(json.dumps(first.state())))
-    assert second.state() == first.state()
+    assert second.state() == first.state() and first.state()["costs"] != NOTHING
     assert [len(values) for values in second.state()["seen"]["3"].values()] == [8, 8, 8, 8]
     partners = [normal(50, 99, 5.0) for _ in range(2)]
     assert torch.equal(
