@@ -14,7 +14,7 @@ the direction in which the partner's loss on public questions grows fastest:
     alternate   in turn the weights of another honest node, and as `below`
     identities  as `below`, with another of five identities each time
 
-Figures: held-out pass@1 of 1,050 questions, a third by each honest node; the honest nodes' loss on right answers;
+Figures: pass@1 of each honest node on up to 350 held-out questions, mean; the honest nodes' loss on right answers;
 exchanges applied, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what is there
 is not run again.
 """
@@ -46,7 +46,7 @@ from swarm_node.types import Sampling, Task
 
 FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"
 ARMS = "none", "uphill", "below", "alternate", "identities"
-HONEST, STEPS, BATCH, PROBED, HELD_OUT = 3, 5, 24, 16, 1050
+HONEST, STEPS, BATCH, PROBED, HELD_OUT = 3, 5, 24, 16, 350
 SIZES = 0.99, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.0  # of what the clip lets pass
 IDENTITIES = 5
 
@@ -68,7 +68,9 @@ class World:
 
     def _mean_nll(self, tasks: Sequence[Task]) -> Tensor:
         prompts = self.policy.encode_questions([task.question for task in tasks])
-        rows = [(q, self.policy.encode_completion(t.answer or "", True) or []) for q, t in zip(prompts, tasks, strict=True)]
+        rows = [
+            (q, self.policy.encode_completion(t.answer or "", True) or []) for q, t in zip(prompts, tasks, strict=True)
+        ]
         longest = max(len(q) + len(a) for q, a in rows)
         ids = torch.tensor([q + a + [self.policy.pad_id] * (longest - len(q) - len(a)) for q, a in rows])
         at = torch.arange(longest)
@@ -187,7 +189,7 @@ def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str
                     name, theirs = (str(other), sent[other]) if other < HONEST else liar.answers(mine, nodes)
                     nodes[mine].exchange(name, theirs)
     held = world.tasks.held_out(HELD_OUT)
-    right = [world.right(node.fast, held[i::HONEST]) for i, node in enumerate(nodes)]
+    right = [world.right(node.fast, held) for node in nodes]
     return {
         "arm": arm,
         "seed": seed,
@@ -215,7 +217,16 @@ def report() -> str:
             runs = {seed: f for (name, seed), f in of.items() if name == arm}
             if runs:
                 rows.append([rounds, f"{rate:g}", arm, len(runs), *_cells(runs, of)])
-    columns = ["rounds", "rate", "liar", "seeds", "pass@1, %", "less than none, points", "loss", "applied, gates, probe"]
+    columns = [
+        "rounds",
+        "rate",
+        "liar",
+        "seeds",
+        "pass@1, %",
+        "less than none, points",
+        "loss",
+        "applied, gates, probe",
+    ]
     return table(columns, rows)
 
 

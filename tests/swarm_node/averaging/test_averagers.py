@@ -196,9 +196,12 @@ def test_unusable_weights_replace_nothing() -> None:
     averager = trainee.averager
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
-    trainee.probe = lambda: float(averager.tensors["embed"].square().sum())
+    trainee.probe = lambda: float((averager.tensors["embed"] - 2.0).abs().mean())
     assert averager.replace(better) and averager.replaced == 1
-    assert not averager.replace(broken) and averager.replaced == 1
+    for worse in (broken, [torch.zeros_like(before)], [-better[0]], [torch.full_like(before, math.nan)]):
+        assert not averager.replace(worse) and averager.replaced == 1
+    assert averager.replace([torch.full_like(before, 2.5)]), "somewhat worse, as weights that learned something else"
+    assert averager.replace(better)
     assert torch.equal(torch.cat(averager.slow), better[0])
     assert all(bool((tensor == 2.0).all()) for tensor in averager.tensors.values())
 
@@ -509,6 +512,39 @@ def test_the_probe_takes_back_harmful_weights() -> None:
     assert torch.equal(victim.flat, before)
     assert victim.averager.counts["skipped/probe"] >= 1 and victim.averager.counts["exchanges"] == 0
     assert other.averager.counts["exchanges"] >= 1
+
+
+@pytest.mark.parametrize("summed_up", [True, False])
+def test_a_partner_that_costs_a_little_each_time_is_left_out(summed_up: bool) -> None:
+    """It sends the weights of honest nodes, moved uphill by less than any single exchange is refused for."""
+    cohort = Cohort(4, every=1, probe=True, alpha=0.0, beta=1.0, gamma=1.0)
+    *honest, liar = cohort.trainees
+    for trainee in cohort.trainees:
+        trainee.trains = False
+    liar.averager.fragments.gather = lambda i: honest[0].flat + 0.16  # type: ignore[method-assign]
+    for trainee in honest:
+        trainee.probe = lambda trainee=trainee: float(trainee.flat.abs().mean())
+        if summed_up:
+            trainee.averager.unseen_probe = trainee.probe
+    cohort.run(60 * PERIOD_S)
+    reached = max(float(trainee.flat.abs().mean()) for trainee in honest)
+    assert reached < 0.4 if summed_up else reached > 0.8
+    assert all(trainee.averager.counts["exchanges"] > 20 for trainee in honest), "honest ones go on"
+    assert summed_up == any(trainee.averager.counts["skipped/probe"] for trainee in honest)
+
+
+def test_only_partners_that_cost_nothing_say_how_far_is_usual() -> None:
+    cohort = Cohort(2, every=1, probe=True, clip=1.5, alpha=0.0, beta=1.0, gamma=1.0)
+    victim, other = cohort.trainees
+    for trainee in cohort.trainees:
+        trainee.trains = False
+    for tensor in other.weights.values():
+        tensor.fill_(1e-7)
+    victim.averager.unseen_probe = lambda: float(victim.flat.abs().mean())
+    while not all(cohort.exchanges()):
+        assert cohort.clock.step(), "they never met"
+    distances = [trainee.averager.robust.state()["seen"]["0"]["distances"] for trainee in cohort.trainees]
+    assert not distances[0] and distances[1]
 
 
 # --------------------------------------------------------------------- versions of the protocol
