@@ -7,9 +7,9 @@
     refused if  KEPT spent_j + cost - usual > allowed,  or the same with spent > TOGETHER allowed
 
 So a sum is bounded, not one exchange: a partner that costs a little each time has soon spent what it may, and from then
-on only exchanges with it are applied that cost no more than is usual. So nobody is shut out, and what was spent is slowly
-forgotten. Help given earlier is no credit. What many identities may cost together is bounded by `spent`, which honest
-partners lower. Most exchanges must be with honest partners, or what is usual is not.
+on only exchanges with it are applied that cost no more than is usual. So nobody is shut out, and what was spent is
+slowly forgotten. Help given earlier is no credit. What many identities may cost together is bounded by `spent`, which
+honest partners lower. Most exchanges must be with honest partners, or what is usual is not.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
 
 Nobody negotiates. Both peers compute the pair alone, and a call that does not fit the callee's view is refused. So
 differing views cost a round, but never cause a wrong pair. A callee answers in the middle of its own round, so that
-slow peers take part. When both peers call at once, the call of the lower peer id counts.
+slow peers take part. When both peers call at once, the call of the lower peer id counts. Each promises its body before
+it gets the other's, so none can be made for its receiver; that takes a second pass over the encoding.
 
 Besides the weights, their slow copy and the momentum, an exchange needs twice the memory of its fragment: this node's
 copy, and the partner's values, which the new momentum overwrites.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
 from protocol.peers import is_relayed
-from protocol.tensors import AVERAGE_METHOD, AverageHead
+from protocol.tensors import AVERAGE_METHOD, PROMISES, AverageHead, decode_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
@@ -44,6 +46,7 @@ from swarm_node.averaging.pair_exchange import (
     body_size,
     check_head,
     root_mean_square,
+    sha256_of,
 )
 from swarm_node.averaging.pairing import only_relayed, partner
 from swarm_node.errors import CheckpointError, UserError
@@ -276,7 +279,11 @@ class PairAverager(Averager):
     def _half(self, exchange: PairExchange) -> Outgoing:
         values, written_out = self.fragments.sizes[exchange.copy.fragment], len(exchange.copy.written_out)
         size = body_size(self._codec, values, written_out, self._both)
-        return self._outgoing(exchange.partner, self._codec, size, partial(self._pieces, exchange), **exchange.head())
+        pieces = partial(self._pieces, exchange)
+        ours = self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head())
+        call = decode_head(ours.head, AverageHead) if exchange.ours else exchange.theirs
+        assert call is not None
+        return replace(ours, promise=lambda: sha256_of(pieces())) if call.protocol >= PROMISES else ours
 
     def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
         return exchange.pieces(self.place.peer_id)

@@ -13,6 +13,7 @@ tensors as soon as no worker uses them.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -301,6 +302,13 @@ def check_head(head: AverageHead, size: int, values: int, both: bool) -> None:
     expected = body_size(head.codec, values, head.written_out, both)
     if size != expected:
         raise RemoteProtocolError("size", f"{size} bytes for {expected}")
+
+
+def sha256_of(pieces: Iterator[memoryview]) -> bytes:
+    hashed = hashlib.sha256()
+    for piece in pieces:
+        hashed.update(piece)
+    return hashed.digest()
 
 
 def root_mean_square(a: Tensor, b: Tensor) -> float:

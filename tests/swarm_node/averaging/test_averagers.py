@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, partial
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
 from swarm_node.averaging.pair_averager import PairAverager
+from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
@@ -579,6 +581,30 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
         assert weights_version(peer) == version
     cards["older"] = PeerCard(4, SWARM, 0.0, "older", ["trainer"])
     assert weights_version("unknown") == 4, "as the oldest here reads"
+
+
+@pytest.mark.parametrize("calls_in", [1, 2])
+def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of protocol 1 promises nothing, and the answer to its call says nothing that it would not expect."""
+    cohort = Cohort(2, every=1)
+    caller = cohort.trainees[0]
+    caller_id, halves = caller.transport.peer_id, list[tuple[PairExchange, Outgoing]]()
+    versions = lambda peer, members: 2 if peer == caller_id else calls_in  # noqa: E731
+    monkeypatch.setattr(averager_module, "version_for", versions)
+    for trainee in cohort.trainees:
+        averager = trainee.averager
+        assert isinstance(averager, PairAverager)
+
+        def half(exchange: PairExchange, made: Callable[[PairExchange], Outgoing] = averager._half) -> Outgoing:
+            ours = made(exchange)
+            halves.append((exchange, ours))
+            return ours
+
+        monkeypatch.setattr(averager, "_half", half)
+        monkeypatch.setattr(averager, "_call", averager._call if trainee is caller else lambda *call: None)
+    cohort.run(4 * PERIOD_S)
+    assert all(cohort.exchanges()) and {exchange.ours for exchange, _ in halves} == {True, False}
+    assert all((ours.promise is not None) == (calls_in == 2) for _, ours in halves)
 
 
 def test_a_failure_over_versions_says_how_to_upgrade() -> None:
