@@ -4,9 +4,9 @@
     python -m benchmarks.averaging_uphill --report
 
 Three honest nodes train the starter policy on right answers to `small` (next-token loss, Adam, 5 steps a round). They
-meet in pairs, drawn anew each round, a fourth peer included. Each judges its partner with the node's own code: clip, gates,
-probe and costs, with the defaults. The fourth peer has its partner's weights before it answers, and sends them moved in
-the direction in which the partner's loss on public questions grows fastest:
+meet in pairs, drawn anew each round, a fourth peer included. Each judges its partner with the node's own code: clip,
+gates, probe and costs, with the defaults. The fourth peer has its partner's weights before it answers, and sends them
+moved in the direction in which the partner's loss on public questions grows fastest:
 
     none        nobody averages with it
     uphill      as far as the clip lets pass

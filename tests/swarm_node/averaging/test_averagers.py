@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, partial
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -589,6 +590,7 @@ def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch
     cohort = Cohort(2, every=1)
     caller = cohort.trainees[0]
     caller_id, halves = caller.transport.peer_id, list[tuple[PairExchange, Outgoing]]()
+    kept: list[bool] = []
     versions = lambda peer, members: 2 if peer == caller_id else calls_in  # noqa: E731
     monkeypatch.setattr(averager_module, "version_for", versions)
     for trainee in cohort.trainees:
@@ -598,6 +600,8 @@ def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch
         def half(exchange: PairExchange, made: Callable[[PairExchange], Outgoing] = averager._half) -> Outgoing:
             ours = made(exchange)
             halves.append((exchange, ours))
+            if ours.promise is not None and not exchange.ours:
+                kept.append(ours.promise() == sha256(b"".join(ours.pieces())).digest())
             return ours
 
         monkeypatch.setattr(averager, "_half", half)
@@ -605,6 +609,7 @@ def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch
     cohort.run(4 * PERIOD_S)
     assert all(cohort.exchanges()) and {exchange.ours for exchange, _ in halves} == {True, False}
     assert all((ours.promise is not None) == (calls_in == 2) for _, ours in halves)
+    assert all(kept) and bool(kept) == (calls_in == 2), "what is promised is what is sent"
 
 
 def test_a_failure_over_versions_says_how_to_upgrade() -> None:
