@@ -184,7 +184,7 @@ class Node:
         """Keep back the round's first group with a best answer, if one is due where weights are averaged: nobody else
         gets it and nobody is trained on it, so it shows what averaging costs."""
         self._kept_back = None
-        if self.averager is None:
+        if self.averager is None or not self.averager.config.probe:
             return
         self._since_kept_back += len(groups)
         for group in groups if self._since_kept_back >= KEPT_BACK else ():
