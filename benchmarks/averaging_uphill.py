@@ -131,14 +131,12 @@ class Honest:
         slow_minus_fast(self.slow, theirs, fast)
         averaged, unseen = self.fast + fast, self.world.tasks.sample(self.rng, PROBED)
         own, after = self.world.loss(self.fast, unseen), self.world.loss(averaged, unseen)
-        too_much, usual = self.robust.costs.judge(partner, own, after)
-        if self.robust.vetoed(own, after) or too_much:
+        if self.robust.broken(own, after) or self.robust.vetoed(own, after, partner):
             self.counts["probe"] += 1
             return
         self.fast, self.slow, self.outer_momentum = averaged, self.slow + theirs, theirs
         self.counts["applied"] += 1
-        if usual:
-            self.robust.accept(0, verdict)
+        self.robust.accept(0, verdict)
 
 
 class Liar:

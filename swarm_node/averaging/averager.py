@@ -317,10 +317,9 @@ class Averager(ABC):
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
         return head
 
-    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> bool:
+    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> None:
         """Add (1 - mixing) of `difference`, which comes of averaging with `partner`, to the weights, and use it up.
-        Returns whether that cost no more than is usual. Raises RemoteProtocolError `probe`, with nothing changed, if
-        the probes refuse the result."""
+        Raises RemoteProtocolError `probe`, with nothing changed, if the probes refuse the result."""
         self.before_change()
         before = self._losses()
         if self.config.mixing:
@@ -328,29 +327,27 @@ class Averager(ABC):
         with self.changing():
             self.fragments.add(fragment, difference)  # `difference` is now what the weights were
             self._changed()
-            refused, usual = self._judge(partner, before, self._losses())
+            refused = self._refused(partner, before, self._losses())
             if refused:
                 self.fragments.scatter(fragment, difference)
                 self._changed()
                 raise RemoteProtocolError("probe", refused)
-        return usual
 
     def _losses(self) -> tuple[float | None, float | None]:
         """This node's losses by both probes."""
         return (self._probe(), self.unseen_probe()) if self.config.probe else (None, None)
 
-    def _judge(
+    def _refused(
         self, partner: str, before: tuple[float | None, float | None], after: tuple[float | None, float | None]
-    ) -> tuple[str, bool]:
-        """(why weights are not averaged with those of `partner`; empty = they are, whether it costs no more than is
-        usual), from the `_losses` before and after."""
-        (own, unseen), (then, then_unseen) = before, after
-        if own is not None and then is not None and self.robust.vetoed(own, then):
-            return "much less, at once", False
-        if unseen is None or then_unseen is None:
-            return "", True
-        too_much, usual = self.robust.costs.judge(partner, unseen, then_unseen)
-        return "in sum, with this partner or with all, lately" if too_much else "", usual
+    ) -> str:
+        """Why weights are not averaged with those of `partner`, from the `_losses` before and after; empty if they
+        are."""
+        (own, unseen), (then, unseen_then) = before, after
+        if own is not None and then is not None and self.robust.broken(own, then):
+            return "much less, at once"
+        if unseen is not None and unseen_then is not None and self.robust.vetoed(unseen, unseen_then, partner):
+            return "in sum, with this partner or with all, lately"
+        return ""
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""

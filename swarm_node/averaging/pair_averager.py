@@ -337,7 +337,7 @@ class PairAverager(Averager):
         fragment, helped = copy.fragment, exchange.draining and not exchange.ours
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
-        usual = self._apply(fragment, copy.fast, exchange.partner)
+        self._apply(fragment, copy.fast, exchange.partner)
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
@@ -348,8 +348,7 @@ class PairAverager(Averager):
             self._rounds.drained(exchange.round, fragment, exchange.partner, self.now())
         if not exchange.draining:
             self.spread = self._apart[fragment] = exchange.apart
-            if usual:
-                self.robust.accept(fragment, exchange.verdict)
+            self.robust.accept(fragment, exchange.verdict)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: PairExchange, reason: str, detail: str) -> None:

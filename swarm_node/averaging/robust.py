@@ -45,7 +45,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
-from swarm_node.averaging.costs import NOTHING, Costs
+from swarm_node.averaging.costs import EVERYBODY, NOTHING, Costs
 
 WINDOW = 8  # exchanges remembered
 GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one
@@ -108,6 +108,7 @@ class Robust:
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
         self.costs = Costs()
+        self._usual_cost = True  # whether the exchange that was judged last cost no more than is usual
         self._probed: list[float] = []  # the last differences loss(averaged) - loss(own)
         self._guard = threading.Lock()  # guards what is remembered, except own progress
         self._checking = threading.Lock()
@@ -151,14 +152,22 @@ class Robust:
                 _push(seen.signs, measures.signs)
 
     def accept(self, fragment: int, verdict: Judged) -> None:
-        """The partner was averaged with, and cost no more than is usual: its distance is a usual one."""
-        if math.isfinite(verdict.distance):
+        """The partner was averaged with: its distance is a usual one, unless it was just found to cost more than is
+        usual."""
+        if self._usual_cost and math.isfinite(verdict.distance):
             with self._guard:
                 _push(self._seen[fragment].distances, verdict.distance)
 
-    def vetoed(self, own_loss: float, merged_loss: float) -> bool:
+    def vetoed(self, own_loss: float, merged_loss: float, partner: str = EVERYBODY) -> bool:
+        """Whether `partner` has cost too much lately, with this exchange; see `costs`. Both are losses in nats per
+        token on the same right answers of this node, which nobody was trained on."""
+        too_much, self._usual_cost = self.costs.judge(partner, own_loss, merged_loss)
+        return too_much
+
+    def broken(self, own_loss: float, merged_loss: float) -> bool:
         """Whether averaged weights do this node's own job much worse. Both are losses in nats per token on the same
-        right answers of its own. The difference is remembered, as GROWTH times the allowed one at most."""
+        right answers of its own, which it may just have been trained on. The difference is remembered, as GROWTH times
+        the allowed one at most."""
         allowed = PROBE_FLOOR
         if len(self._probed) >= MIN_SEEN:
             middle = median(self._probed)
