@@ -46,7 +46,6 @@ from swarm_node.averaging.pair_exchange import (
     body_size,
     check_head,
     root_mean_square,
-    sha256_of,
 )
 from swarm_node.averaging.pairing import only_relayed, partner
 from swarm_node.errors import CheckpointError, UserError
@@ -283,7 +282,8 @@ class PairAverager(Averager):
         ours = self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head())
         call = decode_head(ours.head, AverageHead) if exchange.ours else exchange.theirs
         assert call is not None
-        return replace(ours, promise=lambda: sha256_of(pieces())) if call.protocol >= PROMISES else ours
+        promise = partial(exchange.promise, self.place.peer_id)
+        return replace(ours, promise=promise) if call.protocol >= PROMISES else ours
 
     def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
         return exchange.pieces(self.place.peer_id)

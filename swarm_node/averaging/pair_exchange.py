@@ -152,6 +152,13 @@ class PairExchange:
                 self.check_live()
                 yield piece
 
+    def promise(self, me: str) -> bytes:
+        """The sha256 of the body of this node, `me`."""
+        hashed = hashlib.sha256()
+        for piece in self.pieces(me):
+            hashed.update(piece)
+        return hashed.digest()
+
     def sink(self, theirs: AverageHead, arrived: Callable[..., None]) -> Sink:
         """The receiver of the partner's body, which follows the head `theirs`. `arrived` is called with the partner's
         fast weights, and its slow ones if those travel too."""
@@ -302,13 +309,6 @@ def check_head(head: AverageHead, size: int, values: int, both: bool) -> None:
     expected = body_size(head.codec, values, head.written_out, both)
     if size != expected:
         raise RemoteProtocolError("size", f"{size} bytes for {expected}")
-
-
-def sha256_of(pieces: Iterator[memoryview]) -> bytes:
-    hashed = hashlib.sha256()
-    for piece in pieces:
-        hashed.update(piece)
-    return hashed.digest()
 
 
 def root_mean_square(a: Tensor, b: Tensor) -> float:
