@@ -30,7 +30,7 @@ EVERYBODY = ""  # key of the sum over all partners, and the partner in an exchan
 NOTHING: dict[str, Any] = {"last": [], "spent": {}}  # the state of a node that has not averaged yet
 
 
-class Costs:
+class PartnerCosts:
     """What each partner has cost lately. For the training thread."""
 
     def __init__(self) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
 from protocol.peers import is_relayed
-from protocol.tensors import AVERAGE_METHOD, PROMISES, AverageHead, decode_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
@@ -276,14 +275,9 @@ class PairAverager(Averager):
             self._rounds.begin(exchange.round, exchange.ends)
 
     def _half(self, exchange: PairExchange) -> Outgoing:
-        values, written_out = self.fragments.sizes[exchange.copy.fragment], len(exchange.copy.written_out)
-        size = body_size(self._codec, values, written_out, self._both)
-        pieces = partial(self._pieces, exchange)
-        ours = self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head())
-        call = decode_head(ours.head, AverageHead) if exchange.ours else exchange.theirs
-        assert call is not None
-        promise = partial(exchange.promise, self.place.peer_id)
-        return replace(ours, promise=promise) if call.protocol >= PROMISES else ours
+        copy, me, pieces = exchange.copy, self.place.peer_id, partial(self._pieces, exchange)
+        size = body_size(self._codec, self.fragments.sizes[copy.fragment], len(copy.written_out), self._both)
+        return exchange.promised(self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head()), me)
 
     def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
         return exchange.pieces(self.place.peer_id)

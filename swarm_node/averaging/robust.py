@@ -45,7 +45,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
-from swarm_node.averaging.costs import EVERYBODY, NOTHING, Costs
+from swarm_node.averaging.costs import EVERYBODY, NOTHING, PartnerCosts
 
 WINDOW = 8  # exchanges remembered
 GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one
@@ -107,7 +107,7 @@ class Robust:
         self._seen: defaultdict[int, PartnerHistory] = defaultdict(PartnerHistory)
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
-        self.costs = Costs()
+        self.costs = PartnerCosts()
         self._usual_cost = True  # whether the exchange that was judged last cost no more than is usual
         self._probed: list[float] = []  # the last differences loss(averaged) - loss(own)
         self._guard = threading.Lock()  # guards what is remembered, except own progress
