@@ -30,9 +30,10 @@ from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
+from swarm_node.averaging.costs import EVERYBODY
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
-from swarm_node.averaging.robust import Robust
+from swarm_node.averaging.robust import PROBE_FLOOR, Robust
 from swarm_node.averaging.roster import CohortRoster
 from swarm_node.averaging.skipping import WORDS, happened, skipped
 from swarm_node.config import AveragingConfig
@@ -128,6 +129,9 @@ class Averager(ABC):
         self.run = "RUN"  # the run directory as a command takes it, if that is known
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
+        self.unseen_probe: Callable[[], float | None] = lambda: None
+        """Gives this node's loss on own best answers that nobody was trained on, None if it has none. Small costs show
+        there; answers that it was just trained on become less likely with honest partners, too."""
 
     @abstractmethod
     def step(self, updates: int) -> None:
@@ -230,14 +234,14 @@ class Averager(ABC):
             self._lock.release()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
-        """Go on with other weights, a vector for each fragment. False, and nothing changed, if the probe's loss is
-        not finite."""
+        """Go on with other weights, a vector for each fragment. False, and nothing changed, if by the probe they are
+        much worse than this node's own, or nothing can be computed with them."""
         self.before_change()
         with self.changing():  # nobody gets a copy of weights on trial
-            kept = self.fragments.gather_all()
+            kept, own = self.fragments.gather_all(), self._probe()
             self._take(values)
-            mean_nll = self._probe()
-            if mean_nll is not None and not math.isfinite(mean_nll):
+            theirs = self._probe()
+            if theirs is not None and not (math.isfinite(theirs) and (own is None or theirs <= own + PROBE_FLOOR)):
                 self._take(kept)
                 return False
         self.restart()
@@ -313,21 +317,37 @@ class Averager(ABC):
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
         return head
 
-    def _apply(self, fragment: int, difference: Tensor) -> None:
-        """Add (1 - mixing) of `difference` to the weights, and use it up. Raises RemoteProtocolError `probe`, with
-        nothing changed, if the probe refuses the result."""
+    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> None:
+        """Add (1 - mixing) of `difference`, which comes of averaging with `partner`, to the weights, and use it up.
+        Raises RemoteProtocolError `probe`, with nothing changed, if the probes refuse the result."""
         self.before_change()
-        before = self._probe() if self.config.probe else None
+        before = self._losses()
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
         with self.changing():
             self.fragments.add(fragment, difference)  # `difference` is now what the weights were
             self._changed()
-            after = self._probe() if before is not None else None
-            if before is not None and after is not None and self.robust.vetoed(before, after):
+            refused = self._refused(partner, before, self._losses())
+            if refused:
                 self.fragments.scatter(fragment, difference)
                 self._changed()
-                raise RemoteProtocolError("probe", "this node's own best answers became less likely")
+                raise RemoteProtocolError("probe", refused)
+
+    def _losses(self) -> tuple[float | None, float | None]:
+        """This node's losses by both probes."""
+        return (self._probe(), self.unseen_probe()) if self.config.probe else (None, None)
+
+    def _refused(
+        self, partner: str, before: tuple[float | None, float | None], after: tuple[float | None, float | None]
+    ) -> str:
+        """Why weights are not averaged with those of `partner`, from the `_losses` before and after; empty if they
+        are."""
+        (own, unseen), (then, unseen_then) = before, after
+        if own is not None and then is not None and self.robust.broken(own, then):
+            return "much less, at once"
+        if unseen is not None and unseen_then is not None and self.robust.vetoed(unseen, unseen_then, partner):
+            return "in sum, with this partner or with all, lately"
+        return ""
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""
