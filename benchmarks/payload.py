@@ -15,7 +15,8 @@ under results/payload; what is there already is not run again. Figures, of the l
     liars'    share of the liars' groups among the groups that honest peers train on
 
 The report also says what the gate costs where nobody lies, in points of held-out pass@1 (100 points = all right), from
-what `python -m benchmarks.sharing --settings format --arms new "new no gate" --seeds 0 1 …` (and tags, plain) has left.
+what `python -m benchmarks.sharing --settings format --arms new "new no gate" --seeds 0 1 …` (and steps-8, tags, plain)
+has left.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from swarm_node.types import Group
 FOLDER = RESULTS / "payload"
 HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420
 WINDOWS = 12
-COSTS = ("format", "tags", "plain")
-"""Settings of the sharing benchmark in which the gate's cost is measured."""
+COSTS = ("steps-8", "format", "tags", "plain")
+"""Settings of the sharing benchmark in which the cost of the gate, and of own proportions, is measured."""
 GROUPS_PER_S = 10
 ANSWERS = 8
 SMALL = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}}
