@@ -252,6 +252,8 @@ class Run:
             _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
+            if self.state.saved is not None:  # by an earlier start, whose figures may be of other settings
+                self.state.save()
             _say_first_look(self.held_out, node, prompts)
         self.held_out.begin()
         if node.round >= config.total_rounds:
