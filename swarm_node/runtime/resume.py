@@ -28,6 +28,7 @@ from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, read_best
 from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 
@@ -124,6 +125,8 @@ class RunState:
     def resume(self) -> bool:
         """Resume from the newest checkpoint of this run; whether there was one. Raises UserError."""
         checkpoint = self.checkpoints.load_latest(self.foreign)
+        if checkpoint is None and self.checkpoints.refused:
+            say(Warned("no checkpoint is usable: starting anew (the refused ones stay where they are)"), "checkpoint")
         upto = math.inf
         if checkpoint is not None and self.crew is not None:
             upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.held_stages.checkpoints.run)
@@ -171,8 +174,8 @@ class RunState:
         return True
 
     def _resume_figures(self, round: int, state: dict[str, Any]) -> None:
-        """Take over the held-out figures in the state of the checkpoint of `round`, unless questions are asked or judged
-        otherwise now. Where nothing was trained yet, all are then measured anew."""
+        """Take over the held-out figures in the state of the checkpoint of `round`, unless questions are asked or
+        judged otherwise now. Where nothing was trained yet, all are then measured anew."""
         conditions = self.held_out.conditions  # versions without forms of answers had `any`
         alike = {"answer": "any"} | state["held_out"] == conditions
         if alike and (round or state.get("judged") == self._right_under()):
@@ -259,8 +262,9 @@ class RunState:
         if not isinstance(theirs, dict):
             return "it names no model"
         if theirs.get("base") != mine["base"]:
-            quantize = self.config.policy.quantize
-            return f"its base model is not {self.config.policy.model}{f' in {quantize}' if quantize else ''}"
+            policy = self.config.policy
+            packed = f" in {policy.quantize}" if policy.quantize else ""
+            return f"its base model is not {model_name(policy.model)}{packed}"
         if theirs != mine:
             return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None
