@@ -43,7 +43,7 @@ class GoingOn(msgspec.Struct, frozen=True):
 def going_on(run: RunDir, settings: Mapping[str, Any] | None = None) -> GoingOn:
     """How to go on with `run` when no process holds it. `settings`: its config.toml, if that was read already."""
     table = _read(run) if settings is None else settings
-    if not table:
+    if table is None:
         return GoingOn(instead="begin anew: its config.toml is not there, or cannot be read")
     functions = _within(table, "rewards", "functions")
     paths = [each.get("path") for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
@@ -73,12 +73,12 @@ def of_a_program(path: str) -> bool:
     return where == "__main__" or attribute.endswith("()") or "<" in attribute or dotted
 
 
-def _read(run: RunDir) -> dict[str, Any]:
-    """Its config.toml; empty if that cannot be read."""
+def _read(run: RunDir) -> dict[str, Any] | None:
+    """Its config.toml; None if that cannot be read."""
     try:
         return tomllib.loads(read_plain(run.config, MAX_CONFIG_BYTES).decode())
     except (OSError, ValueError, RecursionError):
-        return {}
+        return None
 
 
 def _total(table: Mapping[str, Any]) -> float:

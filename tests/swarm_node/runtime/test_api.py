@@ -127,7 +127,7 @@ def test_figures_of_two_rewards_are_not_compared(capsys: pytest.CaptureFixture[s
     again = swarm_node.train({"run_dir": "run", "rounds": 6})
     assert again.figures.reward_rounds == 3 and again.figures.held_out is None
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "reward 5.000 -> 5.000, first and last tenth of the 3 rounds since tasks or rewards changed" in said
+    assert "reward 5.000 in the first, 5.000 in the last of the 3 rounds since tasks or rewards changed" in said
     assert "reward after" in said and "reward before" not in said, "the figures from after training stand alone"
 
 
