@@ -254,8 +254,7 @@ class Run:
             _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
-            if self.state.saved is not None:  # by an earlier start, whose figures may be of other settings
-                self.state.save()
+            self.state.save_figures()
             _say_first_look(self.held_out, node, prompts)
         self.held_out.begin()
         if node.round >= config.total_rounds:
@@ -352,9 +351,8 @@ class Run:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
         worth = None if self.node.member is None else self.node.member.latest_worth
         told = RunReport(self.run, self.state.tally, self.began_at, self.node.round, self.held_out, worth)
-        whole = self.crew is None or self.crew.leaving.complete
         evaluates = self.crew is None and bool(self.held_out.tasks.held_out(1))
-        told.tell(self.console, whole, evaluates)
+        told.tell(self.console, self.crew is None or self.crew.leaving.complete, evaluates)
         if self.console.json_output:
             told.dump()
         return told

@@ -94,6 +94,11 @@ class RunState:
         self.saved = None if best is not None and self.node.averager is not None else self.node.round
         self.saved_figures = figures
 
+    def save_figures(self) -> None:
+        """Save figures that were measured before training, if a checkpoint shows those of an earlier start."""
+        if self.saved is not None:
+            self.save()
+
     def _has(self, figures: tuple[Evaluation, Evaluation]) -> bool:
         """Whether the last checkpoint is of this round and has these figures."""
         there = self.saved_figures or ()

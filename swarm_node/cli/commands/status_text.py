@@ -140,10 +140,10 @@ def _any_link(found: Mapping[str, Any]) -> Iterator[str]:
 def _reward(tenths: Mapping[str, Any] | None, last: float | None) -> str:
     if tenths is None or tenths["rounds"] == 1:
         return "" if last is None else f"; its reward {last:.3f}"
-    first, last, rounds = f"{tenths['first']:.3f}", f"{tenths['last']:.3f}", tenths["rounds"]
+    at_first, now, rounds = f"{tenths['first']:.3f}", f"{tenths['last']:.3f}", tenths["rounds"]
     if rounds < ENOUGH_ROUNDS:
-        return f"; reward {first} in the first, {last} in the last of {rounds} rounds: too few for a trend"
-    return f"; reward {first} -> {last}, first and last tenth of {rounds:,} rounds"
+        return f"; reward {at_first} in the first, {now} in the last of {rounds} rounds: too few for a trend"
+    return f"; reward {at_first} -> {now}, first and last tenth of {rounds:,} rounds"
 
 
 def _held_out(found: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ NAME = 200
 ITEMS = 1000  # most items shown of a list or table in the status
 
 
-def shortened(value: Any, most: int = NAME) -> str:
+def cut_text(value: Any, most: int = NAME) -> str:
     text = "" if value is None else str(value)
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -20,12 +20,12 @@ def within(table: Any, *keys: str) -> Any:
     return table
 
 
-def bounded(value: Any, depth: int = 8) -> Any:
+def bounded_value(value: Any, depth: int = 8) -> Any:
     """A JSON value with bounded texts and lists, and with numbers that floats can hold."""
     if isinstance(value, str):
-        return shortened(value, TEXT)
+        return cut_text(value, TEXT)
     if isinstance(value, dict) and depth:
-        return {shortened(key): bounded(item, depth - 1) for key, item in list(value.items())[:ITEMS]}
+        return {cut_text(key): bounded_value(item, depth - 1) for key, item in list(value.items())[:ITEMS]}
     if isinstance(value, list) and depth:
-        return [bounded(item, depth - 1) for item in value[:ITEMS]]
+        return [bounded_value(item, depth - 1) for item in value[:ITEMS]]
     return value if value is None or isinstance(value, bool | int | float) else None

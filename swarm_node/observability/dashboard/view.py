@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
-from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded, shortened, within
+from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded_value, cut_text, within
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.ending import WORDS, LastWords, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
@@ -97,7 +97,7 @@ class View:
     def refresh(self) -> None:
         with self.lock:
             self._in_use = self._held.held()
-            self._waits = shortened(_why_paused(self.run)) if self._in_use else ""
+            self._waits = cut_text(_why_paused(self.run)) if self._in_use else ""
             self._problems = {}
             if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
                 self._config = config
@@ -122,7 +122,7 @@ class View:
         trains = bool(self._lately) or within(self.status, "role") not in (BOOTSTRAP, PAGE)
         problems = list(self._problems.values())
         if isinstance(problem := within(self.status, "problem"), str):
-            problems.append(shortened(problem, TEXT))
+            problems.append(cut_text(problem, TEXT))
         if n := self.curves.left_out:
             problems.append(f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}")
         return {
@@ -150,11 +150,11 @@ class View:
             "foreign": self.curves.total("swarm/groups_used"),
             "last": {name: value for name, value in last.items() if isinstance(value, int | float)},
             "settings": {
-                "model": model_name(shortened(within(config, "policy", "model"))) if trains else "",
-                "averaging": shortened(within(config, "averaging", "method")),
+                "model": model_name(cut_text(within(config, "policy", "model"))) if trains else "",
+                "averaging": cut_text(within(config, "averaging", "method")),
             },
             "commands": self._commands(state, trains),
-            "to_go_on": shortened(self._way_on(state, trains).instead, TEXT),
+            "to_go_on": cut_text(self._way_on(state, trains).instead, TEXT),
             "problems": problems,
         }
 
@@ -215,7 +215,7 @@ class View:
     def _paused(self, now: float) -> str:
         """Why the run is paused, as it says itself; empty = it is not."""
         reason = within(self.status, "paused") if self._status_fresh(now) else None
-        return self._waits or (shortened(reason) if isinstance(reason, str) else "")
+        return self._waits or (cut_text(reason) if isinstance(reason, str) else "")
 
     def _follows(self) -> bool:
         """Whether the run holds stages of a complete crew that another node leads."""
@@ -259,7 +259,7 @@ class View:
         with_reward = any(within(self._config, "rewards", key) for key in ("functions", "partial"))
         _, state = newest_checkpoint(self.run)
         if (found := shown_held_out(state, with_reward)) is not None:
-            self._held_out = bounded(found | {"change": shown_change(state)})
+            self._held_out = bounded_value(found | {"change": shown_change(state)})
 
     def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
         if void:
@@ -282,12 +282,12 @@ class View:
         self.samples.extend(shown_sample(record) for record in records[-SAMPLES:])
 
     def _event(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        text = self._without_password(shortened(record.get("text"), TEXT))
-        return {"time": _time(record), "kind": shortened(record.get("kind")), "text": text}
+        text = self._without_password(cut_text(record.get("text"), TEXT))
+        return {"time": _time(record), "kind": cut_text(record.get("kind")), "text": text}
 
     def _public(self, status: Any) -> dict[str, Any] | None:
         """`status` in bounded size, without secrets."""
-        cleaned = bounded(status)
+        cleaned = bounded_value(status)
         if not isinstance(cleaned, dict):
             return None
         if isinstance(crew := cleaned.get("crew"), dict):
@@ -416,7 +416,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 def _settled(value: Any) -> str:
     """The text of a setting; an address loses what stands before its host."""
     text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
-    return shortened(re.sub(r"://[^/@\s]*@", "://…@", text))
+    return cut_text(re.sub(r"://[^/@\s]*@", "://…@", text))
 
 
 def _name_reasons(status: Any, part: str, prefix: str = "") -> None:

@@ -230,7 +230,8 @@ def test_where_things_are_and_what_to_type() -> None:
         "          swarm-node eval r --checkpoint best",
         "          swarm-node export r r-model --checkpoint best",
     ]
-    assert next_steps("r", again, samples=True)[-2:] == ["          swarm-node samples r", "          swarm-node dashboard r"]
+    kept = ["          swarm-node samples r", "          swarm-node dashboard r"]
+    assert next_steps("r", again, samples=True)[-2:] == kept
     assert next_steps("r", again, whole=False, evaluates=False) == [
         "next      swarm-node resume r",
         "          swarm-node dashboard r",
