@@ -293,6 +293,74 @@ def test_held_out_figures_begin_before_training(browser: Chromium, url: str) -> 
     assert browser.errors == []
 
 
+def held_out_chart(browser: Chromium) -> list[str]:
+    """The titles of the large charts that are shown."""
+    shown: list[str] = browser.value(
+        "[...document.querySelectorAll('#first figure:not([hidden]) .title')].map(title => title.textContent)"
+    )
+    return shown
+
+
+def test_a_run_goes_by_the_reward_that_counts(browser: Chromium, url: str) -> None:
+    """Where the checker does not count, the page shows no flat pass@1 in its place, and calls no rewarded answer red."""
+    run = RunDir("runs/own")
+    run.path.mkdir()
+    run.config.write_text('rounds = 9\n[rewards]\nchecker_weight = 0\nfunctions = [{path = "m.py:f"}]\n')
+    Path("m.py").touch()
+    for round in range(1, 6):
+        write(run.metrics, metrics(round, **{"eval/pass_1": 0.0, "eval/pass_k": 0.0, "eval/reward": round / 10}))
+    write(run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "summary", "text": "."})
+    answers = [
+        {"text": text, "extracted": text, "reward": reward, "correct": False, "finished": True}
+        for text, reward in (("best", 1.0), ("mean", 0.5), ("worst", 0.0))
+    ]
+    write(run.samples, answered(5, *answers, reward=0.5))
+    browser.open(f"{url}#own")
+    browser.wait(READY)
+    browser.wait("document.querySelectorAll('#first figure:not([hidden])').length === 2")
+    assert held_out_chart(browser) == ["Reward", "Held-out questions: reward"]
+    small = "[...document.querySelectorAll('#charts figure:not([hidden]) .title')].map(title => title.textContent)"
+    assert "Held-out questions" in browser.value(small), "pass@1 stays as one of the small charts"
+    colours = "[...document.querySelectorAll('#details .sample li > span')].map(e => [e.textContent, e.className])"
+    assert browser.value(colours) == [["1.00", "up"], ["0.50", ""], ["0.00", "down"]]
+    assert figure(browser, "reward") == "Reward 0.050 in the last of 5 rounds, too few for a trend"
+    browser.open(f"{url}#own&alice")
+    browser.wait("document.querySelectorAll('#first figure:not([hidden])').length === 2")
+    assert held_out_chart(browser) == ["Reward", "Held-out questions"], "of unlike runs pass@1, which both have"
+    assert browser.errors == []
+
+
+def test_a_run_that_no_command_goes_on_with_says_what_does(browser: Chromium, url: str) -> None:
+    config = RunDir("runs/alice").config
+    commands = "document.querySelector('.commands').innerText"
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    assert "swarm-node resume runs/alice\n" in browser.value(commands) + "\n"
+    config.write_text('rounds = 90\n[policy]\nmodel = "starter"\n[rewards]\nfunctions = [{path = "__main__:<f>"}]\n')
+    browser.wait(f"{commands}.includes('start the program again that gave it')")
+    assert "'__main__:<f>'" in browser.value(commands) and "resume" not in browser.value(commands)
+    config.write_text('rounds = 40\n[policy]\nmodel = "starter"\n')
+    browser.wait(f"{commands}.includes('swarm-node resume runs/alice --rounds 80')")
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("seconds", [38, 75, 100, 137, 171, 500, 1900, 5999, 9000, 40_000, 200_000, 5_000_000])
+def test_no_two_labels_of_a_time_axis_are_equal(browser: Chromium, url: str, seconds: int) -> None:
+    run = RunDir("runs/timed")
+    run.path.mkdir()
+    for part in (0, 0.5, 1):
+        write(run.metrics, metrics(int(2 * part) + 1) | {"time": 1000.0 + part * seconds})
+    for width in (1280, 700, 390):
+        browser.open(f"{url}#timed", width=width, height=900)
+        browser.wait(READY)
+        browser.value("document.getElementById('axis').value = 'time'")
+        browser.value("document.getElementById('axis').dispatchEvent(new Event('change'))")
+        at_foot = "[...document.querySelectorAll('#first figure:first-child .tick')].filter(e => e.getAttribute('y') > 200)"
+        browser.wait(f"{at_foot}.some(e => e.textContent === 'time')")
+        labels = browser.value(f"{at_foot}.map(e => e.textContent)")
+        assert len(set(labels)) == len(labels) > 2, labels
+
+
 def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
