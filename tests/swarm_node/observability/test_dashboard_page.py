@@ -309,7 +309,9 @@ def test_a_run_goes_by_the_reward_that_counts(browser: Chromium, url: str) -> No
     Path("m.py").touch()
     for round in range(1, 6):
         write(run.metrics, metrics(round, **{"eval/pass_1": 0.0, "eval/pass_k": 0.0, "eval/reward": round / 10}))
-    write(run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "summary", "text": "."})
+    write(
+        run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "summary", "text": "."}
+    )
     answers = [
         {"text": text, "extracted": text, "reward": reward, "correct": False, "finished": True}
         for text, reward in (("best", 1.0), ("mean", 0.5), ("worst", 0.0))
@@ -355,7 +357,9 @@ def test_no_two_labels_of_a_time_axis_are_equal(browser: Chromium, url: str, sec
         browser.wait(READY)
         browser.value("document.getElementById('axis').value = 'time'")
         browser.value("document.getElementById('axis').dispatchEvent(new Event('change'))")
-        at_foot = "[...document.querySelectorAll('#first figure:first-child .tick')].filter(e => e.getAttribute('y') > 200)"
+        at_foot = (
+            "[...document.querySelectorAll('#first figure:first-child .tick')].filter(e => e.getAttribute('y') > 200)"
+        )
         browser.wait(f"{at_foot}.some(e => e.textContent === 'time')")
         labels = browser.value(f"{at_foot}.map(e => e.textContent)")
         assert len(set(labels)) == len(labels) > 2, labels
