@@ -183,17 +183,19 @@ class RunState:
         judged otherwise now. Where nothing was trained yet, all are then measured anew."""
         conditions = self.held_out.conditions  # versions without forms of answers had `any`
         alike = {"answer": "any"} | state["held_out"] == conditions
-        if alike and (round or state.get("judged") == self._right_under()):
+        if not round and not (alike and state.get("judged") == self._right_under()):
+            return
+        if alike:
             self.held_out.restore(state)
             best = read_best(self.run.path, conditions)
             self.held_out.best = best if best is not None and best.round <= self.node.round else None
-            self.saved_figures = self.held_out.figures.before, self.held_out.figures.last
-        elif round:
+        else:
             say(
                 Warned(
                     "tasks or evaluation settings are not those this run began with: no figures from before training"
                 )
             )
+        self.saved_figures = self.held_out.figures.before, self.held_out.figures.last
 
     def catch_up(self) -> None:
         """Complete the running figures from metrics.jsonl, which ends with the round that the run resumes after.

@@ -150,7 +150,7 @@ class View:
             "foreign": self.curves.total("swarm/groups_used"),
             "last": {name: value for name, value in last.items() if isinstance(value, int | float)},
             "settings": {
-                "model": model_name(cut_text(within(config, "policy", "model"))) if trains else "",
+                "model": cut_text(model_name(cut_text(within(config, "policy", "model"), TEXT))) if trains else "",
                 "averaging": cut_text(within(config, "averaging", "method")),
             },
             "commands": self._commands(state, trains),
