@@ -68,7 +68,8 @@ const UNITS = [["d", 86400, 172800], ["h", 3600, 6000], ["min", 60, 100], ["s", 
 
 // Labels of times on one axis up to `most` seconds, in one unit and as precise as steps of `step` seconds need.
 function timeTick(step, most) {
-  const [unit, seconds] = UNITS.find(([, , from]) => most >= from), digits = [0, 1].find((n) => Number.isInteger(+((step / seconds) * 10 ** n).toFixed(6))) ?? 2;
+  const [unit, seconds] = UNITS.find(([, , from]) => most >= from);
+  const digits = [0, 1].find((n) => Number.isInteger(+((step / seconds) * 10 ** n).toFixed(6))) ?? 2;
   return (value) => (value ? `${+(value / seconds).toFixed(digits)} ${unit}` : "0");
 }
 
@@ -188,11 +189,11 @@ export class Chart {
       const [ticksX, stepX] = steps(lowX, highX, width / (width > 600 ? 90 : 62), { units: time ? TIMES : null, whole: true });
       const apart = (x) => toX(x) - toX(lowX) > 40 && toX(highX) - toX(x) > 50; // from the labels of both ends
       drawn.push(shape("text", { class: "tick", x: left - 9, y: height - 6, "text-anchor": "end" }, this.axis));
-      const label = time ? timeTick(stepX, highX) : (x) => tick(x, Number.isInteger(x) ? 1 : stepX);
-      const ends = [[lowX, "start"], [highX, "end"]], taken = new Set(ends.map(([x]) => label(x)));
-      const between = ticksX.filter((x) => apart(x) && !taken.has(label(x)) && taken.add(label(x))).map((x) => [x, "middle"]);
-      for (const [x, anchor] of [...ends, ...between]) {
-        drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, label(x)));
+      const label = (step) => (time ? timeTick(step, highX) : (x) => tick(x, Number.isInteger(x) ? 1 : stepX));
+      const ends = [[lowX, "start"], [highX, "end"]].map(([x, anchor]) => [x, anchor, label(stepX / 10)(x)]);
+      const labels = [...ends, ...ticksX.filter(apart).map((x) => [x, "middle", label(stepX)(x)])];
+      for (const [x, anchor, text] of labels.filter(([, , text], i) => labels.findIndex((other) => other[2] === text) === i)) {
+        drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, text));
       }
     }
     for (const line of lines) {
