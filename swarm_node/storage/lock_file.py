@@ -46,7 +46,7 @@ def was_held_here(path: Path) -> bool:
 def uptime_id() -> str:
     """An id that no other machine has, and this one has until it is started again; empty if it is not known."""
     try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
+        return BOOT_ID.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 

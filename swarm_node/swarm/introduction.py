@@ -135,7 +135,7 @@ def _own_model(config: NodeConfig, memory: Memory) -> list[str]:
     if gpu or fitting.parameters > PARAMETERS:
         lines.append(f"  - {where} would carry a larger one (about {gib:.0f} GiB, estimated):")
         lines.append(f"    --model {fitting.name}")
-        takes = _work(fitting.parameters) + ("" if gpu else ": a round takes minutes on a CPU")
+        takes = _work(fitting.parameters) + ("" if gpu else ",\n    so that a round takes minutes on a CPU")
         lines.append(f"    (about {fitting.download_bytes / 1e9:.1f} GB to download; {takes})")
     return lines
 

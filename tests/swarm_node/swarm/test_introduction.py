@@ -70,7 +70,7 @@ def test_a_proposal_says_what_it_takes() -> None:
     small, larger = said.index("--model smollm2"), said.index("--model Qwen/Qwen2.5-0.5B-Instruct")
     assert small < larger, "a model that trains here comes before one that only fits"
     assert "(93 MB to download; 310 times the starter's work for each token)" in said
-    slow = "1,100 times the starter's work for each token: a round takes minutes on a CPU)"
+    slow = "1,100 times the starter's work for each token,\n    so that a round takes minutes on a CPU)"
     assert f"(about 1.0 GB to download; {slow}" in said
     assert "a round takes minutes" not in told(["gcd"], 80 * GIB, True)
     little = told(["gcd"], 2 * GIB, False)
