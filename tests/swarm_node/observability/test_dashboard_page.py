@@ -330,12 +330,12 @@ def test_a_run_that_no_command_goes_on_with_says_what_does(browser: Chromium, ur
     commands = "document.querySelector('.commands').innerText"
     browser.open(f"{url}#alice")
     browser.wait(READY)
-    assert "swarm-node resume runs/alice\n" in browser.value(commands) + "\n"
+    assert " resume runs/alice\n" in browser.value(commands) + "\n"
     config.write_text('rounds = 90\n[policy]\nmodel = "starter"\n[rewards]\nfunctions = [{path = "__main__:<f>"}]\n')
     browser.wait(f"{commands}.includes('start the program again that gave it')")
     assert "'__main__:<f>'" in browser.value(commands) and "resume" not in browser.value(commands)
     config.write_text('rounds = 40\n[policy]\nmodel = "starter"\n')
-    browser.wait(f"{commands}.includes('swarm-node resume runs/alice --rounds 80')")
+    browser.wait(f"{commands}.includes(' resume runs/alice --rounds 80')")
     assert browser.errors == []
 
 
