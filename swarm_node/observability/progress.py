@@ -289,9 +289,8 @@ class ProgressDisplay:
         """Texts about the reward, ever shorter."""
         if self._tenths is None:
             return []
-        first, last = self._tenths
-        trend = [f"reward {first:.3f} -> {last:.3f}"] if self._rewards.count >= ENOUGH_ROUNDS else []
-        return [*trend, f"reward {last:.3f}"]
+        first, last = (f"{mean:.3f}" for mean in self._tenths)
+        return [*([f"reward {first} -> {last}"] if self._rewards.count >= ENOUGH_ROUNDS else []), f"reward {last}"]
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")

@@ -187,11 +187,12 @@ export class Chart {
       }
       const time = this.axis === "time";
       const [ticksX, stepX] = steps(lowX, highX, width / (width > 600 ? 90 : 62), { units: time ? TIMES : null, whole: true });
-      const apart = (x) => toX(x) - toX(lowX) > 40 && toX(highX) - toX(x) > 50; // from the labels of both ends
       drawn.push(shape("text", { class: "tick", x: left - 9, y: height - 6, "text-anchor": "end" }, this.axis));
       const label = (step) => (time ? timeTick(step, highX) : (x) => tick(x, Number.isInteger(x) ? 1 : stepX));
       const ends = [[lowX, "start"], [highX, "end"]].map(([x, anchor]) => [x, anchor, label(stepX / 10)(x)]);
-      const labels = [...ends, ...ticksX.filter(apart).map((x) => [x, "middle", label(stepX)(x)])];
+      const room = ([, , text], other, least) => Math.max(least, 6.5 * (text.length + other.length / 2) + 8); // pixels between
+      const apart = ([x, , text]) => toX(x) - toX(lowX) > room(ends[0], text, 40) && toX(highX) - toX(x) > room(ends[1], text, 50);
+      const labels = [...ends, ...ticksX.map((x) => [x, "middle", label(stepX)(x)]).filter(apart)];
       for (const [x, anchor, text] of labels.filter(([, , text], i) => labels.findIndex((other) => other[2] === text) === i)) {
         drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, text));
       }
