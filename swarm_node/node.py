@@ -47,6 +47,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
 from swarm_node.say import Once, Warned
+from swarm_node.storage.model_names import model_name
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
@@ -164,7 +165,8 @@ class Node:
             rollouts = rollouts.model_copy(update={"groups": self.exchange.wanted()})
             collect(self.policy, self.exchange.draw, self.tasks, rollouts, name, collected)
         if not collected.groups and not collected.too_long and collected.not_encoded:
-            raise UserError(f"the tokenizer of {self.config.policy.model} fails at every prompt; take another model")
+            model = model_name(self.config.policy.model)
+            raise UserError(f"the tokenizer of {model} fails at every prompt; take another model")
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: {too_long(collected.skipped, rollouts, self.policy)}"

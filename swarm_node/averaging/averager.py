@@ -17,7 +17,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
+from protocol.messages import PeerCard
 from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
 from swarm_node.averaging.costs import EVERYBODY
@@ -127,6 +128,8 @@ class Averager(ABC):
         self._muted: dict[str, float] = {}
         self._say_once = Once(say)
         self.run = "RUN"  # the run directory as a command takes it, if that is known
+        self.absent: Callable[[], Collection[str]] = tuple
+        """Returns peers that are known to be gone, though their cards are still here."""
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
         self.unseen_probe: Callable[[], float | None] = lambda: None
@@ -269,12 +272,17 @@ class Averager(ABC):
                 self.refused[error.reason] += 1
             raise
 
+    def _members(self) -> dict[str, PeerCard]:
+        """Those whose cards are here, and that are not known to be gone."""
+        absent = self.absent()
+        return {peer: card for peer, card in self.transport.members().items() if peer not in absent}
+
     def _cohort(self) -> list[str]:
         """Ids of the peers here whose weights can be averaged with these, except muted ones."""
         now, cohort = self.now(), self.place.cohort
         return sorted(
             peer
-            for peer, card in self.transport.members().items()
+            for peer, card in self._members().items()
             if card.cohort == cohort and self._muted.get(peer, 0.0) <= now
         )
 

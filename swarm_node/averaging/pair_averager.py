@@ -79,7 +79,7 @@ class PairAverager(Averager):
 
     def step(self, updates: int) -> None:
         self._updates = updates
-        self.roster.look(self.transport.members(), self.now())
+        self.roster.look(self._members(), self.now())
         self._finish()
         now = self.now()
         round = self._rounds.at(now)

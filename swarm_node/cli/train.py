@@ -11,6 +11,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, refusals_in, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
@@ -114,10 +115,11 @@ def _runs_here() -> str:
     """The commands that go on with the runs below runs/, the newest first."""
     runs = [RunDir(path.parent) for path in Path("runs").glob("*/config.toml")]
     stopped = [run for run in runs if not run.in_use and run.read_role() != BOOTSTRAP]
-    if not stopped:
-        return "none that has stopped is below runs/: `swarm-node resume RUN` takes the directory of one"
-    newest = sorted(stopped, key=lambda run: run.config.stat().st_mtime, reverse=True)[:MOST_NAMED]
-    return "below runs/ there are: " + ", ".join(f"`swarm-node resume {run.quoted}`" for run in newest)
+    newest = sorted(stopped, key=lambda run: run.config.stat().st_mtime, reverse=True)
+    commands = [way.command for run in newest if (way := going_on(run)).command][:MOST_NAMED]
+    if not commands:
+        return "none that can go on here is below runs/: `swarm-node resume RUN` takes the directory of one"
+    return "below runs/ there are: " + ", ".join(f"`swarm-node {command}`" for command in commands)
 
 
 def _check_stopped(run: RunDir) -> None:

@@ -8,9 +8,9 @@ On a terminal, below the sentences that have scrolled by:
     43 MB in, 32 MB out an hour, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
-Reward is the mean of the first and of the last tenth of all rounds, as in the summary. While the run waits, the reason
-replaces the speed. A narrow terminal gets shorter words, never a second line. A run that is alone has no lines about
-others.
+Reward is the mean of the first and of the last tenth of all rounds, as in the summary; of fewer than 20 rounds, that
+of the last one. While the run waits, the reason replaces the speed. A narrow terminal gets shorter words, never a
+second line. A run that is alone has no lines about others.
 
 Plain, at each tenth of the run, but at least five seconds apart, and at most a minute (after ten minutes, ten):
 
@@ -39,7 +39,7 @@ from rich.text import Text
 
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
-from swarm_node.observability.tally import Buckets
+from swarm_node.observability.tally import ENOUGH_ROUNDS, Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
 from swarm_node.say import own_command
@@ -290,8 +290,8 @@ class ProgressDisplay:
         """Texts about the reward, ever shorter."""
         if self._tenths is None:
             return []
-        first, last = self._tenths
-        return [*([f"reward {first:.3f} -> {last:.3f}"] if len(self._rewards_shown) > 1 else []), f"reward {last:.3f}"]
+        first, last = (f"{mean:.3f}" for mean in self._tenths)
+        return [*([f"reward {first} -> {last}"] if self._rewards.count >= ENOUGH_ROUNDS else []), f"reward {last}"]
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")

@@ -64,6 +64,7 @@ from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.policy.suitability import OTHER
 from swarm_node.policy.tokenizer_vetting import MAX_GROWTH, check_tokenizer, check_tokenizer_file, check_tokens
 from swarm_node.say import Detail, Warned, in_short
+from swarm_node.storage.model_names import model_name
 
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
@@ -99,7 +100,8 @@ def load_policy(
     trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
     trained = f"LoRA: {trained}" if plan.lora else trained
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
-    report(f"policy {config.model}: {policy.num_parameters():,} parameters in {name_of(plan.dtype)} ({trained})")
+    size = f"{policy.num_parameters():,} parameters in {name_of(plan.dtype)}"
+    report(f"policy {model_name(config.model)}: {size} ({trained})")
     report(Detail(plan.where))
     if told := policy.check_rows():
         report(Warned(told))
@@ -111,7 +113,7 @@ def load_policy(
     if tokenizer.chat_template:
         _ = policy.frame  # a template that is refused is refused now
         if unused := unused_arguments(tokenizer.chat_template, config):
-            report(Warned(f"the chat template of {config.model} does not use {', '.join(unused)}"))
+            report(Warned(f"the chat template of {model_name(config.model)} does not use {', '.join(unused)}"))
     elif config.chat_template or config.chat_template_kwargs:
         named_template(None, config)
     else:

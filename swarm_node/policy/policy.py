@@ -32,6 +32,7 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
+from swarm_node.storage.model_names import model_name
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
@@ -83,7 +84,8 @@ class Texts(ABC):
         without = self._without_row(tokenizing.ids(self.tokenizer))
         if not without:
             return ""
-        told = f"{self.config.model}: its embedding has {self.vocabulary} rows, and none for {self._named(without)}"
+        rows = f"its embedding has {self.vocabulary} rows, and none for {self._named(without)}"
+        told = f"{model_name(self.config.model)}: {rows}"
         try:
             self.encode("?")
         except TokenizerError as error:

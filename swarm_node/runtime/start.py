@@ -80,7 +80,7 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
             except PluginError as error:
                 if whole.node.round and not whole.weights.unfinished:
                     saved = "round 1 is saved" if whole.node.round == 1 else f"rounds 1-{whole.node.round} are saved"
-                    error.args = (f"{error}; {saved}: mend it, then `swarm-node resume {run.quoted}`",)
+                    error.args = (f"{error}; {saved}: mend it, then {whole.goes_on()} goes on",)
                 raise
         report = whole.report()  # the swarm has been left
         report.draw()
@@ -93,4 +93,4 @@ def _before_it(whole: Run) -> str:
     lower = f"--set grpo.learning_rate={'LOWER' if rate is None else f'{rate / 10:.1g}'}"
     if whole.state.saved is None:
         return f"nothing is saved: start again with {lower}"
-    return f"the checkpoint of round {whole.state.saved} is as it was: `swarm-node resume {whole.run.quoted} {lower}`"
+    return f"the checkpoint of round {whole.state.saved} is as it was: {whole.goes_on(lower)} goes on from there"

@@ -27,6 +27,7 @@ from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.best import Best, read_best
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, existing_part, os_errors_explained
@@ -77,7 +78,8 @@ def policy_at(
     Raises UserError if the base here is another than in training."""
     policy = load_policy(config.policy, config.rollouts, report, samples, check)
     if checkpoint.state["model"]["base"] != policy.base_digest:
-        raise UserError(f"the checkpoints of {path} were trained from another {config.policy.model} than the one here")
+        model = model_name(config.policy.model)
+        raise UserError(f"the checkpoints of {path} were trained from another {model} than the one here")
     trained = checkpoint.tensors["policy"]
     if not samples:  # the weights are only written: none is rounded to the dtype that was chosen here
         for name, tensor in policy.trainable_state().items():
@@ -91,7 +93,11 @@ def policy_at(
 
 def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
     """The newest valid checkpoint of a run, and `config` with the settings of its training. Raises UserError."""
-    checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(_foreign)
+    store = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
+    checkpoint = store.load_latest(_foreign)
+    if checkpoint is None and store.refused:
+        newest, why = next(iter(store.refused.items()))
+        raise UserError(f"no checkpoint of {run.path} can be used; the newest, {newest}: {why}")
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
     return checkpoint, settings_in(checkpoint.state, config)

@@ -41,6 +41,7 @@ from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import Held, cells, evaluate_on
 from swarm_node.say import Say
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
@@ -264,7 +265,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     first = configs[0].policy
     for other in sources[1:]:
         _check_cohort(sources[0], other)
-    policy, here = load_policy(first, configs[0].rollouts, say), f"{first.model} as it is here"
+    policy, here = load_policy(first, configs[0].rollouts, say), f"{model_name(first.model)} as it is here"
     _check_cohort(sources[0], RunWeights(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
     if policy.is_lora and adapter_base(first.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}

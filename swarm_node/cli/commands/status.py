@@ -32,6 +32,7 @@ from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
@@ -111,6 +112,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "averaging": known.get("averaging"),
         "end": None if in_use else said.end(time.time()),
         "heard": said.heard or None,
+        "goes_on": None if in_use else msgspec.to_builtins(going_on(run)),
         "saved_round": saved or None,
         "reward": _reward(state),
         "held_out": _held_out(state, last),

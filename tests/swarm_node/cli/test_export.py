@@ -27,6 +27,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
+from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
@@ -53,6 +55,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     train_locally(NodeConfig.model_validate(config), json_output=True)
     return folder
+
+
+def test_a_run_whose_only_checkpoint_cannot_be_used_is_told_why(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path / "run"), list[str]()
+    with pytest.raises(UserError, match="run has no checkpoint yet: the first comes after 10 rounds"):
+        export.newest_of(run, NodeConfig(), said.append)
+    store = CheckpointStore(run.checkpoints, 2, said.append)
+    state = {"model": {"base": "b", "start": "s"}}
+    store.save(4, {"policy": {"w": torch.tensor([1.0, torch.nan])}}, state)
+    store.close()
+    why = "the newest, round-00000004: w has values that are not finite"
+    with pytest.raises(UserError, match=f"no checkpoint of .*run can be used; {why}"):
+        export.newest_of(run, NodeConfig(), said.append)
+    assert not any("anew" in text for text in said), "an export starts nothing"
 
 
 def quietly(trained: Path, out: str, **options: Any) -> list[str]:

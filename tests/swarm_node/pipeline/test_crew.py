@@ -88,6 +88,7 @@ def test_every_stage_trains_on_under_another_lead(form: Callable[..., CrewWorld]
     lead = world.lead()
     gone.end(politely=False)
     assert lead.name == successor and any("stage 0 begins with the base model" in line for line in lead.said), lead.said
+    assert lead.node.parts.cohort.absent() == lead.node.stage_transport.absent, "a dead leader is no partner"
     assert lead.node.policy.version == lead.node.driver.updates == 3  # though stage 0 knew of none
     before = {name: machine.weights() for name, machine in world.machines.items()}
     world.train(1)
