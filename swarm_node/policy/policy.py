@@ -81,11 +81,10 @@ class Texts(ABC):
     def check_rows(self) -> str:
         """A sentence about tokens that have no row in the embedding; empty if all have one. UserError if the frame
         around questions has such a token."""
-        without = self._without_row(tokenizing.ids(self.tokenizer))
-        if not without:
+        if not (without := self._without_row(tokenizing.ids(self.tokenizer))):
             return ""
-        rows = f"its embedding has {self.vocabulary} rows, and none for {self._named(without)}"
-        told = f"{model_name(self.config.model)}: {rows}"
+        name, rows = model_name(self.config.model), self.vocabulary
+        told = f"{name}: its embedding has {rows} rows, and none for {self._named(without)}"
         try:
             self.encode("?")
         except TokenizerError as error:

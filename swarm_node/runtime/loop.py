@@ -129,8 +129,7 @@ class Run:
         self.goes_on = partial(who_goes_on, run, [function.path for function in config.rewards.functions])
         self.finished = False  # whether all rounds are over
         self.weights = WeightChanges(self.node, stop, crew is None)
-        self._without_reward = 0  # rounds in a row
-        self._saved_at = 0.0  # when the last checkpoint was begun
+        self._without_reward, self._saved_at = 0, 0.0  # rounds in a row; when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         show_saving(self.console.health, self.checkpoints, self._mirror)
         self.console.usage.saved_s = lambda: self.checkpoints.age_s

@@ -200,6 +200,10 @@ class Gate:
         except TokenizerError:
             return None
 
+    def length(self, text: str) -> int:
+        """The tokens of a finished answer; 0 for one that has none."""
+        return len(self.encoded(text, True) or ())
+
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
         """Whether `text` earns as much as the answer; True also after too many tries."""
         self._tries += 1

@@ -173,7 +173,7 @@ class Member:
         """Reject answers that carry a payload, and admit answers and lengths in own proportions; `logprobs` says how
         likely this node's policy is to write them."""
         self.replay_buffer.gate = gate = Gate(self.policy, self.tasks, logprobs, self.now, self._form)
-        self.replay_buffer.balance = Balance(lambda text: len(gate.encoded(text, True) or ()))
+        self.replay_buffer.balance = Balance(gate.length)
 
     # ----------------------------------------------------------------- averaging
 
