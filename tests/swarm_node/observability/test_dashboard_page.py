@@ -193,6 +193,16 @@ def rows(browser: Chromium, label: str) -> list[list[str]]:
     return found
 
 
+def foreign_texts(browser: Chromium) -> set[str]:
+    """The elements that hold a stranger's text, among questions and answers."""
+    texts = "document.evaluate('//*[contains(@class, \"sample\")]//text()', document, null, 7)"
+    found: list[str] = browser.value(
+        f"(texts => [...Array(texts.snapshotLength).keys()].map(i => texts.snapshotItem(i)))({texts})"
+        f".filter(text => text.data.includes({json.dumps(HOSTILE)})).map(text => text.parentElement.tagName)"
+    )
+    return set(found)
+
+
 def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
@@ -247,6 +257,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
         + ["1.00 7 · 2 times", f"0.00 {HOSTILE} · cut off · no answer found", "and 1 more answers"],
         ["gcd round 20 · bob …obbobbob · 1 answer kept", HOSTILE, "right: 7", "1.00 7"],
     ]
+    assert foreign_texts(browser) == {"BDI"}
     assert browser.value("document.querySelectorAll('main img').length") == 0
     assert browser.value("document.title") == "alice: ended – swarm-node"
     assert browser.errors == []
