@@ -24,6 +24,7 @@ that stops after any round and resumes equals one that never stopped.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -61,7 +62,7 @@ GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL p
 SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
 PROBED, UNSEEN = 8, 16  # number of own answers, trained on and not, by which averaged weights are judged
 MIN_UNSEEN = 8  # fewer tell small costs from noise too badly
-KEPT_BACK = 16  # one of so many own groups is kept back for that
+KEPT_BACK = 16  # one of so many own groups that teach is kept back for that
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
@@ -116,13 +117,14 @@ class Node:
                 self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
                 own.updating = self.averager.changing
                 self.averager.unseen_probe = self._unseen_probe
+                self.averager.chance = math.log(policy.vocabulary)
             member.announce()
         self.replay = Replay(config.grpo.replay) if config.grpo.replay else None
         self._scored: list[Group] = []  # own groups behind the choice of this round, until it ends
         self._best: deque[Group] = deque(maxlen=PROBED)
         self._unseen: deque[Group] = deque(maxlen=UNSEEN)
         self._kept_back: Group | None = None  # of this round
-        self._since_kept_back = 0  # own groups
+        self._since_kept_back = 0  # own groups that teach
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
@@ -183,17 +185,16 @@ class Node:
         self.collected = Collected()
 
     def _keep_back(self, groups: Sequence[Group]) -> None:
-        """Keep back the round's first group with a best answer, if one is due where weights are averaged: nobody else
-        gets it and nobody is trained on it, so it shows what averaging costs."""
+        """Keep back the round's first group that teaches, if one is due where weights are averaged: nobody else gets it
+        and nobody is trained on it, so it shows what averaging costs."""
         self._kept_back = None
         if self.averager is None or not self.averager.config.probe:
             return
-        self._since_kept_back += len(groups)
-        for group in groups if self._since_kept_back >= KEPT_BACK else ():
-            if (best := _best(group)) is not None:
-                self._kept_back, self._since_kept_back = group, 0
-                self._unseen.append(best)
-                return
+        teaching = [(group, best) for group in groups if (best := _best(group)) is not None]
+        self._since_kept_back += len(teaching)
+        if teaching and self._since_kept_back >= KEPT_BACK:
+            self._kept_back, self._since_kept_back = teaching[0][0], 0
+            self._unseen.append(teaching[0][1])
 
     def _taught(self, collected: Collected) -> list[Group]:
         """The own groups that are shared and trained on."""

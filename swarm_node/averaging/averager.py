@@ -41,6 +41,7 @@ from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.say import Once, Say, Warned
 
+CHANCE_MARGIN = 0.1  # nats by which weights of others must be better than chance, where own ones are
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
 MUTED_S = 3600.0
@@ -132,6 +133,7 @@ class Averager(ABC):
         """Returns peers that are known to be gone, though their cards are still here."""
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
+        self.chance = 0.0  # nats of a token that is drawn at random
         self.unseen_probe: Callable[[], float | None] = lambda: None
         """Gives this node's loss on own best answers that nobody was trained on, None if it has none. Small costs show
         there; answers that it was just trained on become less likely with honest partners, too."""
@@ -237,14 +239,15 @@ class Averager(ABC):
             self._lock.release()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
-        """Go on with other weights, a vector for each fragment. False, and nothing changed, if by the probe they are
-        much worse than this node's own, or nothing can be computed with them."""
+        """Go on with other weights, a vector for each fragment. False, and nothing changed, if nothing can be computed
+        with them, or if by the probe they are much worse than this node's own and know no more than chance."""
         self.before_change()
         with self.changing():  # nobody gets a copy of weights on trial
             kept, own = self.fragments.gather_all(), self._probe()
             self._take(values)
             theirs = self._probe()
-            if theirs is not None and not (math.isfinite(theirs) and (own is None or theirs <= own + PROBE_FLOOR)):
+            most = math.inf if own is None else max(own + PROBE_FLOOR, self.chance - CHANCE_MARGIN)
+            if theirs is not None and not (math.isfinite(theirs) and theirs <= most):
                 self._take(kept)
                 return False
         self.restart()

@@ -127,7 +127,8 @@ class AveragingConfig(Section):
     """Refuse a partner whose weights fail several tests: of size, direction and signs."""
     probe: bool = True
     """Refuse averaged weights that make this node's own best answers much less likely, and partners that make them a
-    little less likely again and again. For that one of 16 own groups is neither shared nor trained on."""
+    little less likely again and again. For that one of 16 own groups with unequal rewards is neither shared nor trained
+    on."""
     late_join: bool = True
     """Start with the weights of a peer of the cohort, if there is one and no own checkpoint."""
 

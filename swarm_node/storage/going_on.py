@@ -105,11 +105,13 @@ def _needed(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+    waiting = [value]  # a stranger's tables may be nested 40,000 deep
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            waiting += reversed(value.values() if isinstance(value, dict) else value)
 
 
 def _within(table: Mapping[str, Any], section: str, key: str) -> Any:

@@ -230,7 +230,7 @@ class Exchanges:
         async with _within(self.piece_s) as deadline:
             await stream.drain(deadline)
 
-    async def _receive(self, stream: Stream, method: str, size: int, sink: Sink, promised: bytes | None) -> None:
+    async def _receive(self, stream: Stream, method: str, size: int, sink: Sink, promised: bytes | None = None) -> None:
         hashed = hashlib.sha256()
         taken, next_ = (bytearray(min(size, MAX_CHUNK_BYTES)) for _ in range(2))
 
