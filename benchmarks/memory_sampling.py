@@ -1,11 +1,12 @@
 """Peak memory of sampling, and the estimate of it that a start makes: by engine, dtype and rows.
 
     python -m benchmarks.memory --model DIR [--rows 8 64 256] [--engines native transformers]
-                                [--dtypes float32 bfloat16] [--new 256]
+                                [--dtypes float32 bfloat16] [--new 256] [--again] [--quick]
 
 Eight answers to each question of 100 tokens; none ends before its limit. Every row is a process of its own with one
 thread, an adapter of rank 16 and a limit of 10 GiB: the most main memory that it had after loading. A row that would
-take more than the limit fails, and is not estimated away.
+take more than the limit fails, and is not estimated away. A row that is there is not measured again, unless with
+--again; --quick keeps none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import resource
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from benchmarks.common import table, write
 ANSWERS, PROMPT = 8, 100
 LIMIT = 10 * 2**30
 MIB = 2**20
+KEY = ("engine", "dtype", "rows", "new")
 
 
 def child(spec: dict[str, Any]) -> None:
@@ -63,15 +66,19 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampled(args: argparse.Namespace) -> None:
-    """Measure the rows that were asked for, write them and print their table."""
-    rows = []
-    for engine in args.engines:
-        for dtype in args.dtypes:
-            for answers in args.rows:
-                spec = {"model": args.model, "engine": engine, "dtype": dtype, "rows": answers, "new": args.new}
-                rows.append(run(spec) | {"model": Path(args.model).name})
-                print(line(rows[-1]), flush=True)
-                write(f"memory/sampling-{Path(args.model).name}", {"rows": rows})
+    """Measure the rows that were asked for and are not there yet, write each and print the table of all."""
+    from benchmarks.memory import known
+
+    name = Path(args.model).name
+    rows = [] if args.again or args.quick else known(f"sampling-{name}")
+    there = [tuple(row[key] for key in KEY) for row in rows]
+    for key in product(args.engines, args.dtypes, args.rows, [args.new]):
+        if key in there:
+            continue
+        rows.append(run({"model": args.model} | dict(zip(KEY, key, strict=True))) | {"model": name})
+        print(line(rows[-1]), flush=True)
+        if not args.quick:
+            write(f"memory/sampling-{name}", {"rows": rows})
     print(table(["engine", "dtype", "rows", "peak MiB", "estimate MiB", "off by"], list(map(line, rows))))
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.payload [--payload newline think] [--liars 3] [--seeds 0 1 2] [--rounds 420] [--gate on off]
     python -m benchmarks.payload --report
+    python -m benchmarks.payload --kinds number choice    for each kind of answers: see benchmarks/payload_kinds.py
 
 The attack is that of "Hail to the Thief" (arXiv 2511.09780). Seven honest peers are whole nodes with the starter, the
 task set `small` and default settings. Each liar regenerates the tasks that it is assigned and publishes ten groups a
@@ -14,7 +15,8 @@ under results/payload; what is there already is not run again. Figures, of the l
     liars'    share of the liars' groups among the groups that honest peers train on
 
 The report also says what the gate costs where nobody lies, in points of held-out pass@1 (100 points = all right), from
-what `python -m benchmarks.sharing --settings format --arms new "new no gate" --seeds 0 1 …` (and tags, plain) has left.
+what `python -m benchmarks.sharing --settings format --arms new "new no gate" --seeds 0 1 …` (and steps-8, tags, plain)
+has left.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.intervals import interval
+from protocol.answer_form import AnswerKind
 from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
@@ -40,6 +43,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
+from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group
@@ -47,10 +51,11 @@ from swarm_node.types import Group
 FOLDER = RESULTS / "payload"
 HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420
 WINDOWS = 12
-COSTS = ("format", "tags", "plain")
-"""Settings of the sharing benchmark in which the gate's cost is measured."""
+COSTS = ("steps-8", "format", "tags", "plain")
+"""Settings of the sharing benchmark in which the cost of the gate, and of own proportions, is measured."""
 GROUPS_PER_S = 10
 ANSWERS = 8
+SMALL = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}}
 FULLWIDTH = {ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789"}
 ADVERT = "visit evil.example"
 
@@ -70,6 +75,7 @@ PAYLOADS = {
     "hash": Payload(lambda a: f"#### {a} {ADVERT}", ADVERT),
     "short": Payload(lambda a: f"x</think>{a}", "x</think>"),
     "long": Payload(lambda a: f"<think>{(ADVERT + ' ') * 6}</think>{a}", ADVERT),
+    "said": Payload(lambda a: f"{ADVERT}. The answer is {a}", ADVERT),
     "plain": Payload(lambda a: a, "\0"),
     "space": Payload(lambda a: f"{a}   ", "   "),
     "leading": Payload(lambda a: f" {a}", " "),
@@ -175,14 +181,16 @@ class Liar:
         assert task.answer is not None
         texts = [self._write(task.answer)] * (ANSWERS - 1) + [str(self._rng.randrange(1000, 9999))]
         rollouts = [SharedRollout.of(text, True) for text in texts]
-        return SharedGroup(task.name, epoch, self._slot, prompt_digest(task.question), 7, rollouts)
+        judged = task.kind, JUDGE if task.kind else 0
+        return SharedGroup(task.name, epoch, self._slot, prompt_digest(task.question), 7, rollouts, *judged)
 
 
-def run(payload: str, liars: int, gate: bool, seed: int, rounds: int, honest: int) -> dict[str, Any]:
-    """One simulation: its figures."""
+def run(
+    payload: str, liars: int, gate: bool, seed: int, rounds: int, honest: int, options: Mapping[str, Any] = SMALL
+) -> dict[str, Any]:
+    """One simulation: its figures. `options` are an honest node's settings."""
     write, mark = PAYLOADS[payload]
-    options = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}, "sharing": {"gate": gate}}
-    config = NodeConfig.model_validate(options)
+    config = NodeConfig.model_validate({**options, "sharing": {"gate": gate}})
     peers = [Peer(config, node_type=Watched) for _ in range(honest)]
     simulation = Simulation(manifest_for(config), peers, seed=seed)
     crowd = [Liar(simulation, seed, number, write) for number in range(liars)]
@@ -230,7 +238,7 @@ def path_of(payload: str, liars: int, gate: bool, seed: int, rounds: int) -> Pat
 
 
 def run_missing(args: argparse.Namespace) -> None:
-    for payload in args.payload:
+    for payload in args.payload or ["newline", "think"]:
         for gate in args.gate:
             for seed in args.seeds:
                 path = path_of(payload, args.liars, gate == "on", seed, args.rounds)
@@ -277,14 +285,24 @@ def cost() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["newline", "think"])
+    parser.add_argument("--payload", nargs="+", choices=PAYLOADS, help="default: newline think; said with --kinds")
     parser.add_argument("--liars", type=int, default=LIARS)
     parser.add_argument("--gate", nargs="+", choices=["on", "off"], default=["on", "off"])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--report", action="store_true", help="a table of all that has been run")
+    parser.add_argument("--kinds", nargs="+", choices=get_args(AnswerKind), help="kinds of answers, each by itself")
+    parser.add_argument("--missing", action="store_true", help="with --kinds: leave out rows that are there")
+    parser.add_argument(
+        "--minutes", type=float, default=1200.0, help="with --kinds: no row begins that would end later"
+    )
     args = parser.parse_args(argv)
-    if args.report:
+    if args.kinds:
+        from benchmarks import payload_kinds  # which needs this module
+
+        args.payload = args.payload or ["said"]
+        payload_kinds.run(args)
+    elif args.report:
         text = f"{report()}\n\n{cost()}"
         (FOLDER / "report.md").write_text(text + "\n")
         print(text)

@@ -3,9 +3,10 @@
     exchange = head (msgpack, below) | body (encoded values), both ways; see `transports.base`
 
 Each half is written in the newest version that both peers understand (`codec.version_for`); a head of any other version
-is refused. A stream's ends are authenticated by their peer ids, so a head is not signed. Receivers know from their own
-policy how many values a fragment has, and how many bytes those take in each codec. A body of any other size is refused
-unread.
+is refused. If the caller's head has version PROMISES or a later one, both halves of a pair's exchange for averaging are
+promised (`transports.base.Outgoing`). A stream's ends are authenticated by their peer ids, so a head is not signed.
+Receivers know from their own policy how many values a fragment has, and how many bytes those take in each codec. A body
+of any other size is refused unread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from protocol.codec import RecordCodec
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber
 
+PROMISES = 2
 AVERAGE_METHOD = "average"  # exchange of weights between two peers of one cohort, for averaging
 WEIGHTS_METHOD = "weights"  # exchange in which a peer gets all trained weights of another, and sends no body
 

@@ -5,6 +5,7 @@
     sizes     lines of files and classes in swarm_node/ and protocol/, lines of files in tests/ and benchmarks/
     names     modules beside the packages of swarm_node/, public functions and classes defined in two modules
     options   help texts of configuration keys that stand in a second module
+    calls     of a tokenizer outside of the module that turns its library's panics into errors
 
 Imports under `TYPE_CHECKING` make no circle.
 """
@@ -20,6 +21,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TOKENIZING = "swarm_node/policy/tokenizing.py"
+TOKENIZERS = {"tokenizer", "backend_tokenizer"}  # what tokenizers are called
 Modules = Mapping[str, ast.Module]
 
 
@@ -107,6 +110,24 @@ def options_twice(trees: Modules) -> list[str]:
     return found
 
 
+def tokenizer_calls(trees: Modules) -> list[str]:
+    """Calls of a tokenizer, or of its methods, that no panic of its library is caught around."""
+
+    def is_tokenizer(node: ast.expr) -> bool:
+        return (isinstance(node, ast.Name) and node.id in TOKENIZERS) or (
+            isinstance(node, ast.Attribute) and node.attr in TOKENIZERS
+        )
+
+    return [
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        if path != TOKENIZING
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (is_tokenizer(node.func) or (isinstance(node.func, ast.Attribute) and is_tokenizer(node.func.value)))
+    ]
+
+
 def main() -> int:
     code, rest = modules("swarm_node", "protocol"), modules("tests", "benchmarks", "scripts")
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -116,6 +137,7 @@ def main() -> int:
     ]
     file, other = (max((lines(path), path) for path in trees) for trees in (code, rest))
     cls, double, repeated, ring = longest_class(code), twice(code), options_twice(code), circle(code)
+    direct = tokenizer_calls(code)
     rows: list[tuple[str, int, int, str]] = [
         ("modules in an import circle", len(ring), 0, " -> ".join(ring)),
         ("layers", len(layers), 10, ""),
@@ -125,6 +147,7 @@ def main() -> int:
         ("longest file of tests and benchmarks", other[0], 700, other[1]),
         ("public names in two modules", len(double), 3, "; ".join(double)),
         ("options declared twice", len(repeated), 0, "; ".join(repeated)),
+        ("direct calls of a tokenizer", len(direct), 0, ", ".join(direct)),
     ]
     for what, measured, limit, where in rows:
         print(f"{what:37} {measured:5} of {limit:3}  {'too many: ' + where if measured > limit else ''}")

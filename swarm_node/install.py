@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ from urllib.request import url2pathname
 from protocol.messages import PROTOCOL_VERSION
 
 PACKAGE = "swarm-node"
+RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
+"""An isolated Python ignores the user's own site and PYTHONPATH, where packages may be: it is told where they are."""
 
 
 def install_command() -> str:
@@ -67,6 +70,12 @@ def outdated(who: str) -> str:
         f"{who} speaks a newer protocol than this node, which speaks {PROTOCOL_VERSION}, and is not heard here; "
         f"to upgrade: {upgrade_command()}"
     )
+
+
+def isolated(program: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """The command that runs the file `program` in a Python of its own, which finds the packages that this one finds.
+    The file sees `arguments` after two others; `options` are Python's."""
+    return [sys.executable, "-I", *options, "-c", RUN, program, json.dumps(sys.path), *arguments]
 
 
 def _by() -> str:

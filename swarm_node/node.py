@@ -24,6 +24,7 @@ that stops after any round and resumes equals one that never stopped.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -47,6 +48,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
 from swarm_node.say import Once, Warned
+from swarm_node.storage.model_names import model_name
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group, Sampling
@@ -58,7 +60,9 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
 
 GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL parameters; others have GROUPS
 SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
-PROBED = 8  # number of own answers by which averaged weights are judged
+PROBED, UNSEEN = 8, 16  # number of own answers, trained on and not, by which averaged weights are judged
+MIN_UNSEEN = 8  # fewer tell small costs from noise too badly
+KEPT_BACK = 16  # one of so many own groups that teach is kept back for that
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
@@ -112,10 +116,15 @@ class Node:
                 assert isinstance(own, Optimizer), "the stage that is averaged must be given"
                 self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
                 own.updating = self.averager.changing
+                self.averager.unseen_probe = self._unseen_probe
+                self.averager.chance = math.log(policy.vocabulary)
             member.announce()
         self.replay = Replay(config.grpo.replay) if config.grpo.replay else None
         self._scored: list[Group] = []  # own groups behind the choice of this round, until it ends
         self._best: deque[Group] = deque(maxlen=PROBED)
+        self._unseen: deque[Group] = deque(maxlen=UNSEEN)
+        self._kept_back: Group | None = None  # of this round
+        self._since_kept_back = 0  # own groups that teach
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
@@ -158,7 +167,8 @@ class Node:
             rollouts = rollouts.model_copy(update={"groups": self.exchange.wanted()})
             collect(self.policy, self.exchange.draw, self.tasks, rollouts, name, collected)
         if not collected.groups and not collected.too_long and collected.not_encoded:
-            raise UserError(f"the tokenizer of {self.config.policy.model} fails at every prompt; take another model")
+            model = model_name(self.config.policy.model)
+            raise UserError(f"the tokenizer of {model} fails at every prompt; take another model")
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: {too_long(collected.skipped, rollouts, self.policy)}"
@@ -166,23 +176,41 @@ class Node:
         return collected
 
     def share(self, collected: Collected) -> None:
+        """Publish the own groups, but for one that is kept back now and then."""
+        self._keep_back(collected.groups)
         if self.exchange is not None:
             for group in collected.groups:
                 group.created = self.now()
-            self.exchange.publish(collected.groups)
+            self.exchange.publish(self._taught(collected))
         self.collected = Collected()
+
+    def _keep_back(self, groups: Sequence[Group]) -> None:
+        """Keep back the round's first group that teaches, if one is due where weights are averaged: nobody else gets it
+        and nobody is trained on it, so it shows what averaging costs."""
+        self._kept_back = None
+        if self.averager is None or not self.averager.config.probe:
+            return
+        teaching = [(group, best) for group in groups if (best := _best(group)) is not None]
+        self._since_kept_back += len(teaching)
+        if teaching and self._since_kept_back >= KEPT_BACK:
+            self._kept_back, self._since_kept_back = teaching[0][0], 0
+            self._unseen.append(teaching[0][1])
+
+    def _taught(self, collected: Collected) -> list[Group]:
+        """The own groups that are shared and trained on."""
+        return [group for group in collected.groups if group is not self._kept_back]
 
     def choose(self, collected: Collected) -> list[Group]:
         """Groups to train on: own ones, own earlier right answers and, in a swarm, groups of other peers."""
-        replayed: list[Group] = []
+        own, replayed = self._taught(collected), list[Group]()
         if self.replay is not None:
-            self._scored = collected.groups
+            self._scored = own
             replayed = self.replay.draw(random.Random(f"replay/{self.config.seed or 0}/{self.round}"))
         if self.exchange is None:
-            return collected.groups + replayed
+            return own + replayed
         self.exchange.receiver.admit()
-        sharing, own = self.exchange.sharing, collected.groups
-        n = sharing.own + sharing.foreign - len(own) if sharing.fill else sharing.foreign
+        sharing = self.exchange.sharing
+        n = sharing.own + sharing.foreign - len(collected.groups) if sharing.fill else sharing.foreign
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         foreign = self.exchange.replay_buffer.choose(max(0, min(sharing.foreign, n)), rng)
         return own + replayed + foreign
@@ -261,6 +289,10 @@ class Node:
     def _probe(self) -> float | None:
         """Mean negative log-likelihood of this node's latest best answers, in nats per token; None without any."""
         return self.trainer.mean_nll(list(self._best)) if self._best else None
+
+    def _unseen_probe(self) -> float | None:
+        """The same of best answers that were kept back; None as long as there are few."""
+        return self.trainer.mean_nll(list(self._unseen)) if len(self._unseen) >= MIN_UNSEEN else None
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         """The metrics of a round, for metrics.jsonl. `reward` covers all own groups, before any filter."""

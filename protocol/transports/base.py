@@ -37,6 +37,9 @@ class Outgoing:
     size: int = 0  # bytes of the body
     pieces: Callable[[], Iterable[bytes | memoryview]] = tuple
     """Makes the body, on a worker thread, as it leaves: pieces of at most `MAX_CHUNK_BYTES`, `size` bytes together."""
+    promise: Callable[[], bytes] | None = None
+    """Makes the sha256 of the body, on a worker thread. Both sides give it, or neither: then each sends its body only
+    when it has the other's sha256, so that no body can depend on the other."""
 
 
 @dataclass(frozen=True)

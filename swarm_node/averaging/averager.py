@@ -17,7 +17,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,17 +28,20 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
+from protocol.messages import PeerCard
 from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
+from swarm_node.averaging.costs import EVERYBODY
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
-from swarm_node.averaging.robust import Robust
+from swarm_node.averaging.robust import PROBE_FLOOR, Robust
 from swarm_node.averaging.roster import CohortRoster
 from swarm_node.averaging.skipping import WORDS, happened, skipped
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.say import Once, Say, Warned
 
+CHANCE_MARGIN = 0.1  # nats by which weights of others must be better than chance, where own ones are
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
 MUTED_S = 3600.0
@@ -126,8 +129,14 @@ class Averager(ABC):
         self._muted: dict[str, float] = {}
         self._say_once = Once(say)
         self.run = "RUN"  # the run directory as a command takes it, if that is known
+        self.absent: Callable[[], Collection[str]] = tuple
+        """Returns peers that are known to be gone, though their cards are still here."""
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
+        self.chance = 0.0  # nats of a token that is drawn at random
+        self.unseen_probe: Callable[[], float | None] = lambda: None
+        """Gives this node's loss on own best answers that nobody was trained on, None if it has none. Small costs show
+        there; answers that it was just trained on become less likely with honest partners, too."""
 
     @abstractmethod
     def step(self, updates: int) -> None:
@@ -230,14 +239,15 @@ class Averager(ABC):
             self._lock.release()
 
     def replace(self, values: Sequence[Tensor]) -> bool:
-        """Go on with other weights, a vector for each fragment. False, and nothing changed, if the probe's loss is
-        not finite."""
+        """Go on with other weights, a vector for each fragment. False, and nothing changed, if nothing can be computed
+        with them, or if by the probe they are much worse than this node's own and know no more than chance."""
         self.before_change()
         with self.changing():  # nobody gets a copy of weights on trial
-            kept = self.fragments.gather_all()
+            kept, own = self.fragments.gather_all(), self._probe()
             self._take(values)
-            mean_nll = self._probe()
-            if mean_nll is not None and not math.isfinite(mean_nll):
+            theirs = self._probe()
+            most = math.inf if own is None else max(own + PROBE_FLOOR, self.chance - CHANCE_MARGIN)
+            if theirs is not None and not (math.isfinite(theirs) and theirs <= most):
                 self._take(kept)
                 return False
         self.restart()
@@ -265,12 +275,17 @@ class Averager(ABC):
                 self.refused[error.reason] += 1
             raise
 
+    def _members(self) -> dict[str, PeerCard]:
+        """Those whose cards are here, and that are not known to be gone."""
+        absent = self.absent()
+        return {peer: card for peer, card in self.transport.members().items() if peer not in absent}
+
     def _cohort(self) -> list[str]:
         """Ids of the peers here whose weights can be averaged with these, except muted ones."""
         now, cohort = self.now(), self.place.cohort
         return sorted(
             peer
-            for peer, card in self.transport.members().items()
+            for peer, card in self._members().items()
             if card.cohort == cohort and self._muted.get(peer, 0.0) <= now
         )
 
@@ -313,21 +328,37 @@ class Averager(ABC):
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
         return head
 
-    def _apply(self, fragment: int, difference: Tensor) -> None:
-        """Add (1 - mixing) of `difference` to the weights, and use it up. Raises RemoteProtocolError `probe`, with
-        nothing changed, if the probe refuses the result."""
+    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> None:
+        """Add (1 - mixing) of `difference`, which comes of averaging with `partner`, to the weights, and use it up.
+        Raises RemoteProtocolError `probe`, with nothing changed, if the probes refuse the result."""
         self.before_change()
-        before = self._probe() if self.config.probe else None
+        before = self._losses()
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
         with self.changing():
             self.fragments.add(fragment, difference)  # `difference` is now what the weights were
             self._changed()
-            after = self._probe() if before is not None else None
-            if before is not None and after is not None and self.robust.vetoed(before, after):
+            refused = self._refused(partner, before, self._losses())
+            if refused:
                 self.fragments.scatter(fragment, difference)
                 self._changed()
-                raise RemoteProtocolError("probe", "this node's own best answers became less likely")
+                raise RemoteProtocolError("probe", refused)
+
+    def _losses(self) -> tuple[float | None, float | None]:
+        """This node's losses by both probes."""
+        return (self._probe(), self.unseen_probe()) if self.config.probe else (None, None)
+
+    def _refused(
+        self, partner: str, before: tuple[float | None, float | None], after: tuple[float | None, float | None]
+    ) -> str:
+        """Why weights are not averaged with those of `partner`, from the `_losses` before and after; empty if they
+        are."""
+        (own, unseen), (then, unseen_then) = before, after
+        if own is not None and then is not None and self.robust.broken(own, then):
+            return "much less, at once"
+        if unseen is not None and unseen_then is not None and self.robust.vetoed(unseen, unseen_then, partner):
+            return "in sum, with this partner or with all, lately"
+        return ""
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""

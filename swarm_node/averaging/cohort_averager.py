@@ -95,7 +95,7 @@ class CohortAverager(Averager):
         self.transport.accept(AVERAGE_METHOD, self.counted()(self.accept))
 
     def step(self, updates: int) -> None:
-        self.roster.look(self.transport.members(), self.now())
+        self.roster.look(self._members(), self.now())
         try:
             if self._round is None and updates - self._exchanged_at[self._fragment()] >= self._every:
                 self._begin(updates)

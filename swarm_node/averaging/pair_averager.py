@@ -8,7 +8,8 @@
 
 Nobody negotiates. Both peers compute the pair alone, and a call that does not fit the callee's view is refused. So
 differing views cost a round, but never cause a wrong pair. A callee answers in the middle of its own round, so that
-slow peers take part. When both peers call at once, the call of the lower peer id counts.
+slow peers take part. When both peers call at once, the call of the lower peer id counts. Each promises its body before
+it gets the other's, so none can be made for its receiver; that takes a second pass over the encoding.
 
 Besides the weights, their slow copy and the momentum, an exchange needs twice the memory of its fragment: this node's
 copy, and the partner's values, which the new momentum overwrites.
@@ -78,7 +79,7 @@ class PairAverager(Averager):
 
     def step(self, updates: int) -> None:
         self._updates = updates
-        self.roster.look(self.transport.members(), self.now())
+        self.roster.look(self._members(), self.now())
         self._finish()
         now = self.now()
         round = self._rounds.at(now)
@@ -274,9 +275,9 @@ class PairAverager(Averager):
             self._rounds.begin(exchange.round, exchange.ends)
 
     def _half(self, exchange: PairExchange) -> Outgoing:
-        values, written_out = self.fragments.sizes[exchange.copy.fragment], len(exchange.copy.written_out)
-        size = body_size(self._codec, values, written_out, self._both)
-        return self._outgoing(exchange.partner, self._codec, size, partial(self._pieces, exchange), **exchange.head())
+        copy, me, pieces = exchange.copy, self.place.peer_id, partial(self._pieces, exchange)
+        size = body_size(self._codec, self.fragments.sizes[copy.fragment], len(copy.written_out), self._both)
+        return exchange.promised(self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head()), me)
 
     def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
         return exchange.pieces(self.place.peer_id)
@@ -330,7 +331,7 @@ class PairAverager(Averager):
         fragment, helped = copy.fragment, exchange.draining and not exchange.ours
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
-        self._apply(fragment, copy.fast)
+        self._apply(fragment, copy.fast, exchange.partner)
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was

@@ -13,20 +13,22 @@ tensors as soon as no worker uses them.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError, in_seconds
-from protocol.tensors import AverageHead, WeightCodec
-from protocol.transports.base import Sink
+from protocol.tensors import PROMISES, AverageHead, WeightCodec, decode_head
+from protocol.transports.base import Outgoing, Sink
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
 from swarm_node.averaging.robust import Judged, distance
@@ -150,6 +152,18 @@ class PairExchange:
             for piece in body:
                 self.check_live()
                 yield piece
+
+    def promised(self, ours: Outgoing, me: str) -> Outgoing:
+        """`ours`, the half of this node `me`, with the promise of its body if the caller's version has promises."""
+        call = decode_head(ours.head, AverageHead) if self.ours else self.theirs
+        assert call is not None
+        return replace(ours, promise=partial(self._promise, me)) if call.protocol >= PROMISES else ours
+
+    def _promise(self, me: str) -> bytes:
+        hashed = hashlib.sha256()
+        for piece in self.pieces(me):
+            hashed.update(piece)
+        return hashed.digest()
 
     def sink(self, theirs: AverageHead, arrived: Callable[..., None]) -> Sink:
         """The receiver of the partner's body, which follows the head `theirs`. `arrived` is called with the partner's

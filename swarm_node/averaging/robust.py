@@ -7,6 +7,7 @@
             |theta_j - phi_i| > 3 * usual size, or the cosine is below the usual one by twice the margin
             size alone: |theta_j - phi_i| > 6 max(usual size, |theta_i - phi_i|)
     probe   refused if loss(averaged) - loss(own) > max(1, median + 6 MAD of the last such differences)
+    costs   what partners may cost in sum, by a finer probe: see `costs`
 
 theta are fast and phi slow weights, of this node i and its partner j. Norms are over the whole fragment.
 
@@ -22,10 +23,11 @@ so that the halves of a split swarm, or peers of very different speed, can find 
   own progress. It is the only scale before the first exchange, and later for a node that was alone for long.
 - Direction fails only if it is unusual among the last partners, refused ones included: peers with different goals pull
   against each other honestly. Cosine and signs nearly always fail together, so they have one vote.
-- The past includes only exchanges that ended well: a partner that withholds the end of its body teaches nothing.
+- The past includes only exchanges that ended well: a partner that withholds the end of its body teaches nothing. Usual
+  distances are those of partners that cost no more than is usual.
 
-Limits: a partner within tau is believed, and the bound is for one exchange, not for their sum. In simulations of eight
-nodes, one or two liars cost a bounded loss; three that agreed on a direction were too many (docs/averaging.md).
+Limits: a partner within tau is believed, up to what it may cost. In simulations of eight nodes, one or two liars cost a
+bounded loss; three that agreed on a direction were too many (docs/averaging.md).
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
+from swarm_node.averaging.costs import EVERYBODY, NOTHING, PartnerCosts
 
 WINDOW = 8  # exchanges remembered
 GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one
@@ -104,6 +107,8 @@ class Robust:
         self._seen: defaultdict[int, PartnerHistory] = defaultdict(PartnerHistory)
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
+        self.costs = PartnerCosts()
+        self._usual_cost = True  # whether the exchange that was judged last cost no more than is usual
         self._probed: list[float] = []  # the last differences loss(averaged) - loss(own)
         self._guard = threading.Lock()  # guards what is remembered, except own progress
         self._checking = threading.Lock()
@@ -147,14 +152,22 @@ class Robust:
                 _push(seen.signs, measures.signs)
 
     def accept(self, fragment: int, verdict: Judged) -> None:
-        """The partner was averaged with: its distance is a usual one."""
-        if math.isfinite(verdict.distance):
+        """The partner was averaged with: its distance is a usual one, unless it was just found to cost more than is
+        usual."""
+        if self._usual_cost and math.isfinite(verdict.distance):
             with self._guard:
                 _push(self._seen[fragment].distances, verdict.distance)
 
-    def vetoed(self, own_loss: float, merged_loss: float) -> bool:
+    def vetoed(self, own_loss: float, merged_loss: float, partner: str = EVERYBODY) -> bool:
+        """Whether `partner` has cost too much lately, with this exchange; see `costs`. Both are losses in nats per
+        token on the same right answers of this node, which nobody was trained on."""
+        too_much, self._usual_cost = self.costs.judge(partner, own_loss, merged_loss)
+        return too_much
+
+    def broken(self, own_loss: float, merged_loss: float) -> bool:
         """Whether averaged weights do this node's own job much worse. Both are losses in nats per token on the same
-        right answers of its own. The difference is remembered, as GROWTH times the allowed one at most."""
+        right answers of its own, which it may just have been trained on. The difference is remembered, as GROWTH times
+        the allowed one at most."""
         allowed = PROBE_FLOOR
         if len(self._probed) >= MIN_SEEN:
             middle = median(self._probed)
@@ -166,12 +179,14 @@ class Robust:
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON. It lacks the mean of own progress, so direction is not judged at once."""
         with self._guard:
-            return {"probed": list(self._probed), "seen": {str(i): asdict(seen) for i, seen in self._seen.items()}}
+            seen = {str(i): asdict(seen) for i, seen in self._seen.items()}
+            return {"probed": list(self._probed), "seen": seen, "costs": self.costs.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from the `state()` of a node with the same fragments."""
         self._probed = list(state["probed"])
         self._seen = defaultdict(PartnerHistory, {int(i): PartnerHistory(**seen) for i, seen in state["seen"].items()})
+        self.costs.load(state.get("costs", NOTHING))  # older checkpoints have none
 
     def _remember_own(self, fragment: int, fast: Tensor, slow: Tensor) -> None:
         """mean <- OWN_DECAY mean + (1 - OWN_DECAY) progress; at first the progress itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -10,6 +11,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, refusals_in, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
 
@@ -92,28 +94,32 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     check_material(config, own_tasks=found is None, own_model=own_model)
     config = with_commits(config)
     starting(note_for(config, "start", json_output))
+    from swarm_node.observability.health import Health
+    from swarm_node.runtime.callbacks import Manner
+    from swarm_node.runtime.console import open_health
     from swarm_node.runtime.limits import be_nice, gentle_by_default, say_preset
 
     told = note_for(config, "settings", json_output)
     say_preset(config.resources, told)
     config = gentle_by_default(config, told) if member else config
     be_nice(config.resources)
-    with run.take():  # held from here on: `pause` and a second start see it while torch loads
-        from swarm_node.runtime.start import run_join, run_local
+    with run.take(), ExitStack() as stack:  # held from here on: `pause` and a second start see it while torch loads
+        health = open_health(config, Health(), run, stack)
+        health.identify(config.name or run.path.resolve().name, found.id if found else "")
+        from swarm_node.runtime.start import start  # loads torch
 
-        if found is None:
-            raise typer.Exit(run_local(config, run, json_output))
-        raise typer.Exit(run_join(config, run, found, json_output))
+        start(config, run, found, Manner(json_output, health=health))
 
 
 def _runs_here() -> str:
     """The commands that go on with the runs below runs/, the newest first."""
     runs = [RunDir(path.parent) for path in Path("runs").glob("*/config.toml")]
     stopped = [run for run in runs if not run.in_use and run.read_role() != BOOTSTRAP]
-    if not stopped:
-        return "none that has stopped is below runs/: `swarm-node resume RUN` takes the directory of one"
-    newest = sorted(stopped, key=lambda run: run.config.stat().st_mtime, reverse=True)[:MOST_NAMED]
-    return "below runs/ there are: " + ", ".join(f"`swarm-node resume {run.quoted}`" for run in newest)
+    newest = sorted(stopped, key=lambda run: run.config.stat().st_mtime, reverse=True)
+    commands = [way.command for run in newest if (way := going_on(run)).command][:MOST_NAMED]
+    if not commands:
+        return "none that can go on here is below runs/: `swarm-node resume RUN` takes the directory of one"
+    return "below runs/ there are: " + ", ".join(f"`swarm-node {command}`" for command in commands)
 
 
 def _check_stopped(run: RunDir) -> None:

@@ -25,7 +25,8 @@ from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name, variable_of
-from swarm_node.config.own import HOW_LONG, own_layer, read_toml, say_kept
+from swarm_node.config.own import HOW_LONG, own_layer, read_own, read_toml, say_kept
+from swarm_node.config.own_code import check_code
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import COLUMNS, TaskConfig
 from swarm_node.config.trl_names import trl_hint
@@ -75,6 +76,7 @@ def load_run_config(layers: Layers, member: bool, say: Callable[[str], None]) ->
     if HOW_LONG & table.keys():
         own = {key: value for key, value in own.items() if key not in HOW_LONG}
     config = _resolved([(str(there), own), *layers])
+    check_code(there, read_own(there), config, table)
     say_kept(own, table, directory, say)
     return config
 

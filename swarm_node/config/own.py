@@ -1,6 +1,7 @@
 """A run's own settings: its config.toml, from which a later start of the run takes them.
 
     # given: rollouts.max_new_tokens tasks      keys that the user had set
+    # code: 4f1a…                               only with code, such as reward functions: see `own_code`
     rounds = 60                                 the whole configuration, resolved
     ...
 
@@ -23,6 +24,7 @@ from protocol.errors import printable
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.own_code import mark_of
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
@@ -59,14 +61,14 @@ HOW_LONG = {"rounds", "minutes"}
 def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
     """The text of config.toml for a run with `config`; the user had set those fields that are set in `asked`."""
     given = sorted(flat(asked.model_dump(mode="json", exclude_unset=True)))
-    return f"{' '.join([GIVEN, *given])}\n{dump_toml(config)}"
+    return f"{' '.join([GIVEN, *given])}\n{mark_of(config)}{dump_toml(config)}"
 
 
-def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
-    """The table in a file, which is `what` in messages. A `foreign` one may be somebody else's, so it must be a regular
-    file of bounded size. Raises UserError."""
+def read_toml(file: Path, what: str) -> Table:
+    """The table in a file, which is `what` in messages. It may be somebody else's, so it must be a regular file of
+    bounded size. Raises UserError."""
     try:
-        if foreign and file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
+        if file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
             raise UserError(f"cannot read {what} {file}: it is no file, or has more than {MAX_BYTES:,} bytes")
         return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
@@ -78,7 +80,7 @@ def read_toml(file: Path, what: str, foreign: bool = False) -> Table:
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
     UserError if the file cannot be read, or another value in it is wrong."""
-    table = read_toml(file, "the run's settings", foreign=True)
+    table = read_toml(file, "the run's settings")
     if (gone := table.get("grpo", {}).get("correction")) in GONE:
         del table["grpo"]["correction"]
         say(Warned(f'{file} has grpo.correction = "{gone}", which is no more; a clone has it as {GONE[gone]}'))

@@ -38,6 +38,8 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what} {path!r}: write file.py:function or package.module:function")
+    if where.endswith(".py") and (file := Path(where).expanduser()).exists() and not file.is_file():
+        raise UserError(f"{what} {path!r}: {file} is no file, but a directory, a pipe or a device")
     try:
         module = _imported(where)
     except BaseException as error:  # importing runs the user's code, which may raise anything
@@ -76,7 +78,7 @@ def not_here(path: str, what: str) -> UserError:
     """The error about a function that only a program has, which runs elsewhere or has ended."""
     return UserError(
         f"{what} {path!r} is one that a program gave to swarm_node.train: give it again there, or write it into a file "
-        "and put FILE.py:FUNCTION in its place in the run's config.toml"
+        "and put FILE.py:FUNCTION in its place, by --reward or --set"
     )
 
 

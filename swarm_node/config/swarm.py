@@ -62,7 +62,8 @@ class SharingConfig(Section):
     """Limit of a foreign rollout's advantage. One right answer among a stranger's seven wrong ones would earn 2.5."""
     gate: bool = True
     """Leave out others' right answers with text that this policy would hardly write and that the reward does not need.
-    Attackers spread such text with right answers (arXiv 2511.09780; docs/sharing.md)."""
+    Attackers spread such text with right answers (arXiv 2511.09780; docs/sharing.md). Also admit no reference answer,
+    and no length, in a larger share than among own groups."""
     reuse: PositiveInt = 1
     """Most uses of one foreign group."""
     max_age_s: PositiveFloat = 600.0
@@ -125,7 +126,9 @@ class AveragingConfig(Section):
     gates: bool = True
     """Refuse a partner whose weights fail several tests: of size, direction and signs."""
     probe: bool = True
-    """Refuse averaged weights that make this node's own best answers much less likely."""
+    """Refuse averaged weights that make this node's own best answers much less likely, and partners that make them a
+    little less likely again and again. For that one of 16 own groups with unequal rewards is neither shared nor trained
+    on."""
     late_join: bool = True
     """Start with the weights of a peer of the cohort, if there is one and no own checkpoint."""
 

@@ -31,6 +31,7 @@ class AnyOptimizer(Protocol):
 
     updates: int
     decay: float
+    unusable: str  # why the gradient of the last step was not used, if its norm alone does not say so
 
     def zero_grad(self) -> None: ...
 
@@ -43,6 +44,8 @@ class AnyOptimizer(Protocol):
 
 class Optimizer:
     """Updates the named parameters in place from their `.grad`."""
+
+    unusable = ""
 
     def __init__(
         self,

@@ -262,7 +262,7 @@ class Trainer:
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:
-                self.report(Warned(f"the gradient's norm is {norm}: update skipped"))
+                self.report(Warned(f"{self.optimizer.unusable or 'the gradient is not finite'}: update skipped"))
         return metrics | _means(totals, self.loss, self.config)
 
     def _update(

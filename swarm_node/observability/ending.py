@@ -1,10 +1,10 @@
 """How a run ended that no process of this machine holds, as its files tell.
 
 events.jsonl: start, …, summary -> ended
-events.jsonl: start, …          -> killed; unclear as long as its files are fresh
+events.jsonl: start, …          -> killed; unclear as long as its files are fresh and its process may be elsewhere
 
 The order of events decides, never their times: a clock may be set back. The process of a run on another machine may
-hold a lock that is not seen here, so a run that wrote lately is not called dead.
+hold a lock that is not seen here, so a run from there that wrote lately is not called dead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_lines
+from swarm_node.storage.lock_file import was_held_here
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 
@@ -41,12 +42,14 @@ class LastWords(msgspec.Struct, frozen=True):
     said: bool  # whether it said that it ends; also where its files do not tell
     heard: float  # Unix time; 0 = unknown
     round_s: float  # the longest of its last rounds
+    here: bool = False  # whether its last process was one of this machine, whose locks are seen
 
     def end(self, now: float) -> End:
         """How the run ended, if no process of this machine holds it. `now`: Unix time."""
         if self.said:
             return "ended"
-        return "killed" if now - self.heard > max(QUIET_S, QUIET_ROUNDS * self.round_s) else "unclear"
+        is_gone = self.here or now - self.heard > max(QUIET_S, QUIET_ROUNDS * self.round_s)
+        return "killed" if is_gone else "unclear"
 
 
 class _Line(msgspec.Struct):
@@ -67,6 +70,7 @@ def last_words(run: RunDir) -> LastWords:
         said,
         heard=max((line.time or 0.0 for line in newest), default=0.0),
         round_s=max((line.step_time or 0.0 for line in rounds), default=0.0),
+        here=was_held_here(run.path / "lock"),
     )
 
 

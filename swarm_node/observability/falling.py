@@ -24,7 +24,8 @@ ALIKE = (
     "held-out pass@{k} fell by more than noise, from {k_before:.3f} to {k_now:.3f}, while pass@1 went from "
     "{before:.3f} to {now:.3f}: the answers to a question become alike; {remedy} (docs/grpo.md)"
 )
-FOR_ONE_RIGHT = "`{again} --set grpo.advantage=pass_k` trains for one right answer in several"
+PASS_K = "--set grpo.advantage=pass_k"
+FOR_ONE_RIGHT = "{again} trains for one right answer in several"
 SLOWER = "a lower grpo.learning_rate slows that down"  # where the run trains for one right answer in several already
 FELL = "held-out {figure} of {task} fell by more than noise, from {before:.3f} to {now:.3f}: {remedy}"
 LOWER = "lower grpo.learning_rate"
@@ -43,10 +44,10 @@ def remarks(
     for_one_right: bool = False,
     figure: Figure = "pass_1",
     paid: bool = False,
-    again: str = "swarm-node resume RUN",
+    again: str = f"`swarm-node resume RUN {PASS_K}`",
 ) -> dict[str, str]:
     """Key -> sentence for each thing that got worse; empty if the two evaluations are of different questions,
-    or of fewer than ENOUGH_QUESTIONS. `again`: the command that goes on with the run.
+    or of fewer than ENOUGH_QUESTIONS. `again`: who goes on with the run under `PASS_K`.
 
     For each question `labels` has its task, and `before` and `now` the share of its `samples` answers that is right, or
     their mean reward if that is the `figure`.

@@ -59,7 +59,8 @@ DEFAULT_PORT = "31390"  # the port of the container image
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of a server that listens on all addresses -> the address to ask it at."""
 OWN = {
-    "info": "Who this is; always 1.",
+    "info": "Who this is, and what its role is: `trainer` or `bootstrap`; always 1.",
+    "restart_info": "Why a process of the network ended that was started again; always 1.",
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "since_round_seconds": "Seconds since the last round ended, waiting included.",
@@ -68,6 +69,10 @@ OWN = {
     "since_checkpoint_seconds": "Seconds since a checkpoint was written, or since the start if none was since then.",
     "since_copy_seconds": "Seconds since a checkpoint was copied to `checkpoints.to`, or since the start if none was "
     "since then. Missing without `checkpoints.to`.",
+    "since_cloud_answer_seconds": "Seconds since the cloud last said whether it takes this machine back, or since the "
+    "start if it never did. Missing where no cloud is asked.",
+    "until_end_seconds": "Seconds until it has done its `rounds` or `minutes`, at the pace of its last rounds; +Inf "
+    "where there is no end, or it is not known yet.",
 }
 """Metrics besides the numbers of a round, and their meanings."""
 Measures = dict[str, Callable[[], float]]
@@ -93,6 +98,8 @@ class Health:
         self.trouble: Callable[[], str] = str  # returns what fails while the node goes on; empty = nothing
         self.leaving = False
         self.measures: Measures = {}
+        self.restarted: Callable[[], Mapping[str, str]] = dict
+        """Returns why each process of the network that was started again had ended."""
         self._what = what
         self._done = done or (lambda numbers: f"{what} {numbers['round']:.0f} ended")
         self._least_s = least_s
@@ -108,10 +115,10 @@ class Health:
         self._numbers: dict[str, float] = {}
         self._info: dict[str, str] = {}
 
-    def identify(self, name: str, swarm: str) -> None:
-        """Set the name of the node and the id of its swarm (empty = none)."""
+    def identify(self, name: str, swarm: str, role: str = "trainer") -> None:
+        """Set the name of the node, the id of its swarm (empty = none) and its role."""
         name = name.encode(errors="replace").decode()  # a run directory may have any name
-        self._info = {"name": name, "swarm": swarm, "version": __version__}
+        self._info = {"name": name, "role": role, "swarm": swarm, "version": __version__}
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         """Record that `round` has ended, with its numbers. Most rounds have no held-out figures: the latest stay."""
@@ -180,6 +187,11 @@ class Health:
             own["since_round_seconds"] = self._clock() - self._last
         if self._info:
             yield InfoMetricFamily(PREFIX.rstrip("_"), OWN["info"], value=self._info)
+        restarts = InfoMetricFamily(f"{PREFIX}restart", OWN["restart_info"])
+        for process, reason in self.restarted().items():
+            restarts.add_metric((), {"process": process, "reason": reason})
+        if restarts.samples:
+            yield restarts
         families: dict[str, Metric] = {}
         for key, value in {**self._numbers, **own}.items():
             stem, labels = labelled(key)

@@ -9,7 +9,7 @@ def running_legend(held_out: bool, member: bool, own_tasks: bool = False) -> lis
     """Lines about the live lines of a run. `held_out`: it measures held-out figures; `own_tasks`: of `eval.tasks`."""
     words = [f"held-out = on questions {'of eval.tasks' if own_tasks else 'never trained on'}"] if held_out else []
     words += ["group = a question with its answers"] if member else []
-    reward = "reward = mean score of its answers, in the first -> last tenth of all rounds"
+    reward = "reward = mean score of its answers; from round 20 on, in the first -> last tenth"
     return [reward, *(["; ".join(words)] if words else [])]
 
 

@@ -8,9 +8,9 @@ On a terminal, below the sentences that have scrolled by:
     43 MB in, 32 MB out an hour, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
-Reward is the mean of the first and of the last tenth of all rounds, as in the summary. While the run waits, the reason
-replaces the speed. A narrow terminal gets shorter words, never a second line. A run that is alone has no lines about
-others.
+Reward is the mean of the first and of the last tenth of all rounds, as in the summary; of fewer than 20 rounds, that
+of the last one. While the run waits, the reason replaces the speed. A narrow terminal gets shorter words, never a
+second line. A run that is alone has no lines about others.
 
 Plain, at each tenth of the run, but at least five seconds apart, and at most a minute (after ten minutes, ten):
 
@@ -39,7 +39,7 @@ from rich.text import Text
 
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
-from swarm_node.observability.tally import Buckets
+from swarm_node.observability.tally import ENOUGH_ROUNDS, Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
 from swarm_node.say import own_command
@@ -252,17 +252,18 @@ class ProgressDisplay:
         both = "  ".join(filter(None, [traffic, averaged]))
         below = [both] if cell_len(both) <= width else [traffic, averaged]
         lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, *self._usage_lines(waiting)]
-        shown = (Text(self._cut(line), no_wrap=True) for line in [*lines, self._last_event()] if line)
+        shown = (Text(_cut(line, self._console), no_wrap=True) for line in [*lines, self._last_event()] if line)
         return Group(self._head("" if waiting else self._time_left()), *shown)
 
     def _head(self, left: str) -> Table | Text:
         round = f"round {self._round}{self._of}"
         if math.isinf(self._total) and math.isinf(self._limit_s):  # a run without end has no share of it
-            return Text(self._cut(self._fitting([f"{round}{self._so_far()}", round])))
+            return Text(_cut(self._fitting([f"{round}{self._so_far()}", round]), self._console))
         share = f"{self._share():4.0%}"
         rest = self._console.width - len(round) - len(share) - len(left) - 2 - bool(left)
         if rest < LEAST_SPARK:
-            return Text(self._cut(self._fitting([f"{round} {share} {left}".rstrip(), f"{round} {share}", round])))
+            texts = f"{round} {share} {left}".rstrip(), f"{round} {share}", round
+            return Text(_cut(self._fitting(texts), self._console))
         head = Table.grid(padding=(0, 1))
         head.add_row(round, ProgressBar(total=1.0, completed=self._share(), width=min(BAR_WIDTH, rest)), share, left)
         return head
@@ -289,8 +290,8 @@ class ProgressDisplay:
         """Texts about the reward, ever shorter."""
         if self._tenths is None:
             return []
-        first, last = self._tenths
-        return [*([f"reward {first:.3f} -> {last:.3f}"] if len(self._rewards_shown) > 1 else []), f"reward {last:.3f}"]
+        first, last = (f"{mean:.3f}" for mean in self._tenths)
+        return [*([f"reward {first} -> {last}"] if self._rewards.count >= ENOUGH_ROUNDS else []), f"reward {last}"]
 
     def _speed(self) -> list[str]:
         speed = self._metrics.get("perf/generated_tok_s")
@@ -340,15 +341,6 @@ class ProgressDisplay:
         """The first text that fits on a line, or the last one."""
         return next((text for text in texts if cell_len(text) <= self._console.width), texts[-1] if texts else "")
 
-    def _cut(self, text: str) -> str:
-        """The part of `text` that fits on a line."""
-        encoding, width = self._stream.encoding or "utf-8", self._console.width
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        if cell_len(text) <= width:
-            return text
-        end = "..." if self._console.options.ascii_only else "…"
-        return set_cell_size(text, max(0, width - len(end))) + end[:width]
-
     def _seconds_per_round(self) -> float:
         return (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
 
@@ -356,11 +348,27 @@ class ProgressDisplay:
         if self._round >= self._total:
             this = " in this start" * (self._since != "so far")
             return f"took {clock_face(self._updated_at - self._started_at)}{this}"
+        left = self.left_s
+        return "" if math.isinf(left) else f"{clock_face(left)} left"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the run has done its rounds or minutes; infinite if it has no end, or if that is not known
+        yet. From any thread."""
         left = self._limit_s - self._elapsed()
         if len(self._ended) > 1:
             since_last = self._now() - self._ended[-1]
             left = min(left, (self._total - self._round) * self._seconds_per_round() - since_last)
-        return "" if math.isinf(left) else f"{clock_face(left)} left"
+        return left
+
+
+def _cut(text: str, console: Console) -> str:
+    """The part of `text` that fits on a line."""
+    text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    if cell_len(text) <= console.width:
+        return text
+    end = "..." if console.options.ascii_only else "…"
+    return set_cell_size(text, max(0, console.width - len(end))) + end[: console.width]
 
 
 def _age(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 WORDS = {
     "age": "too old",
     "assignment": "not the sender's task",
+    "balance": "commoner in answer or length than own ones",
     "busy": "asked while all places were taken",
     "cap": "over the swarm's limits",
     "connections": "connected while all places were taken",
@@ -66,7 +67,7 @@ HOSTILE = frozenset(
 """Reasons that an honest node of this version hardly ever causes. `slot` is not among them: a node that restarts within
 a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
 
-UNUSED = frozenset("age busy duplicate error pool seen surplus text zero".split())
+UNUSED = frozenset("age balance busy duplicate error pool seen surplus text zero".split())
 """Reasons that say nothing against the sender of a group: this node had no use for it. All others are refusals."""
 
 SAID = HOSTILE | {"connections", "crowded", "handshake", "memory", "newcomers", "stuck"}

@@ -18,9 +18,10 @@ from swarm_node.observability.noise import ENOUGH_QUESTIONS, verdict
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.reasons import UNUSED, words
 from swarm_node.observability.samples import without_middle
-from swarm_node.observability.tally import Tally
+from swarm_node.observability.tally import ENOUGH_ROUNDS, Tally
 from swarm_node.observability.worth import Worth, mixed_words, worth_lines
 from swarm_node.say import own_command
+from swarm_node.storage.going_on import GoingOn
 
 INDENT = 10  # columns before the text of a line
 QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary
@@ -218,23 +219,24 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
 
 def next_steps(
     run_dir: str,
+    goes_on: GoingOn,
     whole: bool = True,
     evaluates: bool = True,
-    rounds: int | None = None,
     best: bool = False,
     samples: bool = False,
 ) -> list[str]:
     """Commands for the next step, as they can be typed here. `whole`: all weights are in the directory; `evaluates`:
-    they fit this machine, and there are held-out questions; `rounds`: to go on with a run whose rounds are all done;
-    `best`: the best checkpoint is better than the last one; `samples`: answers of the run were kept."""
+    they fit this machine, and there are held-out questions; `best`: the best checkpoint is better than the last one;
+    `samples`: answers of the run were kept."""
     run = shlex.quote(run_dir)
-    commands = [f"resume {run}" if rounds is None else f"resume {run} --rounds {rounds}"]
     which = " --checkpoint best" if best else ""
+    commands = [goes_on.command] if goes_on.command else []
     commands += [f"eval {run}{which}"] if evaluates else []
     commands += [f"export {run} {shlex.quote(_new_model(run_dir))}{which}"] if whole else []
     commands += [f"samples {run}"] if samples else []
     commands += [f"dashboard {run}"]
-    return _labelled({"next": [f"{own_command()} {each}" for each in commands]})
+    to_go_on = [f"to go on, {goes_on.instead}"] if goes_on.instead else []
+    return _labelled({"next": [*(f"{own_command()} {each}" for each in commands), *to_go_on]})
 
 
 def _new_model(run_dir: str) -> str:
@@ -260,6 +262,8 @@ def _reward(run: Figures) -> list[str]:
         only = "the one round since tasks or rewards changed" if run.reward_rounds else "its only round"
         return [f"reward {last:.3f} in {only}"]
     which = f"the {n:,} rounds since tasks or rewards changed" if run.reward_rounds else f"{n:,} rounds"
+    if n < ENOUGH_ROUNDS:
+        return [f"reward {first:.3f} in the first, {last:.3f} in the last of {which}: too few rounds for a trend"]
     return [f"reward {first:.3f} -> {last:.3f}, first and last tenth of {which}"]
 
 

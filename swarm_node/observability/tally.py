@@ -16,6 +16,7 @@ from swarm_node.observability.cut_off import CUT
 from swarm_node.observability.thinning import rounds_of
 
 BUCKETS = 512  # most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB
+ENOUGH_ROUNDS = 20  # of fewer, the first and the last tenth are single rounds, which show no trend
 COUNTED = ("swarm/", "averaging/", "stages/")  # prefixes of the names of totals
 
 
@@ -65,7 +66,7 @@ class Buckets(msgspec.Struct):
         return self._moments(k, lambda parts: sum(parts[whole:]) - self._share(parts, whole, part))
 
     def tenths(self) -> tuple[float, float] | None:
-        """(mean of the first tenth, mean of the last tenth); of fewer than twenty numbers, the first and the last one.
+        """(mean of the first tenth, mean of the last tenth); of fewer than ENOUGH_ROUNDS, the first and the last one.
         None if there is none."""
         if not self.count:
             return None

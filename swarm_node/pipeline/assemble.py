@@ -115,6 +115,7 @@ class CrewParts:
             self.transport,
             say,
             most_s=min(MOST_S, config.pipeline.stall_s / 4),
+            absent=lambda: self.stage_transport.absent,
         )
         self.join_command = JoinCommand(entered, config)
 

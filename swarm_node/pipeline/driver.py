@@ -14,14 +14,18 @@ stage makes it once; a stage that was lost before goes without. A stage itself s
 (`StageStatus.new`): one that only missed messages still has its gradient.
 
 A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up.
+
+A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others'. The
+stage is named, and lost if it says so `TRIES` times within `RECENT` steps.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from statistics import median_high
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from statistics import median_high, median_low
 from typing import TypeVar
 
 import torch
@@ -40,7 +44,10 @@ from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.types import Sampling
 
 T = TypeVar("T")
-TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up
+TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up; see also `RECENT`
+RECENT = 10  # steps within which a stage is lost that says `TRIES` times what cannot be
+MOST_SQUARES = 1e6  # times their median that a stage's squares may be: its norm is a thousand times the others'
+MOST_USUAL = 1e24  # squares that are usual in no training
 
 
 class Driver:
@@ -58,7 +65,9 @@ class Driver:
         self.updates = calls.workers[0].updates  # updates that the crew has made
         self.total = calls.turn  # number of the sum that gradients are added to
         self.decay = 1.0  # factor of the schedule on the learning rate
+        self.unusable = ""  # see `AnyOptimizer`
         self._refusals = 0  # turns that ended in one, since the last update or generation
+        self._doubted: deque[Collection[int]] = deque(maxlen=RECENT)  # by step: stages that said what cannot be
 
     # ----------------------------------------------------------------- after a loss
 
@@ -232,15 +241,24 @@ class Driver:
         """Nothing, see `state_dict`."""
 
     def _norm(self) -> float:
-        """Norm of the whole gradient, once all passes are done; nan if it is not finite. Raises StageLost."""
+        """Norm of the whole gradient, once all passes are done; nan if it is not finite, or a stage says what cannot
+        be. Raises StageLost, also for a stage that does so again and again."""
         self.calls.to_all(heads.GradientNormRequest(self.total))
         squares: dict[int, float | None] = {}
         while len(squares) < self.stages:
             answer = self.calls.answer(heads.GradientNorm, train=True)
             if answer is not None and answer[0].total == self.total:
                 squares[answer[0].stage] = answer[0].squares
-        found = [square for square in squares.values() if square is not None]
-        return math.sqrt(sum(found)) if len(found) == self.stages and not self.spoiled else math.nan
+        doubtful = impossible(squares, self.workers)
+        self._doubted.append(doubtful.keys() - self.workers.keys())
+        lost = {stage for stage in doubtful if sum(stage in each for each in self._doubted) == TRIES}
+        if lost:
+            self._doubted.clear()
+            raise StageLost(lost, " and ".join(f"it says {doubtful[stage]}" for stage in sorted(lost)))
+        self.unusable = "; ".join(f"stage {stage} says {what}" for stage, what in sorted(doubtful.items()))
+        if self.spoiled and not doubtful:
+            self.unusable = f"the loss over what stage {self.stages - 1} computed has a gradient that is not finite"
+        return math.nan if self.unusable else math.sqrt(math.fsum(filter(None, squares.values())))
 
     def _apply(self, scale: float, rate: float) -> None:
         """Have every stage make the next update; a stage that is rebuilt meanwhile only counts it.
@@ -265,6 +283,21 @@ class Driver:
                 if not told:
                     raise
                 rebuilt |= self.again(lost)
+
+
+def impossible(squares: Mapping[int, float | None], own: Collection[int]) -> dict[int, str]:
+    """Stages that say of their gradient what cannot be, and what they say.
+
+    `squares`: of the gradient of each stage, None if it is not finite; those of the stages in `own` are computed here,
+    and hold for usual whatever others say."""
+    known = {stage: square for stage, square in squares.items() if square is not None}
+    median = median_low([square for square in known.values() if square] or [0.0])
+    usual = min(MOST_USUAL, max([median, *(square for stage, square in known.items() if stage in own)]))
+    said = {stage: "that its gradient is not finite" for stage in squares.keys() - known.keys()}
+    for stage, square in known.items():
+        if square > MOST_SQUARES * usual:
+            said[stage] = f"that its gradient has norm {math.sqrt(square):.2g}, where {math.sqrt(usual):.2g} is usual"
+    return said
 
 
 def _forward(head: heads.Forward, batch: TokenBatch) -> StageMessage:

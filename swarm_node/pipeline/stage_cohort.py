@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +58,7 @@ class StageCohort:
     say: Callable[[str], None]
     now: Callable[[], float] = time.time
     most_s: float = MOST_S  # longest wait for others' weights
+    absent: Callable[[], Collection[str]] = tuple  # returns peers of the crew that are known to be gone
     stage: int | None = None
     late_join: LateJoin | None = None
     _optimizer: Optimizer | None = None
@@ -123,6 +124,7 @@ class StageCohort:
             probe,
             f"stage {stage}",
         )
+        self.late_join.averager.absent = self.absent
         self.stage, self._optimizer, self._updates = stage, optimizer, worker.updates
         self.late_join.version = worker.updates
         optimizer.updating = self.late_join.averager.changing

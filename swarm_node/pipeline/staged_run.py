@@ -33,6 +33,7 @@ from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
 from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import Checkpoint, read_checkpoint
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir
 
 Say = Callable[[str], None]
@@ -124,11 +125,12 @@ def _weights(
         first = found[3] + 1
         stages.append({name: tensor for name, tensor in checkpoint.tensors["policy"].items() if name not in seen})
         seen |= stages[-1].keys()
+    model = model_name(config.policy.model)
     if first != layers or seen != expected.keys():
-        raise UserError(f"these stages together are not all of {config.policy.model}")
+        raise UserError(f"these stages together are not all of {model}")
     for name, tensor in ((name, tensor) for stage in stages for name, tensor in stage.items()):
         if tensor.shape != expected[name].shape:
-            raise UserError(f"{name} is {list(tensor.shape)} in these stages, but not in {config.policy.model}")
+            raise UserError(f"{name} is {list(tensor.shape)} in these stages, but not in {model}")
     return stages
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm_node.policy.sizes import KnownModel
+from swarm_node.storage.model_names import model_name
 
 SELECTED = "index_topk", "indexer_budget", "keep_window_size"
 """Keys of a config that say how many tokens are selected to be seen."""
@@ -38,7 +39,7 @@ def model_of(name: str, parameters: int, config: Any) -> KnownModel:
     hidden = largest(text, "hidden_size", 1)
     heads = largest(text, "num_attention_heads", 1)  # none in a model that is a state space throughout
     return KnownModel(
-        name,
+        model_name(name),
         parameters,
         layers=largest(text, "num_hidden_layers", 1),
         hidden=hidden,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -18,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.install import isolated
 from swarm_node.policy import chat_template_child
 from swarm_node.policy.chat_template_child import Frame, FrameError, frame_of
 from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.policy.tokenizing import guarded
+from swarm_node.storage.model_names import model_name
 
 CPU_S = 5  # a frame takes 0.1 s, Python's start included
 WALL_S = 60.0  # longest time on a machine that is busy with other things
-RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
-"""The child's program. An isolated Python ignores the user's own site and PYTHONPATH, where Jinja may be."""
 
 
 @lru_cache(maxsize=16)
@@ -72,19 +71,20 @@ def named_template(templates: str | Mapping[str, str] | None, config: PolicyConf
     """The template that `policy.chat_template` names: of several, that of this name, by default `default`. UserError if
     there is none."""
     name, set_it = config.chat_template or "default", "--set policy.chat_template=NAME"
+    model = model_name(config.model)
     if not templates:
         raise UserError(
-            f"{config.model} has no chat template: leave out policy.chat_template and policy.chat_template_kwargs; "
+            f"{model} has no chat template: leave out policy.chat_template and policy.chat_template_kwargs; "
             "policy.prompt_template is the text around its questions"
         )
     if isinstance(templates, str):
         if name != "default":
-            raise UserError(f"{config.model} has one chat template, without a name: leave out policy.chat_template")
+            raise UserError(f"{model} has one chat template, without a name: leave out policy.chat_template")
         return templates
     if name not in templates:
         which = f"none is called {name!r}" if config.chat_template else "none is the default"
         names = ", ".join(map(repr, sorted(templates)))
-        raise UserError(f"the chat templates of {config.model} are {names}, and {which}: name one with {set_it}")
+        raise UserError(f"the chat templates of {model} are {names}, and {which}: name one with {set_it}")
     return templates[name]
 
 
@@ -96,5 +96,4 @@ def unused_arguments(templates: str | Mapping[str, str], config: PolicyConfig) -
 
 def child(*options: str) -> list[str]:
     """The command that renders a template; `options` are Python's."""
-    paths = json.dumps([*map(str, sys.path)])
-    return [sys.executable, "-I", *options, "-c", RUN, chat_template_child.__file__, paths, str(CPU_S)]
+    return isolated(chat_template_child.__file__, str(CPU_S), options=options)

@@ -62,11 +62,14 @@ from swarm_node.policy.quantised import (
 )
 from swarm_node.policy.sizes import QUANTISED_BYTES
 from swarm_node.policy.suitability import OTHER
-from swarm_node.policy.tokenizer_vetting import check_tokenizer, check_tokenizer_file
+from swarm_node.policy.tokenizer_vetting import MAX_GROWTH, check_tokenizer, check_tokenizer_file, check_tokens
 from swarm_node.say import Detail, Warned, in_short
+from swarm_node.storage.model_names import model_name
 
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
+TOKEN_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+"""Files with tokens beside tokenizer.json."""
 PLAIN = {"attn_implementation": None, "experts_implementation": None}
 """Implementations that a config must not choose: it may name code on the hub. Transformers chooses for this machine."""
 
@@ -97,7 +100,8 @@ def load_policy(
     trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
     trained = f"LoRA: {trained}" if plan.lora else trained
     trained += f", linear layers in {plan.quantize}" if plan.quantize else ""
-    report(f"policy {config.model}: {policy.num_parameters():,} parameters in {name_of(plan.dtype)} ({trained})")
+    size = f"{policy.num_parameters():,} parameters in {name_of(plan.dtype)}"
+    report(f"policy {model_name(config.model)}: {size} ({trained})")
     report(Detail(plan.where))
     if told := policy.check_rows():
         report(Warned(told))
@@ -109,7 +113,7 @@ def load_policy(
     if tokenizer.chat_template:
         _ = policy.frame  # a template that is refused is refused now
         if unused := unused_arguments(tokenizer.chat_template, config):
-            report(Warned(f"the chat template of {config.model} does not use {', '.join(unused)}"))
+            report(Warned(f"the chat template of {model_name(config.model)} does not use {', '.join(unused)}"))
     elif config.chat_template or config.chat_template_kwargs:
         named_template(None, config)
     else:
@@ -296,11 +300,14 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `config` names, or the one beside its adapter."""
     path = located(config.model)
     revision = config.revision if adapter_base(path) is None else None
-    settings = _file(path, revision, "tokenizer_config.json")
-    named = [] if settings is None else vetting.read_json(settings).get("fast_tokenizer_files")
-    for name in {"tokenizer.json", *(named if isinstance(named, list) else [])}:
-        if (file := _file(path, revision, str(name))) is not None:
-            check_tokenizer_file(file)
+    others = [file for name in TOKEN_FILES if (file := _file(path, revision, name)) is not None]
+    settings = [vetting.read_json(file) for file in others if file.name == TOKEN_FILES[0]]
+    named = settings[0].get("fast_tokenizer_files") if settings else []
+    names = {"tokenizer.json", *(map(str, named) if isinstance(named, list) else [])}
+    fast = [file for name in names if (file := _file(path, revision, name)) is not None]
+    growth = max(map(check_tokenizer_file, fast), default=MAX_GROWTH)
+    for file in others:
+        check_tokens(file, growth)
     tokenizer = _load(AutoTokenizer, path, revision)
     check_tokenizer(tokenizer, config.model)
     return tokenizer

@@ -78,7 +78,7 @@ def sections(about: About, adapter: bool) -> str:
     base = about.base_in_words
     if base is not None:
         base = f" It started from {base or 'a model in a directory of the machine that trained'}."
-    rounds = f"in {about.rounds:,} rounds " if about.rounds else ""
+    rounds = f"in {about.rounds:,} round{'' if about.rounds == 1 else 's'} " if about.rounds else ""
     named = ", ".join(f"`{task}`" for task in about.tasks)
     files = about.question_files
     own = "" if not files else "a question file" if files == 1 else f"{files} question files"

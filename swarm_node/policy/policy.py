@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -31,6 +32,7 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import values_of
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
+from swarm_node.storage.model_names import model_name
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
@@ -40,7 +42,7 @@ NAMED = 3  # most tokens that a message names
 PROBED = 8  # token ids of which logits are computed where finite ones are asked for
 
 
-class Texts:
+class Texts(ABC):
     """A tokenizer with the settings of its policy, and the rows of that policy's embedding."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,9 +52,9 @@ class Texts:
     _framed: tuple[object, Frame] | None = None  # the chat template and its frame
 
     @property
+    @abstractmethod
     def vocabulary(self) -> int:
         """Token ids that the embedding has a row for."""
-        raise NotImplementedError
 
     def encode(self, question: str) -> list[int]:
         """`encode_questions` of one question."""
@@ -79,10 +81,10 @@ class Texts:
     def check_rows(self) -> str:
         """A sentence about tokens that have no row in the embedding; empty if all have one. UserError if the frame
         around questions has such a token."""
-        without = self._without_row(tokenizing.ids(self.tokenizer))
-        if not without:
+        if not (without := self._without_row(tokenizing.ids(self.tokenizer))):
             return ""
-        told = f"{self.config.model}: its embedding has {self.vocabulary} rows, and none for {self._named(without)}"
+        name, rows = model_name(self.config.model), self.vocabulary
+        told = f"{name}: its embedding has {rows} rows, and none for {self._named(without)}"
         try:
             self.encode("?")
         except TokenizerError as error:

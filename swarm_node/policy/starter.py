@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.answer_form import WRITTEN, AnswerForm
+from swarm_node.policy import tokenizing
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
 FORMS: dict[AnswerForm, float] = {"any": 0.85, "tags": 0.1, "boxed": 0.05}
@@ -124,8 +125,7 @@ def _batches(
     """(input ids, labels) [BATCH, T] of examples of like length; labels are -100 outside answers."""
     rows = []
     for question, answer in examples:
-        prompt = tokenizer(question.strip() + SEP)["input_ids"]
-        target = tokenizer(answer + EOS)["input_ids"]
+        prompt, target = tokenizing.encode(tokenizer, [question.strip() + SEP, answer + EOS], special=True)
         if len(prompt) + len(target) <= MAX_POSITIONS:
             rows.append((prompt, target))
     rows.sort(key=lambda row: ((len(row[0]) + len(row[1])) // 8, rng.random()))

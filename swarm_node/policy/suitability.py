@@ -22,6 +22,7 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rounding import Agreement, OwnNumbers, judge_tokens, worst
 from swarm_node.say import Detail, in_short
+from swarm_node.storage.model_names import model_name
 from swarm_node.types import Sampling
 
 OTHER = "take a model of another architecture, docs/own-model.md lists those that can be trained"
@@ -161,4 +162,4 @@ def judge_samples(policy: Policy, engine: BatchEngine, prompts: list[list[int]])
 
 
 def _name(policy: Policy) -> str:
-    return f"{type(policy.base).__name__} ({policy.config.model})"
+    return f"{type(policy.base).__name__} ({model_name(policy.config.model)})"

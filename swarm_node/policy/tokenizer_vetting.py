@@ -12,7 +12,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,31 +21,41 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
 from swarm_node.policy.tokenizing import guarded, longest_token
+from swarm_node.policy.vetting import read_json
 from swarm_node.say import in_short
 
 MAX_FILE_BYTES = 64 * 2**20  # the longest known tokenizer.json, of 262,144 tokens, has 33 MB
 MAX_PART_BYTES = 2 * 2**20  # the table of a SentencePiece normalizer has 0.4 MB
 MAX_PARTS = 8  # parts in a sequence, those of sequences in it included
-MAX_GROWTH = 2048
-"""Characters that all parts together make of one: ALBERT, which has most, makes up to 1,296 of a rare one."""
+MAX_GROWTH = 150
+"""Characters that all parts together make of one: T5, which has most, makes up to 132 of a rare one. Each of 32,768
+characters takes some 200 bytes, after that."""
+MAX_DECODED = 8  # characters that a decoder makes of one: the text of 8,192 long tokens has 33 million before that
 MAX_REPLACED = 4  # times that a replacement may be as long as what it replaces
 MAX_MAPPED_BYTES = 64  # longest text in the table of a SentencePiece normalizer; Unicode's longest has 33
 MAX_TEXT = 64  # characters of a text that a part adds
 MAX_ADDED = 16  # special tokens around a text, and ids of each
 MAX_TOKEN_CHARS = 4096  # the longest known tokens are some hundred blanks
-MAX_WORD_CHARS = 1024  # of a word that WordPiece cuts up, in time that grows with its square; usual are 100
+MAX_ADDED_CHARS = 2**22
+"""Characters of all added tokens, which loading normalises, after that; 65,536 tokens of speech have a million."""
+TEMPLATES = {"chat_template", "response_schema", "response_template"}  # keys of long texts that are no tokens
+MAX_WORD_CHARS = 256  # of a word that WordPiece cuts up, in time that grows with its third power; usual are 100
+MAX_PIECE_CHARS = 128  # of a token of Unigram, which tries as many at each place of a text; usual are 16
 ADVICE = "; take a model whose tokenizer has the usual parts"
 
-NORMALIZERS = {"BertNormalizer": 12, "ByteLevel": 4, "Lowercase": 2, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18} | (
-    dict.fromkeys(("Nmt", "Precompiled", "Prepend", "Replace", "Strip", "StripAccents"), 1)
-)
-"""Known parts, and the characters that each makes of one at most, besides those of tables and replacements."""
+UNICODE = {"BertNormalizer": 12, "Lowercase": 2, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}
+"""Parts that go by Unicode, and the characters that each makes of one at most. What one of them has made of a text does
+not grow by another."""
+NORMALIZERS = dict.fromkeys((*UNICODE, "Nmt", "Precompiled", "Prepend", "Replace", "Strip", "StripAccents"), 1) | {
+    "ByteLevel": 4
+}
+"""Known parts, and the characters that each makes of one at most, besides those of Unicode, tables and replacements."""
 PRE_TOKENIZERS = {"ByteLevel": 4, "Metaspace": 2} | dict.fromkeys(
     "BertPreTokenizer CharDelimiterSplit Digits FixedLength Punctuation Split UnicodeScripts Whitespace "
     "WhitespaceSplit".split(),
     1,
 )
-DECODERS = {"BPEDecoder": 2, "CTC": 2, "WordPiece": 2} | dict.fromkeys(
+DECODERS = {"BPEDecoder": 3, "CTC": 3, "WordPiece": 2} | dict.fromkeys(
     ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"), 1
 )
 POST_PROCESSORS = dict.fromkeys(("BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"), 1)
@@ -64,6 +74,11 @@ class _Model(msgspec.Struct):
     max_input_chars_per_word: int | None = None
 
 
+class _Added(msgspec.Struct):
+    content: str
+    normalized: bool = True
+
+
 class _File(msgspec.Struct):
     """What is looked at; the vocabulary is passed over."""
 
@@ -72,10 +87,11 @@ class _File(msgspec.Struct):
     post_processor: msgspec.Raw = msgspec.Raw(b"null")
     decoder: msgspec.Raw = msgspec.Raw(b"null")
     model: _Model = msgspec.field(default_factory=_Model)
+    added_tokens: list[_Added] = []
 
 
-def check_tokenizer_file(file: Path) -> None:
-    """A tokenizer.json as it lies on disk."""
+def check_tokenizer_file(file: Path) -> float:
+    """A tokenizer.json as it lies on disk. Gives the characters that its normalizer makes of one at most."""
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{file} is larger than {MAX_FILE_BYTES // 2**20} MiB, which no tokenizer is")
@@ -88,7 +104,43 @@ def check_tokenizer_file(file: Path) -> None:
         raise UserError(f"{file}: its model adds a text longer than {MAX_TEXT} characters to each piece{ADVICE}")
     if (model.max_input_chars_per_word or 0) > MAX_WORD_CHARS:
         raise UserError(f"{file}: max_input_chars_per_word is more than {MAX_WORD_CHARS}{ADVICE}")
-    _check_parts(str(file), raw)
+    growth = _check_parts(str(file), raw)
+    _check_added(file, ((token.content, token.normalized) for token in found.added_tokens), growth)
+    return growth
+
+
+def check_tokens(file: Path, growth: float) -> None:
+    """Another file with tokens, such as tokenizer_config.json, as it lies on disk. `growth`: see
+    `check_tokenizer_file`."""
+    _check_added(file, _texts(read_json(file), True), growth)
+
+
+def _texts(value: Any, normalized: bool) -> Iterator[tuple[str, bool]]:
+    """Texts in `value` that may be tokens, with whether the tokenizer normalises them."""
+    if isinstance(value, str):
+        yield value, normalized
+    elif isinstance(value, dict):
+        normalized = value.get("normalized", not value.get("special")) is not False
+        for key, each in value.items():
+            if type(each) is int:  # the key is a token, and this its number
+                yield key, True
+            elif key not in TEMPLATES:
+                yield from _texts(each, normalized)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each, normalized)
+
+
+def _check_added(file: Path, texts: Iterable[tuple[str, bool]], growth: float) -> None:
+    total = 0.0
+    for text, normalized in texts:
+        if len(text) > MAX_TOKEN_CHARS:
+            raise UserError(f"{file}: a token has {len(text)} characters, allowed are {MAX_TOKEN_CHARS}{ADVICE}")
+        total += len(text) * (growth if normalized else 1)
+    if total > MAX_ADDED_CHARS:
+        raise UserError(
+            f"{file}: its added tokens have more than {MAX_ADDED_CHARS:,} characters once normalised{ADVICE}"
+        )
 
 
 @guarded("its parts")
@@ -97,11 +149,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if (longest := longest_token(tokenizer)) > MAX_TOKEN_CHARS:
         raise UserError(f"{name}: a token has {longest} characters, allowed are {MAX_TOKEN_CHARS}{ADVICE}")
     core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is not None and type(core.model).__name__ == "Unigram":
+        longest = max(map(len, core.get_vocab(with_added_tokens=False)))
+        if longest > MAX_PIECE_CHARS:
+            raise UserError(
+                f"{name}: a token has {longest} characters, allowed are {MAX_PIECE_CHARS} of Unigram{ADVICE}"
+            )
     parts = {kind: getattr(core, kind, None) for kind in KINDS}
     _check_parts(name, {kind: part.__getstate__() for kind, part in parts.items() if part is not None})
 
 
-def _check_parts(where: str, raw: Mapping[str, bytes]) -> None:
+def _check_parts(where: str, raw: Mapping[str, bytes]) -> float:
+    """Gives the characters that the normalizer makes of one at most."""
     growth = dict.fromkeys(KINDS, 1.0)
     for kind, data in raw.items():
         if len(data) > MAX_PART_BYTES:
@@ -110,12 +169,17 @@ def _check_parts(where: str, raw: Mapping[str, bytes]) -> None:
             parts = list(_parts(json.loads(data), kind))
             if len(parts) > MAX_PARTS:
                 raise ValueError(f"has {len(parts)} parts, allowed are {MAX_PARTS}")
+            if sum(_is_known(part) for part in parts) > 1:
+                raise ValueError("has two regular expressions that may take long")
             growth[kind] = math.prod(_growth(part, KINDS[kind][1]) for part in parts)
+            growth[kind] *= max((UNICODE.get(part["type"], 1) for part in parts), default=1)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             detail = " ".join(f"{error}".split()) if type(error) is ValueError else "is not as the library writes it"
             raise UserError(f"{where}: its {kind} {detail}{ADVICE}") from error
-    if max(growth["normalizer"] * growth["pre_tokenizer"], growth["decoder"]) > MAX_GROWTH:
-        raise UserError(f"{where}: its parts make more than {MAX_GROWTH} characters of one{ADVICE}")
+    for found, most in ((growth["normalizer"] * growth["pre_tokenizer"], MAX_GROWTH), (growth["decoder"], MAX_DECODED)):
+        if found > most:
+            raise UserError(f"{where}: its parts make more than {most} characters of one{ADVICE}")
+    return growth["normalizer"]
 
 
 def _parts(value: Any, kind: str) -> Iterator[dict[str, Any]]:
@@ -138,8 +202,10 @@ def _growth(part: dict[str, Any], known: Mapping[str, int]) -> float:
         _check_template(part)
     if name == "Precompiled":
         return _longest_mapped(part["precompiled_charsmap"])
-    if name == "Prepend" and len(part["prepend"]) > MAX_TEXT:
-        raise ValueError(f"adds a text longer than {MAX_TEXT} characters")
+    if name == "Prepend":
+        if len(part["prepend"]) > MAX_TEXT:
+            raise ValueError(f"adds a text longer than {MAX_TEXT} characters")
+        return 1 + len(part["prepend"])  # added tokens cut a text into pieces, and each gets it
     if name not in ("Split", "Replace"):
         return known[name]
     ((way, pattern),) = part["pattern"].items()
@@ -154,10 +220,16 @@ def _growth(part: dict[str, Any], known: Mapping[str, int]) -> float:
     return 1 + len(content) if way == "Regex" else max(1.0, len(content) / length)
 
 
+def _is_known(part: Mapping[str, Any]) -> bool:
+    return part["type"] in ("Split", "Replace") and part["pattern"].get("Regex") in KNOWN
+
+
 def _check_template(part: dict[str, Any]) -> None:
     tokens = part["special_tokens"].values()
     if max(len(part["single"]), len(part["pair"])) > MAX_ADDED or any(len(each["ids"]) > MAX_ADDED for each in tokens):
         raise ValueError(f"adds more than {MAX_ADDED} tokens to a text")
+    if any(sum("Sequence" in piece for piece in part[way]) > most for way, most in (("single", 1), ("pair", 2))):
+        raise ValueError("repeats a text")
 
 
 def _longest_mapped(table: str) -> float:
@@ -168,12 +240,13 @@ def _longest_mapped(table: str) -> float:
     longest = max(map(len, data[start:].split(b"\0")))
     if longest > MAX_MAPPED_BYTES:
         raise ValueError(f"puts a text of {longest} bytes for another, allowed are {MAX_MAPPED_BYTES}")
-    return 18  # as Unicode's own table, whose bytes are those of 18 characters
+    return max(1, longest)
 
 
 # ----------------------------------------------------------------- regular expressions
 
 MAX_PATTERN = 4096
+_QUANTIFIER = re.compile(r"(.*?)((?:[*+]|\{[0-9]+,\})[?+]?)", re.DOTALL)
 MAX_WAYS = 40  # of all sequences of a pattern together; Llama 3's has 18
 _SET = r"\[\^?(?:\\.|\[(?:\\.|[^\[\]\\])*\]|[^\[\]\\])+\]"
 _ONE = rf"(?:{_SET}|\\[pP]\{{\^?\w+\}}|\\x[0-9A-Fa-f]{{2}}|\\[sSdDwWhHnrtfv]|\\\W|[^\\\[\](){{}}?*+|^$])"
@@ -188,14 +261,20 @@ KNOWN = frozenset(
         r"\d{1,3}(?=(?:\d{3})*\b)",  # Cohere's Aya and Command
         r"(?=(\d{3})+(?!\d))",  # SuperBPE
         "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",  # Chameleon
+        r"\s+$",  # DeepSeek
+        " +▁",  # SeamlessM4T
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+        r"|\s{1,2}(?!\S)|\s{1}",  # Jais 2
     }
 )
-"""Patterns beyond the rule of `is_harmless` whose steps grow in proportion to the text, too."""
+"""Patterns beyond the rules of `is_harmless` whose steps from one place grow in proportion to the text, too."""
 
 
 class _Item(NamedTuple):
     """A character, a set or a group of a sequence, with its quantifier."""
 
+    text: str  # of what is repeated without bound; empty if as little as possible is taken
     ways: int  # numbers of repetitions, and alternatives, that are tried in turn
     most: int  # repetitions
     may_fail: bool
@@ -203,21 +282,26 @@ class _Item(NamedTuple):
 
 
 def is_harmless(pattern: str) -> bool:
-    """Whether the steps of a regular expression from one place of a text grow at most in proportion to the text.
+    """Whether the steps of a regular expression from one place of a text grow at most in proportion to the text, and
+    those from all places together, too.
 
-    That holds if it is in KNOWN, or an alternation of sequences of single characters, sets and groups of texts, each
-    with one quantifier at most, such that in each sequence
+    The first holds if it is in KNOWN, or an alternation of sequences of single characters, sets and groups of texts,
+    each with one quantifier at most, such that in each sequence
 
     - only characters and sets are repeated, and groups are optional at most;
     - at most one thing is repeated without bound before the last that can fail;
     - things that are optional, counted or alternatives make at most MAX_WAYS ways in all, where a count behind such a
       repetition counts as so many ways.
 
+    The second holds if what is repeated without bound, before something that can fail, is repeated by the next sequence
+    as well, and so on up to one that takes it in any case: else the same text is gone through again from each place.
+
     The patterns of GPT-2, Llama 3, Qwen, o200k, DeepSeek, Mistral, BLOOM, Falcon and CLIP are such.
     """
     if pattern in KNOWN:
         return True
     at, total = 0, 0
+    tried = set[str]()  # what was repeated without bound in vain
     while len(pattern) <= MAX_PATTERN:
         items = []
         while at < len(pattern) and pattern[at] != "|":
@@ -229,28 +313,40 @@ def is_harmless(pattern: str) -> bool:
         total += _ways(items)
         if total > MAX_WAYS:
             return False
+        last = _last_to_fail(items)
+        again = {item.text for item in items[: max(0, last)] if item.is_many}
+        if last >= 0 and items[last].text and not any(item.may_fail for item in items[:last]):
+            tried.discard(items[last].text)
+        if not tried <= again:
+            return False
+        tried = again
         if at == len(pattern):
-            return True
+            return not tried
         at += 1  # the bar
     return False
 
 
 def _item(found: re.Match[str]) -> _Item:
     if found["place"]:
-        return _Item(1, 1, True, False)
+        return _Item("", 1, 1, True, False)
     if found["many"]:
-        return _Item(1, 1, not found["any"], True)
+        text, quantifier = _QUANTIFIER.fullmatch(found["many"]).groups()  # type: ignore[union-attr]
+        return _Item("" if quantifier.endswith("?") else text, 1, 1, not found["any"], True)
     if found["group"]:
-        return _Item(found["group"].count("|") + 1 + bool(found["perhaps"]), 1, not found["perhaps"], False)
+        return _Item("", found["group"].count("|") + 1 + bool(found["perhaps"]), 1, not found["perhaps"], False)
     numbers = (
         [0, 1] if (found["few"] or "").startswith("?") else [int(n) for n in re.findall("[0-9]+", found["few"] or "1")]
     )
-    return _Item(max(1, numbers[-1] - numbers[0] + 1), numbers[-1], numbers[0] > 0, False)
+    return _Item("", max(1, numbers[-1] - numbers[0] + 1), numbers[-1], numbers[0] > 0, False)
+
+
+def _last_to_fail(items: Sequence[_Item]) -> int:
+    return max((i for i, item in enumerate(items) if item.may_fail), default=-1)
 
 
 def _ways(items: Sequence[_Item]) -> int:
     """Ways that are tried before a sequence fails; more than MAX_WAYS if it is not harmless."""
-    last = max((i for i, item in enumerate(items) if item.may_fail), default=-1)
+    last = _last_to_fail(items)
     ways, many = 1, 0
     for i, item in enumerate(items[: last + 1]):
         ways *= item.ways * (max(1, item.most) if many else 1)

@@ -88,12 +88,13 @@ def run_bootstrap(config: NodeConfig, beside: Beside | None = None) -> int:
         say_what_leaves(swarm, config, run, say, trains=False)
         health = Health(what="look", least_s=NO_ADDRESS_S, done=_seen)
         open_health(config, health, run, stack)
-        stop = stack.enter_context(stopper(config.spot, run.undo, say, advice=""))
+        health.identify(name, swarm.id, "bootstrap")
+        stop = stack.enter_context(stopper(config.spot, run.undo, say, health.measures, advice=""))
         stack.enter_context(stopping_when_asked(run, stop, say))
         try:
             _load_network(stop)
             manifest, transport = _enter(swarm, config, run, stop, stack)
-            health.identify(name, manifest.swarm_id)
+            health.restarted = transport.restarted
             page = None
             if beside is not None:
                 pages = run.path / "page"

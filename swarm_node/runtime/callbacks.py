@@ -13,6 +13,7 @@ from swarm_node.observability.jsonl import each_record
 from swarm_node.observability.summary import Figures
 
 if TYPE_CHECKING:  # the module of the figures loads torch
+    from swarm_node.observability.health import Health
     from swarm_node.rollouts.evaluate import Held
 
 
@@ -107,3 +108,4 @@ class Manner:
     embedded: bool = False  # the process belongs to another program: never end it, and hear no signal but Ctrl-C
     quiet: bool = False  # show nothing
     callbacks: Sequence[Callback] = ()
+    health: Health | None = None  # what answers at the node's port already; None = the run opens it

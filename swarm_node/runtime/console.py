@@ -65,23 +65,30 @@ def _say_error(kind: object, error: BaseException | None, trace: object) -> None
         LOGGER.error("%s", printable(str(error)), extra={"kind": "error"})
 
 
-def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStack) -> None:
+def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStack) -> Health:
     """Answer `/healthz` and `/metrics` until the stack is closed. Raises UserError."""
     health.measures["disk_free_bytes"] = partial(free_bytes, run.path)
     listen, port = config.health.listen, config.health.port
     if port:
         stack.enter_context(serving(health, listen, port, config.health.hosts))
     stack.enter_context(run.answering(listen, port))
+    return health
 
 
 class Console:
     """The display of a run, and events.jsonl."""
 
     def __init__(
-        self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack, quiet: bool = False
+        self,
+        config: NodeConfig,
+        run: RunDir,
+        json_output: bool,
+        stack: ExitStack,
+        quiet: bool = False,
+        health: Health | None = None,
     ) -> None:
-        """`json_output`: standard output is for the final JSON document alone. `quiet`: nothing is shown. Raises
-        UserError."""
+        """`json_output`: standard output is for the final JSON document alone. `quiet`: nothing is shown. `health`:
+        what answers at the node's port already; it is opened here without. Raises UserError."""
         self.json_output = json_output
         self._as_json = config.log_format == "json" and not quiet
         name, stream = config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout
@@ -93,8 +100,8 @@ class Console:
         self.progress.usage = self.usage.words
         self.progress.quiet = not is_shown(logging.INFO)
         self.events = open_log(run, lines or self._show, stack)
-        self.health = Health()
-        open_health(config, self.health, run, stack)
+        self.health = health or open_health(config, Health(), run, stack)
+        self.health.measures["until_end_seconds"] = lambda: self.progress.left_s
         if goes_with_container(run.path):
             say(
                 Warned(

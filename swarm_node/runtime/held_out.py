@@ -8,7 +8,6 @@ quick one is made once more after it, if it came while the run trained.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,15 +19,17 @@ from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
 from swarm_node.errors import StopRequested
 from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
-from swarm_node.observability.falling import EARLY_ROUNDS, remarks, withdrawn
+from swarm_node.observability.falling import EARLY_ROUNDS, PASS_K, remarks, withdrawn
 from swarm_node.observability.noise import interval
 from swarm_node.observability.progress import clock_face
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, evaluate, evaluation
 from swarm_node.runtime.console import say
-from swarm_node.say import Warned, own_command
+from swarm_node.say import Warned
 from swarm_node.storage.best import Best
+from swarm_node.storage.going_on import who_goes_on
+from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
 
 Allowed = Callable[[], AbstractContextManager[None]]
@@ -254,7 +255,7 @@ class HeldOutFigures:
             self._trains_for_one_right,
             self.figure,
             paid=bool(self.rewards.functions) and rose,
-            again=f"{own_command()} resume {shlex.quote(str(self._config.directory))}",
+            again=who_goes_on(RunDir(self._config.directory), [f.path for f in self.rewards.functions], PASS_K),
         )
 
     def _remark(self) -> None:

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.runtime.callbacks import Manner, TrainResult
 from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.runtime.pipeline_run import run_crew
 from swarm_node.say import Warned
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
@@ -80,7 +82,7 @@ def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
     """The private swarm: that of the last start if it had the same tasks, else a new one."""
     manifest = make_manifest(CREW, config.tasks, kind=config.rewards.kind, answer=config.rewards.answer)
     try:
-        kept = parse_manifest(run.swarm.read_bytes())
+        kept = parse_manifest(read_plain(run.swarm, MAX_MANIFEST_BYTES))
     except (OSError, RemoteProtocolError):
         kept = None
     if kept is not None and (kept.tasks, kept.answer) == (manifest.tasks, manifest.answer):

@@ -45,6 +45,7 @@ from swarm_node.runtime.threads import Threads
 from swarm_node.runtime.weight_changes import WeightChanges
 from swarm_node.say import Detail, Warned
 from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.going_on import who_goes_on
 from swarm_node.storage.run_settings import RunSettings, with_kept_choices
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
@@ -111,6 +112,7 @@ class Run:
         self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
         if self.node.averager is not None:
             self.node.averager.run = run.quoted
+            self.node.averager.absent = tuple if crew is None else crew.parts.cohort.absent
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, partial(say, kind="checkpoint"))
         stack.callback(self.checkpoints.close)
         self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
@@ -124,11 +126,10 @@ class Run:
             self.progress.tell_how_to_stop(run.quoted)
             self.progress.waiting = self.console.health.waiting = lambda: self.held_out.doing or self.limits.waiting()
             self.progress.paused_s = lambda: self.limits.paused_s
-        self._again = f"swarm-node resume {run.quoted}"
+        self.goes_on = partial(who_goes_on, run, [function.path for function in config.rewards.functions])
         self.finished = False  # whether all rounds are over
         self.weights = WeightChanges(self.node, stop, crew is None)
-        self._without_reward = 0  # rounds in a row
-        self._saved_at = 0.0  # when the last checkpoint was begun
+        self._without_reward, self._saved_at = 0, 0.0  # rounds in a row; when the last checkpoint was begun
         self._mirror = open_mirror(config, run, swarm, stop, self.state.foreign) if crew is None else None
         show_saving(self.console.health, self.checkpoints, self._mirror)
         self.console.usage.saved_s = lambda: self.checkpoints.age_s
@@ -160,6 +161,7 @@ class Run:
         member = Member(self.config, *network, self.policy, self.tasks, say, record=record, subscribe=subscribe)
         if self.crew is None:
             stack.callback(member.close)
+            self.console.health.restarted = swarm.transport.restarted
         else:  # the network is the crew's
             stack.callback(member.publisher.flush)
             member.crew = self.crew.announcer.card
@@ -193,7 +195,7 @@ class Run:
                         self.records.evaluated(self.node.round, self.held_out.measure_after(self.node.round, again))
                         stop.check()
                 except StopRequested:
-                    self.console.leave(f"stopping after round {self.node.round}; `{self._again}` goes on")
+                    self.console.leave(f"stopping after round {self.node.round}; {self.goes_on()} goes on")
                     self.state.count_last()
                 else:
                     stop.hold()
@@ -252,10 +254,11 @@ class Run:
             _fit(node, self.limits, prompts, _asked(self.held_out.tasks, node))
         if node.round == 0:
             self.records.evaluated(0, self.held_out.measure_before())
+            self.state.save_figures()
             _say_first_look(self.held_out, node, prompts)
         self.held_out.begin()
         if node.round >= config.total_rounds:
-            say(f"all {node.round} rounds are done; `{self._again} --rounds N` trains more", "done")
+            say(f"all {node.round} rounds are done; {self.goes_on('--rounds N')} trains more", "done")
             self.own.say_unused()
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
@@ -348,9 +351,8 @@ class Run:
         """Report the ended run in words and, with --json, as a document. The caller draws the picture."""
         worth = None if self.node.member is None else self.node.member.latest_worth
         told = RunReport(self.run, self.state.tally, self.began_at, self.node.round, self.held_out, worth)
-        whole = self.crew is None or self.crew.leaving.complete
         evaluates = self.crew is None and bool(self.held_out.tasks.held_out(1))
-        told.tell(self.console, whole, evaluates, 2 * self.node.round if self.finished else None)
+        told.tell(self.console, self.crew is None or self.crew.leaving.complete, evaluates)
         if self.console.json_output:
             told.dump()
         return told

@@ -18,6 +18,7 @@ from swarm_node.config.machine import ResourcesConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say, Warned
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.pausing import until_words
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
@@ -104,7 +105,9 @@ def unpause_run(run: RunDir) -> str:
         run.paused.unlink(missing_ok=True)
     if run.in_use:
         return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
-    then = f"no node runs there now: `swarm-node resume {run.quoted}` goes on with it"
+    way = going_on(run)
+    goes_on = f"`swarm-node {way.command}` goes on with it" if way.command else f"to go on with it, {way.instead}"
+    then = f"no node runs there now: {goes_on}"
     return f"{run.path} is paused no more; {then}" if was else f"{run.path} is not paused; {then}"
 
 

@@ -63,8 +63,9 @@ def run_crew(
     refuse_in_a_crew(config, run)
     with ExitStack() as stack:
         stack.callback(run.abandon)  # unless it has begun by then
-        console = Console(config, run, manner.json_output, stack, manner.quiet)
-        stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say, ADVICE))
+        console = Console(config, run, manner.json_output, stack, manner.quiet, manner.health)
+        told = config.spot, last_resort, say, console.health.measures
+        stop = stack.enter_context(stopping(manner.embedded, *told, ADVICE))
         stack.enter_context(stopping_when_asked(run, stop, say))
         with ExitStack() as inner:
             try:
@@ -126,6 +127,7 @@ def _enter(
         say(Warned(f"users who can read {run.path} find the crew's name there: {error.strerror}"))
     entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
+    console.health.restarted = entered.transport.restarted
     fitting = entered.of_a_member(config)
     mirror = open_mirror(fitting, run, entered, stop, crew=True)
     crew = CrewNode(CrewParts(fitting, entered, run, say, stack, config), stack)

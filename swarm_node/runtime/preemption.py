@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarm_node.config.machine import SpotConfig
+from swarm_node.observability.health import Measures
 from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, EmbeddedStopper, Stopper
 from swarm_node.say import Once, Say, Warned
 
@@ -111,16 +112,22 @@ def _size(size: float) -> str:
 
 @contextmanager
 def stopper(
-    config: SpotConfig, last_resort: Callable[[], None], say: Say, advice: str = "saving at the end of this round"
+    config: SpotConfig,
+    last_resort: Callable[[], None],
+    say: Say,
+    measures: Measures,
+    advice: str = "saving at the end of this round",
 ) -> Iterator[Stopper]:
-    """A `Stopper` that hears the cloud's notices as well. `advice` says what the node does when it is `advised`."""
+    """A `Stopper` that hears the cloud's notices as well, and adds to `measures` how long it heard nothing. `advice`
+    says what the node does when it is `advised`."""
     with Stopper(last_resort) as stop:
         name = cloud_of(config)
         if name is None:
             yield stop
             return
         cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
-        ended = threading.Event()
+        stop.heard_at, ended = time.monotonic(), threading.Event()
+        measures["since_cloud_answer_seconds"] = lambda: time.monotonic() - stop.heard_at
         work = partial(watch_cloud, name, cloud, ended, stop, say, advice=advice)
         watch = threading.Thread(target=work, name="preemption", daemon=True)
         watch.start()
@@ -132,12 +139,17 @@ def stopper(
 
 
 def stopping(
-    embedded: bool, config: SpotConfig, last_resort: Callable[[], None], say: Say, advice: str = ""
+    embedded: bool,
+    config: SpotConfig,
+    last_resort: Callable[[], None],
+    say: Say,
+    measures: Measures,
+    advice: str = "",
 ) -> AbstractContextManager[Stopper]:
     """What stops a run: signals and notices; only Ctrl-C if the run is `embedded` in another program."""
     if embedded:
         return EmbeddedStopper()
-    return stopper(config, last_resort, say, *([advice] if advice else []))
+    return stopper(config, last_resort, say, measures, *([advice] if advice else []))
 
 
 def watch_cloud(
@@ -165,7 +177,7 @@ def watch_cloud(
         else:
             if ended.is_set():
                 return
-            since = None
+            since, stop.heard_at = None, time.monotonic()
             if notice is not None and notice.left_s < math.inf:
                 stop.notice(notice.left_s)
                 say(Warned(f"{notice.text}: leaving"))

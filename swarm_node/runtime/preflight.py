@@ -22,6 +22,7 @@ from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters
 from swarm_node.policy.sizes import MOMENT_BYTES
+from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file
@@ -44,14 +45,16 @@ def check_run_place(config: NodeConfig, network: bool) -> None:
 
 
 def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None:
-    """Raise UserError for tasks, a model or a package that are not there, and for a disk without room for its
-    checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses them, not its
-    swarm."""
+    """Raise UserError for tasks, a model, a package or a place of copies that are not there, and for a disk without
+    room for its checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses
+    them, not its swarm."""
     answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
     check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
     check_functions(config.rewards.functions)
     check_quantiser(config.policy)
     check_optimizer(config.grpo.optimizer, config.pipeline.stages)
+    if config.checkpoints.to:
+        Bucket(config.checkpoints.to, swarm="")  # looks for the driver and the folder
     if own_model:
         path = checked(config.policy.model)
         check_hub(path, config.policy.revision)

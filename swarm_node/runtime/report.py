@@ -21,6 +21,7 @@ from swarm_node.observability.worth import Worth
 from swarm_node.rollouts.evaluate import rows
 from swarm_node.runtime.console import Console
 from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.rundir import RunDir
 
 
@@ -40,7 +41,7 @@ class RunReport:
         self._before, self._now = self.held_out.figures.before, self.held_out.figures.last
         self.figures = figures(self.tally, self.resumed_at, self.held_out.compared(self.rounds), self.worth)
 
-    def tell(self, console: Console, whole: bool, evaluates: bool, rounds: int | None = None) -> None:
+    def tell(self, console: Console, whole: bool, evaluates: bool) -> None:
         """Show the report in words; the other parameters are those of `next_steps`."""
         path = str(self.run.path)
         written = [self.run.metrics, self.run.events, *([self._plot] if CAN_DRAW else [])]
@@ -70,7 +71,7 @@ class RunReport:
         console.progress.paragraphs(answered(held), INDENT + 2)
         console.progress.paragraphs(words, INDENT)
         best = held is not None and held.best is not None and held.best[1] > max(held.main)
-        for line in next_steps(path, whole, evaluates, rounds, best, self.run.samples.exists()):
+        for line in next_steps(path, going_on(self.run), whole, evaluates, best, self.run.samples.exists()):
             console.progress.say(line, lasting=False)
         if not CAN_DRAW:
             console.progress.say(no_picture(), lasting=False)

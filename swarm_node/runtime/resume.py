@@ -28,6 +28,7 @@ from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, read_best
 from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 
@@ -52,7 +53,7 @@ class RunState:
     settings: dict[str, Any] | None = None  # the settings in the checkpoint from which this start resumed
     tally: Tally = field(default_factory=Tally)  # figures of all rounds so far
     saved: int | None = None  # the round of the last checkpoint
-    saved_figures: Evaluation | None = None  # the latest held-out figures in it
+    saved_figures: tuple[Evaluation, Evaluation] | None = None  # held-out figures in it, from before and the latest
 
     def save(self, anew: bool = False) -> None:
         """Write a checkpoint of the present round in the background, unless it has one with the latest held-out
@@ -60,9 +61,8 @@ class RunState:
         Raises NotFinite, and writes nothing, if training has spoiled the weights."""
         best = self.held_out.best if self.held_out.is_new_best else None
         self.held_out.is_new_best = False
-        last = self.held_out.figures.last
-        is_saved = self.saved == self.node.round and self.saved_figures is last
-        if is_saved and not anew and not self.checkpoints.failed:
+        figures = self.held_out.figures.before, self.held_out.figures.last
+        if self._has(figures) and not anew and not self.checkpoints.failed:
             return
         if self.crew is None:
             self.node.policy.check_finite()
@@ -86,12 +86,23 @@ class RunState:
                 "in_effect": self.node.in_effect(),
                 "held_out_figures": msgspec.to_builtins(self.held_out.figures),
                 "held_out": self.held_out.conditions,
+                "judged": self._right_under(),
             },
             best,
         )
         # If weights are averaged before the next round, that is worth a checkpoint of its own.
         self.saved = None if best is not None and self.node.averager is not None else self.node.round
-        self.saved_figures = last
+        self.saved_figures = figures
+
+    def save_figures(self) -> None:
+        """Save figures that were measured before training, if a checkpoint shows those of an earlier start."""
+        if self.saved is not None:
+            self.save()
+
+    def _has(self, figures: tuple[Evaluation, Evaluation]) -> bool:
+        """Whether the last checkpoint is of this round and has these figures."""
+        there = self.saved_figures or ()
+        return self.saved == self.node.round and [*map(id, there)] == [*map(id, figures)]
 
     def settle_best(self) -> None:
         """Go back to the best checkpoint in best.json if a better one could not be written: to be named, the next one
@@ -119,6 +130,8 @@ class RunState:
     def resume(self) -> bool:
         """Resume from the newest checkpoint of this run; whether there was one. Raises UserError."""
         checkpoint = self.checkpoints.load_latest(self.foreign)
+        if checkpoint is None and self.checkpoints.refused:
+            say(Warned("no checkpoint is usable: starting anew (the refused ones stay where they are)"), "checkpoint")
         upto = math.inf
         if checkpoint is not None and self.crew is not None:
             upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.held_stages.checkpoints.run)
@@ -162,19 +175,27 @@ class RunState:
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
                 self.node.member.late_join.seek(0.0)
+        self._resume_figures(checkpoint.round, state)
+        return True
+
+    def _resume_figures(self, round: int, state: dict[str, Any]) -> None:
+        """Take over the held-out figures in the state of the checkpoint of `round`, unless questions are asked or
+        judged otherwise now. Where nothing was trained yet, all are then measured anew."""
         conditions = self.held_out.conditions  # versions without forms of answers had `any`
-        if {"answer": "any"} | state["held_out"] == conditions:
+        alike = {"answer": "any"} | state["held_out"] == conditions
+        if not round and not (alike and state.get("judged") == self._right_under()):
+            return
+        if alike:
             self.held_out.restore(state)
             best = read_best(self.run.path, conditions)
             self.held_out.best = best if best is not None and best.round <= self.node.round else None
-        elif checkpoint.round:  # before the first round nothing was learned: all is measured anew
+        else:
             say(
                 Warned(
                     "tasks or evaluation settings are not those this run began with: no figures from before training"
                 )
             )
-        self.saved_figures = self.held_out.figures.last
-        return True
+        self.saved_figures = self.held_out.figures.before, self.held_out.figures.last
 
     def catch_up(self) -> None:
         """Complete the running figures from metrics.jsonl, which ends with the round that the run resumes after.
@@ -206,7 +227,7 @@ class RunState:
         return {"right_under": self._right_under(), **msgspec.to_builtins(self.node.replay.state())}
 
     def _right_under(self) -> dict[str, Any]:
-        """Tasks, prompts and rewards, under which an answer that is kept is right."""
+        """Tasks, prompts and rewards, under which an answer that is kept is right, and held-out figures are alike."""
         policy = self.config.policy
         template = policy.chat_template, policy.chat_template_kwargs  # left out where unset, as in earlier checkpoints
         return {
@@ -248,8 +269,9 @@ class RunState:
         if not isinstance(theirs, dict):
             return "it names no model"
         if theirs.get("base") != mine["base"]:
-            quantize = self.config.policy.quantize
-            return f"its base model is not {self.config.policy.model}{f' in {quantize}' if quantize else ''}"
+            policy = self.config.policy
+            packed = f" in {policy.quantize}" if policy.quantize else ""
+            return f"its base model is not {model_name(policy.model)}{packed}"
         if theirs != mine:
             return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None

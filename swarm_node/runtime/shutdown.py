@@ -50,6 +50,7 @@ class Stopper:
         self.requested = False
         self.advised = False  # whether this machine may soon be taken back: a checkpoint is due
         self.noticed = False  # whether a notice has come
+        self.heard_at = 0.0  # `time.monotonic()` when the cloud last answered; at first, when it was first asked
         self.hurried = False  # whether it was not by the node's owner: the machine, or its memory, is about to end
         self.exit_code = 0  # of the process if it has to be ended at the deadline
         self._ends = math.inf

@@ -1,7 +1,7 @@
 """Starts a run of the kind that the configuration asks for: alone, as a member of a swarm, or as one of a crew.
 
-    swarm-node local, join -> run_local, run_join --\
-    swarm_node.train ------------------------------> start -> Run, or a crew's node
+    swarm-node local, join --\
+    swarm_node.train --------> start -> Run, or a crew's node
 """
 
 from __future__ import annotations
@@ -23,18 +23,6 @@ from swarm_node.runtime.shutdown import NOT_BEGUN
 from swarm_node.runtime.stop_request import stopping_when_asked
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm
-
-
-def run_local(config: NodeConfig, run: RunDir, json_output: bool = False) -> int:
-    """Do `swarm-node local` in a process of its own. Returns the exit code. Raises UserError."""
-    start(config, run, None, Manner(json_output))
-    return 0
-
-
-def run_join(config: NodeConfig, run: RunDir, swarm: Swarm, json_output: bool = False) -> int:
-    """Do `swarm-node join` in a process of its own. Returns the exit code. Raises UserError."""
-    start(config, run, swarm, Manner(json_output))
-    return 0
 
 
 def start(config: NodeConfig, run: RunDir, swarm: Swarm | None, manner: Manner) -> TrainResult:
@@ -72,8 +60,9 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
 
     with ExitStack() as stack:
         stack.callback(run.abandon)  # unless it has begun by then
-        console = Console(config, run, manner.json_output, stack, manner.quiet)
-        stop = stack.enter_context(stopping(manner.embedded, config.spot, last_resort, say))
+        console = Console(config, run, manner.json_output, stack, manner.quiet, manner.health)
+        told = config.spot, last_resort, say, console.health.measures
+        stop = stack.enter_context(stopping(manner.embedded, *told))
         stack.enter_context(stopping_when_asked(run, stop, say))
         with ExitStack() as inner:
             try:
@@ -91,7 +80,7 @@ def _run(config: NodeConfig, run: RunDir, manner: Manner, swarm: Swarm | None) -
             except PluginError as error:
                 if whole.node.round and not whole.weights.unfinished:
                     saved = "round 1 is saved" if whole.node.round == 1 else f"rounds 1-{whole.node.round} are saved"
-                    error.args = (f"{error}; {saved}: mend it, then `swarm-node resume {run.quoted}`",)
+                    error.args = (f"{error}; {saved}: mend it, then {whole.goes_on()} goes on",)
                 raise
         report = whole.report()  # the swarm has been left
         report.draw()
@@ -104,4 +93,4 @@ def _before_it(whole: Run) -> str:
     lower = f"--set grpo.learning_rate={'LOWER' if rate is None else f'{rate / 10:.1g}'}"
     if whole.state.saved is None:
         return f"nothing is saved: start again with {lower}"
-    return f"the checkpoint of round {whole.state.saved} is as it was: `swarm-node resume {whole.run.quoted} {lower}`"
+    return f"the checkpoint of round {whole.state.saved} is as it was: {whole.goes_on(lower)} goes on from there"

@@ -16,6 +16,7 @@ from swarm_node.errors import TemporaryError, UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.runtime.shutdown import DEADLINE_S, NOTICE_RESERVE_S, Stopper
 from swarm_node.say import Say
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.names import newest_round
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir, os_errors_explained
@@ -87,7 +88,10 @@ def _again(run: RunDir) -> str:
 
 
 def _start_again(run: RunDir) -> str:
-    again = f"`swarm-node resume {run.quoted}`"
+    way = going_on(run)
+    if not way.command:
+        return f"to go on with it, {way.instead}"
+    again = f"`swarm-node {way.command}`"
     if run.read_role() == BOOTSTRAP:
         return f"{again} starts it again"
     if (run.path / "stages").is_dir():  # of a crew, whose other members have the rest of its checkpoint

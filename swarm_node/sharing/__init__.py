@@ -5,9 +5,10 @@ own groups -> Publisher -> bytes  ~~~ swarm ~~~  bytes -> Receiver -> ReplayBuff
 docs/sharing.md lists every reason for which a group is not sent or not admitted.
 """
 
+from swarm_node.sharing.balance import Balance
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.publisher import Publisher
 from swarm_node.sharing.receiver import Receiver
 from swarm_node.sharing.replay_buffer import ReplayBuffer
 
-__all__ = ["Gate", "ReplayBuffer", "Publisher", "Receiver"]
+__all__ = ["Balance", "Gate", "ReplayBuffer", "Publisher", "Receiver"]

@@ -180,7 +180,7 @@ class Gate:
         for suspect, plainer in suspects:
             group, finished = suspect.group, suspect.rollout.finished
             room = self.policy.max_positions - len(group.prompt_ids)
-            encoded = [(text, self._encoded(text, finished)) for text in plainer]
+            encoded = [(text, self.encoded(text, finished)) for text in plainer]
             rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
             if rollouts:
                 compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
@@ -193,12 +193,16 @@ class Gate:
             if suspect.least < max(map(self._least, group.rollouts, table)) - MARGIN
         }
 
-    def _encoded(self, text: str, finished: bool) -> list[int] | None:
+    def encoded(self, text: str, finished: bool) -> list[int] | None:
         """`Policy.encode_completion`, with None also for a text at which the tokenizer fails."""
         try:
             return self.policy.encode_completion(text, finished)
         except TokenizerError:
             return None
+
+    def length(self, text: str) -> int:
+        """The tokens of a finished answer; 0 for one that has none."""
+        return len(self.encoded(text, True) or ())
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
         """Whether `text` earns as much as the answer; True also after too many tries."""

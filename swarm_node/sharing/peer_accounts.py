@@ -23,12 +23,12 @@ from swarm_node.say import Warned
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap turns task assignment "
-    "judge prompt length text error zero pool surplus".split()
+    "judge prompt length text error zero balance pool surplus".split()
 )
 """Reasons for which a group or a message is rejected; docs/sharing.md explains each."""
 MALICIOUS = frozenset({"schema", "assignment", "cap"})
 """Reasons that no honest node of this version gives under its own signature. (`signature` names nobody.)"""
-UNSAID = frozenset({"duplicate", "surplus", "muted", "newer"})
+UNSAID = frozenset({"balance", "duplicate", "surplus", "muted", "newer"})
 """Reasons that are not reported here: they are nobody's fault, or the member reports them."""
 MUTE_AFTER = 8
 FORGIVE_S = 60.0

@@ -307,7 +307,7 @@ class Receiver:
         group.created = min(group.created, self._now())
         refused = self._add(group)
         if refused is not None:
-            raise RemoteProtocolError("pool", refused)
+            raise RemoteProtocolError("balance" if refused == "balance" else "pool", refused)
         self._admitted += 1
         account.admitted += 1
         account.age_sum += self._now() - group.created

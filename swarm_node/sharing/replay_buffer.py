@@ -1,6 +1,6 @@
 """Foreign groups that wait to be trained on: bounded in number, bytes and age, by peer, and in their uses.
 
-    add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages -> gate
+    add -> balance -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages -> gate
 
 At most as many groups wait as four rounds can use; where rounds are shorter than the time between messages, as the
 rounds of the last seconds can use. Groups of a policy of long ago teach less. When room is needed, a peer with more
@@ -30,6 +30,7 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, foreign_advantages, is_judged
 from swarm_node.grpo.down_sampling import down_sampled
 from swarm_node.say import Warned
+from swarm_node.sharing.balance import Balance
 from swarm_node.sharing.gate import Gate
 from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
 from swarm_node.types import Group, Rollout
@@ -90,6 +91,7 @@ class ReplayBuffer:
     record: Callable[[dict[str, Any]], None] | None = None  # gets what was offered and chosen in each `choose`
     say: Callable[[str], None] = lambda line: None
     gate: Gate | None = None  # says which answers carry a payload: these are left out
+    balance: Balance | None = None  # says for which groups there is room beside own ones
     k: int = 1  # own success is measured as pass@k
 
     def __post_init__(self) -> None:
@@ -108,7 +110,8 @@ class ReplayBuffer:
         self._used_by: Counter[str] = Counter()
 
     def add(self, group: Group) -> str | None:
-        """Keep `group`, or say why not: `age`, or `bytes` if it alone exceeds its sender's share."""
+        """Keep `group`, or say why not: `age`, `bytes` if it alone exceeds its sender's share, or `balance` if there
+        is no room for its answer or its length beside own ones."""
         assert group.peer is not None
         size = _memory(group)
         if self.now() - group.created > self.config.max_age_s:
@@ -116,6 +119,8 @@ class ReplayBuffer:
         share = self.config.peer_share * self.config.max_bytes
         if size > share:
             return "bytes"
+        if self.balance is not None and not self.balance.admits(group):
+            return "balance"
         best = max((r.reward for r in group.rollouts if is_judged(r)), default=-math.inf)
         entry = _Entry(next(self._ids), group.peer, group, size, best)
         self._entries[entry.id] = entry
@@ -134,6 +139,8 @@ class ReplayBuffer:
         self._statistics.observe(groups)
         if self.gate is not None:
             self.gate.observe(groups)
+        if self.balance is not None:
+            self.balance.observe(groups)
 
     def available(self) -> int:
         """Number of groups that `choose` could give now; a peer's groups count as much as it is trusted."""

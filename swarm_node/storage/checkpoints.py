@@ -78,7 +78,7 @@ class CheckpointStore:
         self._directory = directory
         self._keep = keep
         self._report = report
-        self._refused: set[str] = set()
+        self.refused: dict[str, str] = {}  # names of checkpoints that `load_latest` did not take -> why
         self._last_good: int | None = None
         self.failure: str | None = None  # of the last write, in words
         self._warned_at = -math.inf
@@ -151,12 +151,12 @@ class CheckpointStore:
         foreign: beginning anew here would mix two runs.
         """
         foreign = None
-        while untried := [path for path in self._list() if path.name not in self._refused]:
+        while untried := [path for path in self._list() if path.name not in self.refused]:
             path = untried[-1]  # listed anew each time: a running node may be writing and pruning meanwhile
             try:
                 checkpoint = read_checkpoint(path, accept)
             except CheckpointError as error:
-                self._refused.add(path.name)
+                self.refused[path.name] = str(error)
                 self._report(Warned(f"checkpoint {path.name} refused: {error}"))
                 if isinstance(error, ForeignCheckpoint):
                     foreign = foreign or error
@@ -165,8 +165,6 @@ class CheckpointStore:
                 return checkpoint
         if foreign is not None:
             raise UserError(f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir")
-        if self._refused:
-            self._report(Warned("no checkpoint is usable: starting anew (the refused ones stay where they are)"))
         return None
 
     def _write(self, round: int, copies: Copies, text: bytes, best: Best | None) -> None:
@@ -238,7 +236,7 @@ class CheckpointStore:
         """Remove old checkpoints, but neither the best one, nor refused ones, which are of another run, nor those of
         later rounds: neither may displace a good one."""
         best = read_best(self._directory.parent)
-        ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
+        ours = [path for path in self._list() if path.name not in self.refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
             if best is None or path.name != best.checkpoint:
                 shutil.rmtree(path)

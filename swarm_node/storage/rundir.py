@@ -11,7 +11,7 @@
         stages/          checkpoints of stages that the node holds for its crew, by number
         export/          weights for others to load
         plots/           pictures
-        lock             process id of the holder
+        lock             process id of the holder, and an id of its machine's present uptime
         paused           exists while the owner has the run paused; the Unix time of its end, if that is known
         waits            why the run is paused now, for whatever reason; exists while it is
         stop             exists from `swarm-node stop` until the node has seen it
@@ -41,15 +41,13 @@ import re
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import lock_descriptor
-
 from swarm_node.errors import SwarmNodeError, TemporaryError, UserError
+from swarm_node.storage.lock_file import holder_of, lock_for_this
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.plain_files import read_plain
 
@@ -61,7 +59,7 @@ RUN_FILES = {  # of a directory in which a run began, but did not get as far as 
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm
 MAX_STATUS_BYTES = 16 << 20  # a longer swarm.json is not read
-MAX_NOTE_BYTES = 1 << 16  # a longer lock, waits or health.json is not read
+MAX_NOTE_BYTES = 1 << 16  # a longer waits or health.json is not read
 HALF_WRITTEN = re.compile(  # names of files that a killed process leaves
     r"(config|swarm|paused|waits|stop|health|metrics|events|samples|best|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
@@ -69,7 +67,6 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
-LOCK_WAIT_S = 0.2  # longest wait for the lock: longer than `in_use` holds it
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -135,10 +132,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     @property
     def holder(self) -> str:
         """The process id of who holds the run, or held it last; `unknown` if it is not written down."""
-        try:
-            return read_plain(self.path / "lock", MAX_NOTE_BYTES).decode(errors="replace")[:32].strip() or "unknown"
-        except OSError:
-            return "unknown"
+        return holder_of(self.path / "lock")
 
     def wrote(self, path: Path) -> bool:
         """Whether the process that holds the run, or held it last, has written this file of it."""
@@ -218,9 +212,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""
         self._lock = lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _lock_soon(lock)
-            os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()}\n".encode())
+            lock_for_this(lock)
         except BlockingIOError as error:
             self.close()
             raise self._used() from error
@@ -321,7 +313,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def abandon(self) -> None:
         """Remove what this start made if it has not begun and wrote nothing but its log. The lock stays."""
-        made = {self.path / "lock", self.events, self.checkpoints, self.export, self.plots}
+        made = {self.path / "lock", self.events, self.checkpoints, self.export, self.plots, self.health}
         if self._made and all(path in made for path in self.path.rglob("*")):
             self._remove()
 
@@ -345,15 +337,6 @@ class RunDir(AbstractContextManager["RunDir"]):
         elif isinstance(error, KeyboardInterrupt):
             self.abandon()
         self.close()
-
-
-def _lock_soon(lock: int) -> None:
-    """Lock a file for this process alone. Raises BlockingIOError if another holds it for longer than `in_use` does."""
-    until = time.monotonic() + LOCK_WAIT_S
-    while not lock_descriptor(lock, blocking=False):
-        if time.monotonic() > until:
-            raise BlockingIOError
-        time.sleep(LOCK_WAIT_S / 20)
 
 
 def _replace(path: Path, text: str, safely: bool) -> None:

@@ -12,8 +12,11 @@ from protocol.manifest import Manifest
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.keys import flat
 from swarm_node.config.own import read_toml
+from swarm_node.policy.gguf_files.smollm2 import PARAMETERS, SMOLLM2, WHEEL_MB
+from swarm_node.policy.model_path import parameters, starter_path
 from swarm_node.policy.sizes import bytes_with, largest_fitting
 from swarm_node.say import Say
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
 from swarm_node.tasks import TaskSet
@@ -91,7 +94,7 @@ def _takes(config: NodeConfig) -> str:
 
 def _declared_nothing(run: RunDir) -> bool:
     """Whether the run's settings are of a version that had no `sharing.declare`. This version writes all settings."""
-    return run.exists and "sharing.declare" not in flat(read_toml(run.config, "the run's settings", foreign=True))
+    return run.exists and "sharing.declare" not in flat(read_toml(run.config, "the run's settings"))
 
 
 def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Say, memory: Memory) -> None:
@@ -118,14 +121,25 @@ def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Sa
 def _own_model(config: NodeConfig, memory: Memory) -> list[str]:
     """Points about the model of a member whose swarm has none."""
     if "model" in config.policy.model_fields_set or config.pipeline.stages:
-        return [f"  - each member brings its own model; yours is {config.policy.model}"]
+        return [f"  - each member brings its own model; yours is {model_name(config.policy.model)}"]
     lines = ["  - each member brings its own model; yours is the starter, a toy for trying out"]
     free, gpu = memory()
-    if (fitting := largest_fitting(config, free, gpu)) is not None:
-        gib = bytes_with(fitting, config, gpu) / 2**30
-        where = "this GPU" if gpu else "this machine"
+    if (fitting := largest_fitting(config, free, gpu)) is None:
+        return lines
+    gib = bytes_with(fitting, config, gpu) / 2**30
+    where = "this GPU" if gpu else "this machine"
+    if not gpu:
+        lines.append("  - with real weights, and small enough for a CPU:")
+        lines.append(f"    --model {SMOLLM2}")
+        lines.append(f"    ({WHEEL_MB} MB to download; {_work(PARAMETERS)})")
+    if gpu or fitting.parameters > PARAMETERS:
         lines.append(f"  - {where} would carry a larger one (about {gib:.0f} GiB, estimated):")
         lines.append(f"    --model {fitting.name}")
-        slower = "slower than the starter" if gpu else "on a CPU much slower than the starter"
-        lines.append(f"    (about {fitting.download_bytes / 1e9:.1f} GB to download, and {slower})")
+        takes = _work(fitting.parameters) + ("" if gpu else ",\n    so that a round takes minutes on a CPU")
+        lines.append(f"    (about {fitting.download_bytes / 1e9:.1f} GB to download; {takes})")
     return lines
+
+
+def _work(parameters_of_model: int) -> str:
+    times = parameters_of_model / (parameters(starter_path()) or 1)
+    return f"{float(f'{times:.2g}'):,.0f} times the starter's work for each token"

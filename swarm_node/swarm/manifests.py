@@ -10,6 +10,7 @@ find the answer in a completion, and judge it, in the same way (`tasks.judging`)
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import tempfile
@@ -32,6 +33,7 @@ from swarm_node.config.training import HUB, TABLES, is_question_file
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 from swarm_node.storage.new_file import write_new_file
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
 
@@ -174,14 +176,13 @@ def read_questions(place: str) -> bytes:
     """The bytes of a question file at a path or an address, at most `MAX_FILE_BYTES`. Raises UserError."""
     if is_url(place):
         return download(place, MAX_FILE_BYTES)
-    path = Path(place).expanduser()
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        return read_plain(Path(place).expanduser(), MAX_FILE_BYTES)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
             raise UserError(
                 f"{place} is larger than the {MAX_FILE_BYTES // 2**20} MiB that members can give to each other"
-            )
-        return path.read_bytes()
-    except OSError as error:
+            ) from error
         raise UserError(f"cannot read task file {place}: {error.strerror}") from error
 
 

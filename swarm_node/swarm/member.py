@@ -31,7 +31,7 @@ from swarm_node.observability.refusals import refusal_rows, say_first_refusals
 from swarm_node.observability.worth import Worth, worth_metrics
 from swarm_node.policy.policy import Policy
 from swarm_node.say import Once, Say, Warned
-from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
+from swarm_node.sharing import Balance, Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.sharing.teaching import Teaching
 from swarm_node.swarm.clock import say_clock
@@ -170,8 +170,10 @@ class Member:
             self._say_once("too slow", late)
 
     def guard(self, logprobs: Logprobs) -> None:
-        """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        self.replay_buffer.gate = Gate(self.policy, self.tasks, logprobs, self.now, self._form)
+        """Reject answers that carry a payload, and admit answers and lengths in own proportions; `logprobs` says how
+        likely this node's policy is to write them."""
+        self.replay_buffer.gate = gate = Gate(self.policy, self.tasks, logprobs, self.now, self._form)
+        self.replay_buffer.balance = Balance(gate.length)
 
     # ----------------------------------------------------------------- averaging
 

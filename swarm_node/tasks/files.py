@@ -23,6 +23,7 @@ from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
 from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.tasks import hub_data
 from swarm_node.tasks.columns import (
     CHOICES,
@@ -46,6 +47,7 @@ from swarm_node.tasks.rows import read_rows, wrong
 from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
+MAX_BYTES = 2**31  # of a file: it is read into memory
 SHOWN, MAX_SHOWN = 3, 40  # references in the sentence at the start, and characters of each
 READ_AS: dict[AnswerKind, str] = {
     "text": "whole texts",
@@ -279,6 +281,6 @@ def _parts(path: str) -> tuple[str, str, list[tuple[str, bytes]]]:
 
 def _bytes(path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        return read_plain(Path(path).expanduser(), MAX_BYTES)
     except OSError as error:
         raise UserError(f"cannot read task file {path}: {error.strerror}") from error

@@ -197,22 +197,15 @@ def _downloaded(name: HubName, files: Sequence[str]) -> HubFiles:
 
 
 def _cached(wanted: HubName) -> HubFiles | None:
-    """The files of a commit, if the hub's cache has all of them."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    """The files of a commit, if the hub's cache has all of them, and the list of the data set's files that tells so."""
+    from huggingface_hub import get_cached_repo_tree, try_to_load_from_cache
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    folder = Path(HF_HUB_CACHE) / f"datasets--{wanted.repo.replace('/', '--')}" / "snapshots" / wanted.revision
-    there = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
-    if not there:
-        return None
+    where = {"repo_type": "dataset", "revision": wanted.revision}
     try:
-        chosen = chosen_files(wanted, there)
-        folders = {glob.escape(str(Path(each).parent)) for each in chosen}
-        patterns = [f"{each}/*" for each in folders] if _PARQUET.fullmatch(chosen[0]) else chosen
-        snapshot_download(
-            wanted.repo, repo_type="dataset", revision=wanted.revision, allow_patterns=patterns, local_files_only=True
-        )
-    except (UserError, LocalEntryNotFoundError):
+        chosen = chosen_files(wanted, [each.path for each in get_cached_repo_tree(wanted.repo, **where)])
+    except (UserError, CachedRepoTreeNotFoundError):
         return None
-    return HubFiles(wanted, [folder / each for each in chosen])
+    paths = [try_to_load_from_cache(wanted.repo, each, **where) for each in chosen]
+    there = [Path(path) for path in paths if isinstance(path, str)]
+    return HubFiles(wanted, there) if len(there) == len(chosen) else None

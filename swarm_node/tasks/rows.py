@@ -23,13 +23,11 @@ import msgspec
 
 from swarm_node.config.training import is_table
 from swarm_node.errors import UserError
-from swarm_node.install import extra_command
+from swarm_node.tasks.parquet import read_parquet
 
 BOM = b"\xef\xbb\xbf"  # a mark that some editors write at the beginning
 PARQUET = b"PAR1"  # the first and the last four bytes of a Parquet file
 DELIMITERS = ",;\t|"
-MAX_PARQUET_BYTES = 2**31  # of a Parquet file's rows in memory: a short file may hold very long ones
-PARQUET_ROWS = 32  # rows that are decoded before their size is counted: a short file may repeat one long value
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -47,7 +45,8 @@ def read_rows(path: str, data: bytes, wanted: Sequence[str]) -> FileRows:
     """The rows of a file with this content; `wanted` are names of columns, which tell delimiters apart. UserError if
     it is malformed."""
     if data.startswith(PARQUET) or path.lower().endswith(".parquet"):
-        return _parquet(path, data)
+        left_out, found = read_parquet(path, data)
+        return FileRows("Parquet", ((f"row {number}", row) for number, row in enumerate(found, 1)), left_out)
     data = data.removeprefix(BOM)
     if is_table(path):
         return _table(path, data, wanted)
@@ -199,44 +198,3 @@ def _cells(path: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"line {table.line_num}", dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise wrong(path, f"line {table.line_num}", error) from error
-
-
-def _parquet(path: str, data: bytes) -> FileRows:
-    try:
-        import pyarrow as pa  # only here: a package of 150 MB that other formats do not need
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UserError(
-            f"task file {path} is Parquet, and reading that takes the package pyarrow: {extra_command('parquet')}"
-        ) from error
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        fields = list(file.schema_arrow)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"task file {path} is no Parquet that can be read: {error}") from error
-    columns = [field.name for field in fields if not _holds_bytes(field.type)]
-    left_out = [field.name for field in fields if field.name not in columns]
-
-    def rows() -> Iterator[tuple[str, dict[str, Any] | None]]:
-        number = size = 0
-        try:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
-                size += batch.nbytes
-                if size > MAX_PARQUET_BYTES:
-                    raise UserError(f"task file {path} has more than {MAX_PARQUET_BYTES >> 30} GiB of rows")
-                for row in msgspec.to_builtins(batch.to_pylist(), builtin_types=(bytes,)):
-                    number += 1
-                    yield f"row {number}", row
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise wrong(path, f"after row {number}", error) from error
-
-    return FileRows("Parquet", rows(), left_out)
-
-
-def _holds_bytes(kind: Any) -> bool:
-    """Whether values of a type of pyarrow have bytes in them, as images have."""
-    import pyarrow as pa
-
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))

@@ -29,6 +29,7 @@ from tests.support.repository import ROOT
 LONGEST_EXIT_S = DEADLINE_S + SAFE_EXIT_S
 KUBERNETES = DOCKER / "kubernetes"
 SPOT = DOCKER / "kubernetes-spot"
+OWN = DOCKER / "kubernetes-own"
 MIRROR = DOCKER / "systemd/swarm-node.service.d/mirror.conf"
 UNITS = sorted((DOCKER / "systemd").glob("*.service"))
 LINK = "swarm://" + "0" * 64
@@ -73,12 +74,24 @@ def settings(env: dict[str, str]) -> NodeConfig:
 
 
 def kustomized(folder: Path, place: Path) -> str:
-    """What kustomize builds from a folder, with a manifest where docs/fleet.md has it made; `place` is for copies."""
+    """What kustomize builds from a folder of one's own as docs/fleet.md has it made, upon `folder` of the clone. Both
+    are copied to `place`."""
+    clone, own = place / "swarm-node/docker", place / "cluster"
     for each in (KUBERNETES, SPOT):
-        shutil.copytree(each, place / each.name)
-    (place / KUBERNETES.name / "swarm.toml").write_text("name = 'cluster'\n")
-    command = ["kubectl", "kustomize", str(place / folder.name)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        shutil.copytree(each, clone / each.name)
+    shutil.copytree(OWN, own)
+    (own / "swarm.toml").write_text("name = 'cluster'\n")
+    file = own / "kustomization.yaml"
+    base, image = "  - ../swarm-node/docker/kubernetes\n", "  - name: swarm-node #"
+    text = file.read_text()
+    assert text.count(base) == text.count(image) == 1
+    text = text.replace(base, f"  - ../swarm-node/docker/{folder.name}\n")
+    file.write_text(text.replace(image, "  - name: swarm-node\n    newName: registry.example/swarm-node #"))
+    command = ["kubectl", "kustomize", str(own)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "image: registry.example/swarm-node\n" in built and "image: swarm-node\n" not in built
+    assert all(len(list(each.iterdir())) == len(list((clone / each.name).iterdir())) for each in (KUBERNETES, SPOT))
+    return built
 
 
 PODS = ["Deployment/swarm-bootstrap", "StatefulSet/swarm-node"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ import pytest
 from swarm_node.config import load_config
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
 from tests.support.docker_files import COMPOSE, DOCKER, NODES
+from tests.support.processes import make_manifest
 from tests.support.repository import ROOT
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def image_env() -> dict[str, str]:
@@ -42,6 +48,33 @@ def test_compose_gives_every_service_settings_that_load(name: str) -> None:
     assert [volume.partition(":")[2] for volume in service["volumes"]] == ["/data", "/swarm:ro"]
     published = service["ports"]
     assert all(port.startswith("127.0.0.1:") and port.endswith(":31390") for port in published)
+
+
+def test_compose_shows_its_swarm_on_a_page(tmp_path: Path) -> None:
+    """Its own command, but for the place of the manifest, and of the page."""
+    service = COMPOSE["services"]["dashboard"]
+    assert service["ports"] == ["127.0.0.1:31380:31380"] and service["volumes"] == ["manifest:/swarm:ro"]
+    assert service["healthcheck"] == {"disable": True}, "of the image it asks a node"
+    here = {
+        "0.0.0.0": "127.0.0.1",
+        "31380": "0",
+        "/swarm/swarm.toml": str(make_manifest(tmp_path, "--bootstrap", NOBODY)),
+    }
+    command = [here.get(word, word) for word in service["command"]]
+    assert not here.keys() & {*command} and "environment" not in service
+    env = os.environ | image_env()
+    with subprocess.Popen([sys.executable, "-m", "swarm_node", *command], stdout=subprocess.PIPE, env=env) as page:
+        try:
+            assert page.stdout is not None
+            address = page.stdout.readline().decode().strip()
+            with urllib.request.urlopen(f"{address}api/runs") as answer:
+                [shown] = json.load(answer)["runs"]
+            assert shown["page"] and shown["id"] == "test"
+            with urllib.request.urlopen(address) as answer:
+                assert b"<html" in answer.read()
+        finally:
+            page.terminate()
+    assert page.returncode == 0, "it has tidied up"
 
 
 def test_compose_shares_no_volume_between_peers() -> None:

@@ -21,6 +21,10 @@ def place(tmp_path_factory):
     (folder / "notes").mkdir()
     (folder / "notes/diary.txt").write_text("private")
     (folder / "a_file").write_text("")
+    for ending in ("jsonl", "toml", "py"):
+        os.mkfifo(folder / f"pipe.{ending}")
+        (folder / f"zero.{ending}").symlink_to("/dev/zero")
+        (folder / f"folder.{ending}").mkdir()
     return folder
 
 
@@ -44,6 +48,17 @@ CASES = [
     (["local", "--config", "nowhere.toml"], "nowhere.toml"),
     (["local", "--quiet-hours", "9-17"], "22:00-07:00"),
     (["pause", "notes"], "no run in notes"),
+]
+CASES += [
+    (["local", *how, *option, f"{before}{name}{after}"], said)
+    for how in ([], ["--stages", "2"])
+    for option, before, after, said in (
+        (["--tasks"], "", ".jsonl", "it is no file"),
+        (["--tasks"], '{file="', '.jsonl"}', "it is no file"),
+        (["--config"], "", ".toml", "it is no file"),
+        (["--set"], "rewards.functions=", ".py:score", "there is no file"),
+    )
+    for name in ("pipe", "zero", "folder")
 ]
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
+from swarm_node.storage.rundir import RunDir
 from tests.support.cloud_metadata import PREEMPTED, metadata_service
 from tests.support.ports import free_port
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
+from tests.support.repository import ROOT
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 AVERAGING = (*QUICK, "averaging.method=noloco", "averaging.every=1")
@@ -58,6 +65,36 @@ def test_a_node_leaves_after_a_notice(start: Start, tmp_path: Path) -> None:
     assert any((tmp_path / "a" / "checkpoints").glob(f"round-{a.rounds:08}*/SHA256SUMS"))
     b.until(lambda: b.last("swarm/trainers") == 0)
     b.until_rounds(3)
+
+
+def test_the_drill_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the guide has people type, but for its port."""
+    part = (ROOT / "docker/spot.md").read_text().partition("### A drill\n")[2].partition("\n## ")[0]
+    begin, notice = (text.replace("31700", str(free_port())) for text in re.findall("```sh\n(.*?)```", part, re.DOTALL))
+    command = tmp_path / "swarm-node"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m swarm_node "$@"\n')
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SWARM_NODE_SET", " ".join(QUICK))
+    run = RunDir(tmp_path / "runs/drill")
+    with (tmp_path / "log").open("w") as log:
+        pipe = subprocess.PIPE
+        shell = subprocess.Popen(
+            ["sh"], cwd=tmp_path, stdin=pipe, stdout=log, stderr=log, text=True, start_new_session=True
+        )
+        assert shell.stdin is not None
+        try:
+            shell.stdin.write(begin)
+            shell.stdin.flush()
+            until(lambda: run.has_rounds, PATIENCE_S, lambda: Path(log.name).read_text())
+            shell.communicate(notice, timeout=PATIENCE_S)
+        finally:
+            with suppress(ProcessLookupError):  # all of it has ended
+                os.killpg(shell.pid, signal.SIGKILL)
+    said = Path(log.name).read_text()
+    assert "gcp takes this machine back in 30 s: leaving" in said and "exit code 0" in said, said
+    assert not run.in_use and any(run.checkpoints.glob("round-*/SHA256SUMS"))
 
 
 def test_a_lost_fleet_goes_on_from_its_copies(start: Start, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from scripts.house import circle, longest_class, options_twice, twice
+from scripts.house import TOKENIZING, circle, longest_class, options_twice, tokenizer_calls, twice
 
 
 def trees(**sources: str) -> dict[str, ast.Module]:
@@ -43,3 +43,23 @@ def test_a_help_text_in_two_modules_is_found() -> None:
     config = {"swarm_node/config/a.py": ast.parse(f"class A:\n every: int = 1\n '''{text}'''")}
     assert options_twice(config | trees(b="HELP = 'other'")) == []
     assert options_twice(config | trees(b=f"HELP = '{text}'")) == [f"pkg/b.py:1: {text}"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tokenizer(texts)",
+        "self.tokenizer([text])",
+        "policy.tokenizer.decode(ids)",
+        "tokenizer.apply_chat_template(messages)",
+        "tokenizer.backend_tokenizer.encode(text)",
+        "map(tokenizer.backend_tokenizer.to_str(), texts)",
+    ],
+)
+def test_a_direct_call_of_a_tokenizer_is_found(call: str) -> None:
+    assert tokenizer_calls(trees(a=f"x = 1\ny = {call}")) == ["pkg/a.py:2"]
+    assert tokenizer_calls({TOKENIZING: ast.parse(call)}) == []
+
+
+def test_other_calls_are_none_of_a_tokenizer() -> None:
+    assert tokenizer_calls(trees(a="tokenizing.encode(tokenizer, texts)\nload_tokenizer(config)\ntext.encode()")) == []

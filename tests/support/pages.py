@@ -29,6 +29,7 @@ ELSEWHERE = {
     *(
         "cp",
         "jq",
+        "kill",
         "llama-gguf-split",
         "printf",
         "prometheus",
@@ -41,6 +42,7 @@ ELSEWHERE = {
         "tee",
         "tensorboard",
         "trackio",
+        "wait",
         "watch",
     ),
 }

@@ -146,7 +146,8 @@ def test_what_is_there_is_not_run_again(
     file = real_learning.file_of("default", NODE, 1)
     file.write_text(json.dumps(row(NODE, 1, [(0, 0.1), (600, 0.7)], "default")))
     monkeypatch.setattr(real_learning, "run", lambda *args: pytest.fail("it is there, or does not end in time"))
-    command = ["--parts", "default", "sums", "--model", str(tmp_path), "--minutes", "20", "--missing", "--seeds", "1"]
+    command = ["--parts", "default", "sums", "--arms", NODE, "--model", str(tmp_path), "--minutes", "20", "--missing"]
+    command += ["--seeds", "1"]
     monkeypatch.setattr(real_learning, "folder_of", lambda model: model)
     real_learning.main(command)
     real_learning.main(["--report"])

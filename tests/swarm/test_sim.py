@@ -11,7 +11,7 @@ import pytest
 
 from protocol.manifest import Manifest
 from protocol.transports.memory import LinkModel
-from swarm_node.node import Node
+from swarm_node.node import KEPT_BACK, Node
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from swarm_node.types import Group
@@ -19,6 +19,7 @@ from tests.support.simulated_peers import SPEED, MakePeer, exchange, peer_id, to
 
 SPARING = {"pace_s": 2.5}
 """Rounds of which fewer fit into the minutes that the network needs."""
+ALONE = {"averaging": {"method": "none"}}
 
 
 def between(peer: Peer, since: float, to: float) -> list[dict[str, Any]]:
@@ -118,6 +119,35 @@ def test_own_groups_fill_in_for_missing_foreign_ones(peer: MakePeer, manifest: M
     assert node.rounds[0] == (4 if fill else 2, 0)
     assert (2, 2) in node.rounds
     assert all(own + foreign == 4 if fill else own == 2 for own, foreign in node.rounds)
+
+
+class Watching(Node):
+    """Remembers its own groups, and which of them it trained on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sampled: list[Group] = []
+        self.trained: list[Group] = []
+
+    def choose(self, collected: Collected) -> list[Group]:
+        groups = super().choose(collected)
+        self.sampled += collected.groups
+        self.trained += [group for group in groups if group.peer is None]
+        return groups
+
+
+def test_answers_that_tell_what_averaging_costs_are_kept_back(peer: MakePeer, manifest: Manifest) -> None:
+    """Nobody is trained on them, neither this node nor another. A node that averages nothing keeps none back."""
+    simulation = Simulation(manifest, [peer(node_type=Watching), peer(node_type=Watching, options=ALONE)])
+    simulation.run(30)
+    first, second = (each.node for each in simulation.peers)
+    assert isinstance(first, Watching) and isinstance(second, Watching)
+    rest = [group for group in first.sampled if not any(group is trained for trained in first.trained)]
+    assert 1 <= len(rest) <= len(first.sampled) / KEPT_BACK
+    assert [group.task.name for group in rest] == [best.task.name for best in first._unseen]
+    assert simulation.peers[0].metrics[-1]["swarm/groups_sent"] <= len(first.sampled) - len(rest)
+    assert len(second.trained) == len(second.sampled) and not second._unseen
+    assert exchange(simulation.peers)[1, 0], "the rest is shared"
 
 
 def test_a_silo_takes_no_part(peer: MakePeer, manifest: Manifest) -> None:

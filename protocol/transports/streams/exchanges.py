@@ -2,6 +2,7 @@
 
     caller      method length (1 byte) | method | frame of its head | size of its body (8 bytes, big-endian)
     acceptor    status (1 byte) | frame of its head | size of its body                  frames and refusals: `stream`
+    both        sha256 of its body (32 bytes), if bodies are promised  ||  what follows, when the other's is here
     both        body | sha256 of it (32 bytes)  ||  "arrived" (1 byte), after the other's body has, whole
 
     pieces --next, sha256--> piece --write--> stream --read--> piece --sha256, sink-->              each way, at once
@@ -186,13 +187,26 @@ class Exchanges:
 
     async def _swap(self, stream: Stream, method: str, ours: Outgoing, size: int, sink: Sink) -> None:
         """Swap the bodies. Raises the errors of `call`, and EOFError or OSError for a stream that broke."""
-        await _both(self._receive(stream, method, size, sink), self._send(stream, method, ours))
+        promised = None if ours.promise is None else await self._promise(stream, method, ours.promise, size)
+        await _both(self._receive(stream, method, size, sink, promised), self._send(stream, method, ours))
         stream.write(_ARRIVED)
-        in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
-        async with _within(self.piece_s * (1 + in_flight)) as deadline:
+        async with _within(self._whole_s(ours.size)) as deadline:
             # no drain: whoever has said the last word may have left
             if await stream.read_exactly(1, deadline) != _ARRIVED:
                 raise RemoteProtocolError("schema", f"{method}: an unexpected byte after the body")
+
+    async def _promise(self, stream: Stream, method: str, promise: Callable[[], bytes], size: int) -> bytes:
+        """Promise this node's body. Returns the sha256 of the `size` bytes that the peer promises."""
+        stream.write(await self._in_thread(method, promise))
+        stream.traffic.bytes_out += 32
+        async with _within(self._whole_s(size)) as deadline:  # the peer makes all of its body first
+            promised = await stream.read_exactly(32, deadline)
+        stream.traffic.bytes_in += 32
+        return promised
+
+    def _whole_s(self, size: int) -> float:
+        """Longest wait for a peer that has so many bytes to make, or to take."""
+        return self.piece_s * (1 + min(size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT))
 
     async def _send(self, stream: Stream, method: str, ours: Outgoing) -> None:
         hashed, pieces = hashlib.sha256(), body_pieces(ours)
@@ -216,7 +230,7 @@ class Exchanges:
         async with _within(self.piece_s) as deadline:
             await stream.drain(deadline)
 
-    async def _receive(self, stream: Stream, method: str, size: int, sink: Sink) -> None:
+    async def _receive(self, stream: Stream, method: str, size: int, sink: Sink, promised: bytes | None = None) -> None:
         hashed = hashlib.sha256()
         taken, next_ = (bytearray(min(size, MAX_CHUNK_BYTES)) for _ in range(2))
 
@@ -235,6 +249,8 @@ class Exchanges:
         stream.traffic.bytes_in += 32
         if digest != hashed.digest():
             raise RemoteProtocolError("hash", f"{method}: {size} bytes do not match their hash")
+        if promised is not None and digest != promised:
+            raise RemoteProtocolError("hash", f"{method}: {size} bytes other than those that were promised")
 
     async def _read(self, stream: Stream, left: int, buffer: bytearray) -> memoryview:
         """The next piece of a body of which `left` bytes are missing, in `buffer`."""

@@ -35,6 +35,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import pip
 from swarm_node.observability.usage import cpus
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import os_errors_explained
 
 FORMAT = 1
@@ -117,7 +118,7 @@ class Result:
 
 def main(config: NodeConfig, request: BenchRequest, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the file. Raises UserError if this package cannot train the model."""
-    model = Path(config.policy.model).name
+    model = Path(model_name(config.policy.model)).name
     file = request.file or Path(f"bench-{'-'.join(filter(None, (model, config.policy.quantize)))}.json")
     with os_errors_explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ def describe(config: NodeConfig, request: BenchRequest, results: Mapping[Side, R
             "device_gib": round(one.device_bytes / 2**30, 1),
         },
         "versions": {"swarm-node": __version__, "python": platform.python_version()} | _versions(),
-        "model": Path(config.policy.model).name if is_local else config.policy.model,
+        "model": Path(model_name(config.policy.model)).name if is_local else config.policy.model,
         "quantize": config.policy.quantize,
         "prompts": one.prompts,
         "group_size": request.group_size,

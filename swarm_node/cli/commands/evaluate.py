@@ -22,6 +22,7 @@ from swarm_node.config import NodeConfig, RewardsConfig, RolloutsConfig, TaskCon
 from swarm_node.config.keys import Table as Settings
 from swarm_node.config.measuring import over
 from swarm_node.config.own import read_own
+from swarm_node.config.own_code import without_foreign_code
 from swarm_node.config.plugins import only_in_a_program
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig, is_question_file
 from swarm_node.errors import UserError
@@ -205,7 +206,8 @@ class _Wanted:
 def settings_with_weights(run: RunDir, say: Callable[[str], None]) -> NodeConfig:
     """The settings with which a run measures itself, by its newest checkpoint. Raises UserError."""
     run.check_exists()
-    return settings_in(newest_checkpoint(run)[1], read_own(run.config, say))
+    own = read_own(run.config, say)
+    return without_foreign_code(settings_in(newest_checkpoint(run)[1], own), run.config, own, say)
 
 
 def with_named_functions(

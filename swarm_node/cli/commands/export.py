@@ -16,6 +16,7 @@ from swarm_node.cli.commands.export_card import about_run, base_of, name_base
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
 from swarm_node.config.figures import WORDS
 from swarm_node.config.own import read_own
+from swarm_node.config.own_code import without_foreign_code
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.memory import hardware_of
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
@@ -26,6 +27,7 @@ from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.best import Best, read_best
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, existing_part, os_errors_explained
@@ -52,14 +54,15 @@ def policy_of_run(
             raise UserError(f"{path} is of a crew, which keeps no best checkpoint: leave out --checkpoint")
         from swarm_node.pipeline.staged_run import find_stages
 
-        config = alter(as_trained(config, None))
+        own = without_foreign_code(as_trained(config, None), run.config, config, report)
+        config = alter(own)
         policy = load_policy(config.policy, config.rollouts, report, samples)
         staged = find_stages([run], report)
         policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
         policy.version = staged.updates
         return policy, config
-    checkpoint, config = (best_of if which == "best" else newest_of)(run, config, report)
-    config = alter(config)
+    checkpoint, trained = (best_of if which == "best" else newest_of)(run, config, report)
+    config = alter(without_foreign_code(trained, run.config, config, report))
     return policy_at(path, checkpoint, config, report, samples), config
 
 
@@ -75,7 +78,8 @@ def policy_at(
     Raises UserError if the base here is another than in training."""
     policy = load_policy(config.policy, config.rollouts, report, samples, check)
     if checkpoint.state["model"]["base"] != policy.base_digest:
-        raise UserError(f"the checkpoints of {path} were trained from another {config.policy.model} than the one here")
+        model = model_name(config.policy.model)
+        raise UserError(f"the checkpoints of {path} were trained from another {model} than the one here")
     trained = checkpoint.tensors["policy"]
     if not samples:  # the weights are only written: none is rounded to the dtype that was chosen here
         for name, tensor in policy.trainable_state().items():
@@ -89,7 +93,11 @@ def policy_at(
 
 def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
     """The newest valid checkpoint of a run, and `config` with the settings of its training. Raises UserError."""
-    checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(_foreign)
+    store = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
+    checkpoint = store.load_latest(_foreign)
+    if checkpoint is None and store.refused:
+        newest, why = next(iter(store.refused.items()))
+        raise UserError(f"no checkpoint of {run.path} can be used; the newest, {newest}: {why}")
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
     return checkpoint, settings_in(checkpoint.state, config)
@@ -218,15 +226,17 @@ class _Trained:
 
 def _of_run(run: RunDir, which: Which, files: _Files) -> _Trained:
     """The policy of a run. Raises UserError."""
-    found, config = (best_of if which == "best" else newest_of)(run, read_own(run.config, files.say), files.say)
+    own = read_own(run.config, files.say)
+    found, config = (best_of if which == "best" else newest_of)(run, own, files.say)
+    config = without_foreign_code(config, run.config, own, files.say)
     state = {**found.state, "round": found.round}
 
     def load(policy: PolicyConfig, check: Callable[[Plan], None]) -> Policy:
         altered = config.model_copy(update={"policy": policy})
         return policy_at(run.path, found, altered, files.say, samples=False, check=check)
 
-    if own := _own_dtype(config.policy, files):
-        merge = _merging(config.policy, own, found.tensors["policy"], files, load)
+    if dtype := _own_dtype(config.policy, files):
+        merge = _merging(config.policy, dtype, found.tensors["policy"], files, load)
         return _Trained(config, state, load_tokenizer(config.policy), False, merge, merged=True)
     policy = load(config.policy, lambda plan: None)
     return _Trained(config, state, policy.tokenizer, policy.is_lora, partial(_save, policy, files.dtype))
@@ -238,6 +248,7 @@ def _of_crew(runs: Sequence[RunDir], files: _Files) -> _Trained:
 
     staged = find_stages(runs, files.say)
     config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
+    config = without_foreign_code(config, runs[0].config, staged.config, files.say)
     in_words = str(staged.plan.dtype).removeprefix("torch.")
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": in_words})})
     tensors = {name: tensor for stage in staged.stages for name, tensor in stage.items()}

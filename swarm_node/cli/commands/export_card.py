@@ -29,6 +29,7 @@ from swarm_node.policy.model_card import About, FigureChange, licence_of
 from swarm_node.policy.model_path import is_place, starter_path
 from swarm_node.runtime.held_out import compared
 from swarm_node.say import Warned
+from swarm_node.storage.model_names import DIGEST, model_name
 from swarm_node.storage.rundir import RunDir
 
 STARTER = "the starter, the tiny model that comes with swarm-node"
@@ -64,17 +65,20 @@ def base_of(policy: PolicyConfig, given: str | None) -> Base:
         except HFValidationError:
             pass
         folder = Path(cached).parent if isinstance(cached, str) else folder
-    licence = licence_of(folder / "README.md") or ("apache-2.0" if policy.model in KNOWN else "")
+    licence = licence_of(folder / "README.md") or ("apache-2.0" if found.name in KNOWN else "")
     return found._replace(licence=licence)
 
 
-def _named(model: str, given: str | None) -> Base:
+def _named(at: str, given: str | None) -> Base:
+    model, is_from_members = model_name(at), bool(DIGEST.fullmatch(Path(at).name))
     if given is not None:
         return Base(given, given, f"[{given}](https://huggingface.co/{given})")
     if model in KNOWN:
         return Base(model, KNOWN[model], f"`{model}`: {KNOWN[model].partition('/')[2]}, from weights rounded to 4 bits")
     if model == "starter":
         return Base("starter", "", STARTER)
+    if is_from_members:
+        return Base(in_words=f"`{model}`, the model of its swarm")
     if is_place(model) or model.endswith(".gguf"):  # a file may be gone
         return Base()
     return Base(model, model, f"[{model}](https://huggingface.co/{model})")
@@ -86,7 +90,7 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     no base."""
     if not is_lora:
         if not base.name:
-            say("the card does not name the model that this was trained from, a directory here: --base OWNER/NAME does")
+            say("the card names no base, since this was trained from a file or directory here: --base OWNER/NAME does")
         return
     file = out / "adapter_config.json"
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -184,7 +188,8 @@ def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
 def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str) -> str:
     """The command that repeats a run, with words in capitals for what only its machine has."""
     words = ["swarm-node", "join", "SWARM"] if config.swarm else ["swarm-node", "local"]
-    if base != "starter":
+    of_its_swarm = config.swarm and "model" not in own_layer(run.config, lambda sentence: None).get("policy", {})
+    if base != "starter" and not of_its_swarm:
         words += ["--model", base or "MODEL"]
     if not config.swarm:
         files = 0

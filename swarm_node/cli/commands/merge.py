@@ -31,6 +31,7 @@ from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.figures import WORDS, Figure, figure_of
 from swarm_node.config.own import read_own
+from swarm_node.config.own_code import without_foreign_code
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
@@ -40,6 +41,7 @@ from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import Held, cells, evaluate_on
 from swarm_node.say import Say
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
@@ -251,7 +253,9 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     sources: list[RunWeights] = []
     trained, rounds = dict[str, NodeConfig](), dict[str, int]()
     for run in runs:
-        checkpoint, config = newest_of(run, read_own(run.config, say), say)
+        own = read_own(run.config, say)
+        checkpoint, config = newest_of(run, own, say)
+        config = without_foreign_code(config, run.config, own, say)
         say(f"weights of {run.path} after round {checkpoint.round}")
         model = checkpoint.state["model"]
         sources.append(RunWeights(str(run.path), model["base"], model["start"], checkpoint.tensors["policy"]))
@@ -261,7 +265,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     first = configs[0].policy
     for other in sources[1:]:
         _check_cohort(sources[0], other)
-    policy, here = load_policy(first, configs[0].rollouts, say), f"{first.model} as it is here"
+    policy, here = load_policy(first, configs[0].rollouts, say), f"{model_name(first.model)} as it is here"
     _check_cohort(sources[0], RunWeights(here, policy.base_digest, policy.start_digest, policy.trainable_state()))
     if policy.is_lora and adapter_base(first.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}

@@ -35,6 +35,7 @@ from swarm_node.observability.refusals import SHORT_ID
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.say import Say
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.swarm.links import Swarm, find_swarm
 from swarm_node.swarm.lookup import REPORT_EVERY_S, fetch_manifest, look_around
@@ -133,7 +134,8 @@ def choose(
     fitting = [cohort for cohort in found if cohort in known and wanted in (None, cohort)]
     if not fitting:
         cohort = wanted or next(iter(found))
-        raise UserError(f"cohort {cohort} did not begin with {policy.config.model}: {_why(found[cohort], policy)}")
+        model, why = model_name(policy.config.model), _why(found[cohort], policy)
+        raise UserError(f"cohort {cohort} did not begin with {model}: {why}")
     cohort = fitting[0]
     fragments, method = known[cohort]
     say(f"cohort {cohort}, {len(found[cohort])} members, {method}")

@@ -25,13 +25,14 @@ from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.ending import TAIL_BYTES, last_words
+from swarm_node.observability.ending import ENDS, TAIL_BYTES, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_held_out
 from swarm_node.observability.jsonl import last_lines, last_record, record_in
 from swarm_node.observability.tally import Tally
 from swarm_node.observability.wrapping import for_stream
 from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
+from swarm_node.storage.going_on import going_on
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
@@ -111,6 +112,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "averaging": known.get("averaging"),
         "end": None if in_use else said.end(time.time()),
         "heard": said.heard or None,
+        "goes_on": None if in_use else msgspec.to_builtins(going_on(run)),
         "saved_round": saved or None,
         "reward": _reward(state),
         "held_out": _held_out(state, last),
@@ -118,17 +120,19 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
         "swarm": status,
         "metrics": last,
-        "said": _last_said(run) if last is None else None,
+        "said": _last_said(run, over=not in_use and said.said) if last is None else None,
     }
 
 
-def _last_said(run: RunDir) -> str | None:
-    """The last sentence of a run that has done no round yet; None if its log has none."""
+def _last_said(run: RunDir, over: bool) -> str | None:
+    """The last sentence of a run that has done no round; if it is `over`, the last on its end. None if its log has
+    none."""
     try:
         records = [record_in(line) for line in last_lines(run.events, TAIL_BYTES)]
     except UserError:  # it is not there, or cannot be read
         return None
-    return next((str(record["text"]) for record in reversed(records) if record and "text" in record), None)
+    said = [record for record in records if record and "text" in record and (not over or record.get("kind") in ENDS)]
+    return str(said[-1]["text"]) if said else None
 
 
 def _reward(state: Mapping[str, Any]) -> dict[str, Any] | None:

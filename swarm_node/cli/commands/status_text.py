@@ -20,6 +20,7 @@ from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.restarts import restarts
 from swarm_node.observability.samples import without_middle
+from swarm_node.observability.tally import ENOUGH_ROUNDS
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
 from swarm_node.say import own_command
@@ -69,10 +70,10 @@ def _saved(found: Mapping[str, Any]) -> Iterator[str]:
         return
     lost = metrics["round"] - (saved or 0)
     if saved is None:
-        yield "saved      nothing yet: `resume` begins anew"
+        yield "saved      nothing yet: the run has to begin anew"
     elif lost > 0 or end == "killed":
-        again = f"; `resume` trains {lost:,} round{'' if lost == 1 else 's'} again" if lost > 0 else ": nothing is lost"
-        yield f"saved      up to round {saved:,}{again}"
+        again = f"; {lost:,} round{' has' if lost == 1 else 's have'} to be trained again"
+        yield f"saved      up to round {saved:,}{again if lost > 0 else ': nothing is lost'}"
 
 
 def _paused(found: Mapping[str, Any]) -> Iterator[str]:
@@ -87,9 +88,10 @@ def _round(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_said(found: Mapping[str, Any]) -> Iterator[str]:
-    """What a run that has done no round yet is at."""
+    """What a run that has done no round yet is at, or how it ended."""
     if said := found.get("said"):
-        yield f"round      none yet; it said last: {printable(without_middle(said, SAID_CHARS))}"
+        so_far = "none was done; it ended: " if found["end"] == "ended" else "none yet; it said last: "
+        yield f"round      {so_far}{printable(without_middle(said, SAID_CHARS))}"
 
 
 def _worth(found: Mapping[str, Any]) -> Iterator[str]:
@@ -137,10 +139,12 @@ def _any_link(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reward(tenths: Mapping[str, Any] | None, last: float | None) -> str:
-    if tenths is None:
+    if tenths is None or tenths["rounds"] == 1:
         return "" if last is None else f"; its reward {last:.3f}"
-    change = f"{tenths['first']:.3f} -> {tenths['last']:.3f}"
-    return f"; reward {change}, first and last tenth of {tenths['rounds']:,} rounds"
+    at_first, now, rounds = f"{tenths['first']:.3f}", f"{tenths['last']:.3f}", tenths["rounds"]
+    if rounds < ENOUGH_ROUNDS:
+        return f"; reward {at_first} in the first, {now} in the last of {rounds} rounds: too few for a trend"
+    return f"; reward {at_first} -> {now}, first and last tenth of {rounds:,} rounds"
 
 
 def _held_out(found: Mapping[str, Any]) -> Iterator[str]:
@@ -277,12 +281,14 @@ def _named_members(peers: Mapping[str, Mapping[str, Any]]) -> str:
 def _next(found: Mapping[str, Any]) -> Iterator[str]:
     """Commands that make sense now."""
     run = shlex.quote(found["run"])
-    commands = [f"resume {run}"] if found["end"] in ("ended", "killed") else []  # one process at a time may write
+    way = found["goes_on"] if found["end"] in ("ended", "killed") else None  # one process at a time may write
+    commands = [way["command"]] if way and way["command"] else []
     if found["metrics"]:
         commands.append(f"samples {run}")
     if found["in_use"]:
         commands.append(f"{'unpause' if found['paused'] else 'pause' if found['metrics'] else 'stop'} {run}")
-    yield from _labelled("next", (f"{own_command()} {command}" for command in commands))
+    to_go_on = [f"to go on, {printable(way['instead'])}"] if way and way["instead"] else []
+    yield from _labelled("next", [*(f"{own_command()} {command}" for command in commands), *to_go_on])
 
 
 def _labelled(label: str, lines: Iterable[str]) -> Iterator[str]:

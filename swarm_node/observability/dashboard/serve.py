@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -56,7 +57,8 @@ def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str
             )
         )
         say(f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else ""))
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again once it has ended
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service's end is as good as Ctrl-C
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
             server.run(sockets=[listener])
 
 

@@ -18,13 +18,17 @@ from typing import Any
 import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
+from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded_value, cut_text, within
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.ending import WORDS, LastWords, last_words
 from swarm_node.observability.evaluations import newest_checkpoint, shown_change, shown_held_out, shown_until
 from swarm_node.observability.reasons import words
 from swarm_node.observability.restarts import restarts
 from swarm_node.observability.shown_samples import shown_sample
+from swarm_node.observability.tally import ENOUGH_ROUNDS
 from swarm_node.say import own_command
+from swarm_node.storage.going_on import GoingOn, going_on
+from swarm_node.storage.model_names import model_name
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
@@ -35,10 +39,8 @@ SAMPLES = 6  # most questions shown with their answers: the newest
 SAMPLE_BYTES = 256 << 10  # bytes at the end of samples.jsonl in which they are looked for
 GLANCE_BYTES = 64 << 10  # bytes at the end of metrics.jsonl in which its last line is looked for
 CONFIG_BYTES = 1 << 20
-TEXT = 4000  # most characters shown of a sentence (TEXT), and of shorter texts (NAME)
-NAME = 200
 PASSWORD = "pipeline.crew"  # key of the settings that is never shown
-ITEMS = 1000  # most items shown of a list or table in the status
+MODEL = "policy.model"  # key of which the name is shown, where a cache has the model
 FRESH_S = 30.0  # a run that shows no activity for longer than this, and for longer than four rounds, waits
 LATELY = 10  # rounds behind the speed that is shown
 KNOWN = 4096  # most runs whose last round and role are kept in memory
@@ -95,7 +97,7 @@ class View:
     def refresh(self) -> None:
         with self.lock:
             self._in_use = self._held.held()
-            self._waits = _text(_why_paused(self.run)) if self._in_use else ""
+            self._waits = cut_text(_why_paused(self.run)) if self._in_use else ""
             self._problems = {}
             if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
                 self._config = config
@@ -117,25 +119,27 @@ class View:
         last = self._lately[-1] if self._lately else {}
         first_tenth, last_tenth = self.curves.tenths("reward")
         config, state = self._config, self.state(now)
-        trains = bool(self._lately) or _within(self.status, "role") not in (BOOTSTRAP, PAGE)
+        trains = bool(self._lately) or within(self.status, "role") not in (BOOTSTRAP, PAGE)
         problems = list(self._problems.values())
-        if isinstance(problem := _within(self.status, "problem"), str):
-            problems.append(_text(problem, TEXT))
+        if isinstance(problem := within(self.status, "problem"), str):
+            problems.append(cut_text(problem, TEXT))
         if n := self.curves.left_out:
             problems.append(f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}")
         return {
             "id": self.id,
-            "path": _shown_path(self.run, _within(self.status, "role")),
+            "path": _shown_path(self.run, within(self.status, "role")),
             "state": state,
             "over": state in ("ended", "killed"),
             "paused": self._paused(now) if state == "paused" else None,
             "trains": trains,
+            "figure": self._figure,
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
             "ended": None if self._in_use else WORDS[self._last_words.end(now)],
             "ended_at": None if self._in_use else self._last_words.heard or None,
             "seconds": self.curves.total("step_time"),
+            "few_rounds": n if 0 < (n := self.curves.rounds) < ENOUGH_ROUNDS else None,
             "reward_first": first_tenth,
             "reward_last": last_tenth,
             "step_s": self._mean("step_time"),
@@ -146,28 +150,34 @@ class View:
             "foreign": self.curves.total("swarm/groups_used"),
             "last": {name: value for name, value in last.items() if isinstance(value, int | float)},
             "settings": {
-                "model": _text(_within(config, "policy", "model")) if trains else "",
-                "averaging": _text(_within(config, "averaging", "method")),
+                "model": cut_text(model_name(cut_text(within(config, "policy", "model"), TEXT))) if trains else "",
+                "averaging": cut_text(within(config, "averaging", "method")),
             },
             "commands": self._commands(state, trains),
+            "to_go_on": cut_text(self._way_on(state, trains).instead, TEXT),
             "problems": problems,
         }
 
     def config(self) -> dict[str, str]:
         """Key -> value of the run's settings, as texts, without the name of the crew, which is its password."""
-        return {key: _settled(value) for key, value in islice(_flat(self._config), ITEMS) if key != PASSWORD}
+        found = {key: _settled(value) for key, value in islice(_flat(self._config), ITEMS) if key != PASSWORD}
+        return found | ({MODEL: model_name(found[MODEL])} if MODEL in found else {})
 
     def _commands(self, state: State, trains: bool) -> dict[str, str]:
         """What to type to pause and stop the run, or to go on with it."""
-        where = self.run.quoted
-        if _within(self.status, "role") == PAGE:
+        if within(self.status, "role") == PAGE:
             return {}
         if not self._in_use:
-            goes_on = trains and self._config and state != "unclear"
-            return {"go on": f"{own_command()} resume {where}"} if goes_on else {}
+            typed = self._way_on(state, trains).typed
+            return {"go on": typed} if typed else {}
         pause = "unpause" if state == "paused" else "pause"
         names = [*([pause] if trains else []), "stop"]
-        return {name: f"{own_command()} {name} {where}" for name in names}
+        return {name: f"{own_command()} {name} {self.run.quoted}" for name in names}
+
+    def _way_on(self, state: State, trains: bool) -> GoingOn:
+        """How to go on with the run, if it has ended; nothing is said of what only listens."""
+        ended = state in ("ended", "killed") and trains
+        return going_on(self.run, self._config or None) if ended else GoingOn()
 
     @property
     def _last_words(self) -> LastWords:
@@ -176,7 +186,7 @@ class View:
     @property
     def link(self) -> str | None:
         """The join link of the run's swarm; None if it has none, or one that is longer than links are."""
-        link = _within(self.status, "page", "link") or _within(self.status, "link")
+        link = within(self.status, "page", "link") or within(self.status, "link")
         return link if isinstance(link, str) and 0 < len(link) < TEXT else None
 
     def state(self, now: float) -> State:
@@ -204,8 +214,8 @@ class View:
 
     def _paused(self, now: float) -> str:
         """Why the run is paused, as it says itself; empty = it is not."""
-        reason = _within(self.status, "paused") if self._status_fresh(now) else None
-        return self._waits or (_text(reason) if isinstance(reason, str) else "")
+        reason = within(self.status, "paused") if self._status_fresh(now) else None
+        return self._waits or (cut_text(reason) if isinstance(reason, str) else "")
 
     def _follows(self) -> bool:
         """Whether the run holds stages of a complete crew that another node leads."""
@@ -213,8 +223,14 @@ class View:
         crew = self.status.get("crew")
         if not isinstance(crew, dict):
             return False
-        leads = _within(crew, "lead", "peer") == self.status.get("peer")
+        leads = within(crew, "lead", "peer") == self.status.get("peer")
         return bool(crew.get("whole")) and bool(crew.get("held")) and not leads
+
+    @property
+    def _figure(self) -> str:
+        """The held-out figure that counts: as config.figures.figure_of, which the dashboard may not import."""
+        functions, checker = (within(self._config, "rewards", key) for key in ("functions", "checker_weight"))
+        return "reward" if functions and checker == 0 else "pass_1"
 
     def _mean(self, name: str) -> float | None:
         values = [value for r in self._lately if isinstance(value := r.get(name), int | float)]
@@ -239,12 +255,11 @@ class View:
         if stamp is None or stamp == self._stamps.get(self.run.checkpoints):
             return
         self._stamps[self.run.checkpoints] = stamp
-        rewards = _within(self._config, "rewards")
         # as config.figures.reports_reward, which the dashboard may not import
-        with_reward = bool(_within(rewards, "functions") or _within(rewards, "partial"))
+        with_reward = any(within(self._config, "rewards", key) for key in ("functions", "partial"))
         _, state = newest_checkpoint(self.run)
         if (found := shown_held_out(state, with_reward)) is not None:
-            self._held_out = _bounded(found | {"change": shown_change(state)})
+            self._held_out = bounded_value(found | {"change": shown_change(state)})
 
     def _add_rounds(self, void: bool, records: list[dict[str, Any]]) -> None:
         if void:
@@ -267,12 +282,12 @@ class View:
         self.samples.extend(shown_sample(record) for record in records[-SAMPLES:])
 
     def _event(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        text = self._without_password(_text(record.get("text"), TEXT))
-        return {"time": _time(record), "kind": _text(record.get("kind")), "text": text}
+        text = self._without_password(cut_text(record.get("text"), TEXT))
+        return {"time": _time(record), "kind": cut_text(record.get("kind")), "text": text}
 
     def _public(self, status: Any) -> dict[str, Any] | None:
         """`status` in bounded size, without secrets."""
-        cleaned = _bounded(status)
+        cleaned = bounded_value(status)
         if not isinstance(cleaned, dict):
             return None
         if isinstance(crew := cleaned.get("crew"), dict):
@@ -288,7 +303,7 @@ class View:
 
     def _without_password(self, text: str) -> str:
         """`text` without the name of the crew, which is its password."""
-        name = _within(self._config, "pipeline", "crew")
+        name = within(self._config, "pipeline", "crew")
         if not isinstance(name, str) or not name:
             return text
         return re.sub(rf"(\bcrew\s+)(['\"]?){re.escape(name)}\2", r"\1…", text)
@@ -353,7 +368,7 @@ def _last_round(path: Path, stamp: Stamp | None) -> int | None:
 
 
 def _written(run: RunDir) -> tuple[Stamp | None, ...]:
-    return _stamp(run.events), _stamp(run.metrics), _stamp(run.status)
+    return _stamp(run.events), _stamp(run.metrics), _stamp(run.status), _stamp(run.path / "lock")
 
 
 @lru_cache(KNOWN)
@@ -401,23 +416,12 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 def _settled(value: Any) -> str:
     """The text of a setting; an address loses what stands before its host."""
     text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
-    return _text(re.sub(r"://[^/@\s]*@", "://…@", text))
-
-
-def _text(value: Any, most: int = NAME) -> str:
-    text = "" if value is None else str(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _within(table: Any, *keys: str) -> Any:
-    for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table
+    return cut_text(re.sub(r"://[^/@\s]*@", "://…@", text))
 
 
 def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
     """Replace the reasons after `prefix` in the counts of `status[part]` by words."""
-    if isinstance(counts := _within(status, part), dict):
+    if isinstance(counts := within(status, part), dict):
         status[part] = {
             prefix + words(name.removeprefix(prefix)) if name.startswith(prefix) else name: n
             for name, n in counts.items()
@@ -431,14 +435,3 @@ def _restarts(status: dict[str, Any]) -> list[str]:
     times = {name: n for name, n in counts if isinstance(n, int | float) and 0 <= n < 2**53}
     reasons = {name: text for name, text in why.items() if isinstance(text, str)} if isinstance(why, dict) else {}
     return list(restarts(times, reasons))
-
-
-def _bounded(value: Any, depth: int = 8) -> Any:
-    """A JSON value with bounded texts and lists, and with numbers that floats can hold."""
-    if isinstance(value, str):
-        return _text(value, TEXT)
-    if isinstance(value, dict) and depth:
-        return {_text(key): _bounded(item, depth - 1) for key, item in list(value.items())[:ITEMS]}
-    if isinstance(value, list) and depth:
-        return [_bounded(item, depth - 1) for item in value[:ITEMS]]
-    return value if value is None or isinstance(value, bool | int | float) else None

@@ -37,6 +37,7 @@ from swarm_node.policy.finite import check_weights
 from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
 from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
+from swarm_node.storage.model_names import model_name
 
 SAMPLED = 1024  # values of a tensor that are compared to tell files apart: 4 KiB
 
@@ -167,7 +168,7 @@ def load_stage(config: PolicyConfig, span: Span, report: Callable[[str], None] =
     check_weights(stage.named(trainable=False).items(), config.model)
     own = sum(p.numel() for p in stage.named(trainable=False).values())
     trained = f"LoRA: {sum(p.numel() for p in stage.named().values()):,} of them trained"
-    report(f"{span} of {config.model}: {own:,} parameters ({trained if plan.lora else 'all trained'})")
+    report(f"{span} of {model_name(config.model)}: {own:,} parameters ({trained if plan.lora else 'all trained'})")
     report(plan.where)
     return stage
 

@@ -4,6 +4,7 @@
     HF_HOME/swarm-node/<digest>.partial/    files of which pieces are missing
     HF_HOME/swarm-node/<digest>.json        the listing of a model that lies elsewhere
     HF_HOME/swarm-node/<digest>.checked     a listing, and size, time and inode of the files that were read and right
+    HF_HOME/swarm-node/<digest>.name        what a swarm of this machine calls the model
     HF_HOME/swarm-node/<digest>.lock        held by the process that fetches the model
 
 All runs on a machine share them. Nothing here is ever deleted: that is up to the user, as with the hub's own cache.

@@ -24,6 +24,7 @@ from swarm_node.policy.gguf_files import store
 from swarm_node.policy.gguf_files.naming import gguf_at
 from swarm_node.policy.model_path import SMOLLM2
 from swarm_node.say import Say, Warned, in_short
+from swarm_node.storage.model_names import keep_name
 from swarm_node.storage.rundir import os_error_text, os_errors_explained
 from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
@@ -54,6 +55,7 @@ def choose_model(
     found = find_model(model, donors, say)
     if config.sharing.give_model:
         _give(config, found, manifest.swarm_id, transport, say)
+    keep_name(found.folder, model.name)
     return STARTER if found.folder == files.starter_folder() else str(found.folder)
 
 

@@ -38,6 +38,8 @@ class Side:
         self.piece = piece
         self.head = b"head %d" % seed
         self.claims = size
+        self.promises: bytes | None = None
+        """The sha256 that it promises; None = it promises nothing."""
         self.got = bytearray()
         self.taken: list[int] = []
         """Sizes of the pieces that its sink was given."""
@@ -55,7 +57,8 @@ class Side:
 
     @property
     def outgoing(self) -> Outgoing:
-        return Outgoing(self.head, self.claims, self.pieces)
+        promise = None if self.promises is None else lambda: self.promises
+        return Outgoing(self.head, self.claims, self.pieces, promise)
 
     def sink(self, piece: memoryview) -> None:
         self.threads.add(threading.get_ident())

@@ -232,6 +232,8 @@ async def the_peer_for_which_most_waits_gives_way_to_memory() -> None:
                 queue.push(rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(LARGE))]))
         of = {peer: sidecar.pubsub.address(peer) for peer in here.get_connected_peers()}
         brings = next(wire for wire in sidecar.tcp.live.values() if wire.address == of[neighbour.get_id()])
+        told = sidecar._heaviest(brings, 2**20)
+        assert told is not None and told.words == ", 7 of them for 127.0.0.1"
         brings.bytes_in += 2**20
         sizes = iter((HIGH_RSS, HIGH_RSS + 2 * GROWTH_BYTES, MAX_SIDECAR_RSS + 2**20))
         gossip_sidecar.own_rss, gossip_sidecar.MEMORY_S = lambda: next(sizes), 0.01

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from hashlib import sha256
 from weakref import ref
 
 import pytest
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES
+from protocol.transports.base import Outgoing
 from protocol.transports.streams import exchanges
 from protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER
 from protocol.transports.streams.stream import Stream
@@ -43,6 +45,60 @@ def test_a_sink_may_end_the_exchange(who: str) -> None:
             ((error, traffic),) = ends.values()
             assert reason(error) == "torn" and traffic.rejected == {"torn": 1}
             assert not there.said
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (10, 3 * MAX_CHUNK_BYTES)])
+def test_promised_bodies_arrive(sizes: tuple[int, int]) -> None:
+    async def scenario() -> None:
+        sides = Side(sizes[0], 1), Side(sizes[1], 2)
+        for side in sides:
+            side.promises = sha256(side.body).digest()
+        async with node() as there:
+            assert await there.run(*sides) == (None, None)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])
+def test_another_body_than_the_promised_one_is_refused(who: str) -> None:
+    async def scenario() -> None:
+        us, them = Side(1000, 1), Side(1000, 2)
+        for side in (us, them):
+            side.promises = sha256(side.body).digest()
+        liar = us if who == TO_ACCEPTOR else them
+        liar.body = them.body if liar is us else us.body  # as if it had seen the other's first
+        async with node() as there:
+            ends = dict(zip((TO_CALLER, TO_ACCEPTOR), await there.run(us, them), strict=True))
+            victim = ends[TO_ACCEPTOR if who == TO_ACCEPTOR else TO_CALLER]
+            assert reason(victim) == "hash" and "promised" in str(victim)
+
+    run(scenario())
+
+
+class Silent(Side):
+    """Promises nothing."""
+
+    @property
+    def outgoing(self) -> Outgoing:
+        def promise() -> bytes:
+            raise RemoteProtocolError("busy", "no promise")
+
+        return Outgoing(self.head, self.claims, self.pieces, promise)
+
+
+@pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])
+def test_no_body_leaves_before_the_other_is_promised(who: str) -> None:
+    async def scenario() -> None:
+        victim, silent = Side(3 * MAX_CHUNK_BYTES, 1), Silent(3 * MAX_CHUNK_BYTES, 2)
+        victim.promises = sha256(victim.body).digest()
+        us, them = (silent, victim) if who == TO_ACCEPTOR else (victim, silent)
+        async with node() as there:
+            await there.run(us, them)
+            assert victim.told == [(silent.head, len(silent.body))], "heads are exchanged"
+            assert victim.made == 0 and not silent.got
+            assert reason(victim.outcomes[0]) == "torn"
 
     run(scenario())
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, partial
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
 from swarm_node.averaging.pair_averager import PairAverager
+from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
@@ -196,9 +199,12 @@ def test_unusable_weights_replace_nothing() -> None:
     averager = trainee.averager
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
-    trainee.probe = lambda: float(averager.tensors["embed"].square().sum())
+    trainee.probe = lambda: float((averager.tensors["embed"] - 2.0).abs().mean())
     assert averager.replace(better) and averager.replaced == 1
-    assert not averager.replace(broken) and averager.replaced == 1
+    for worse in (broken, [torch.zeros_like(before)], [-better[0]], [torch.full_like(before, math.nan)]):
+        assert not averager.replace(worse) and averager.replaced == 1
+    assert averager.replace([torch.full_like(before, 2.5)]), "somewhat worse, as weights that learned something else"
+    assert averager.replace(better)
     assert torch.equal(torch.cat(averager.slow), better[0])
     assert all(bool((tensor == 2.0).all()) for tensor in averager.tensors.values())
 
@@ -511,6 +517,39 @@ def test_the_probe_takes_back_harmful_weights() -> None:
     assert other.averager.counts["exchanges"] >= 1
 
 
+@pytest.mark.parametrize("summed_up", [True, False])
+def test_a_partner_that_costs_a_little_each_time_is_left_out(summed_up: bool) -> None:
+    """It sends the weights of honest nodes, moved uphill by less than any single exchange is refused for."""
+    cohort = Cohort(4, every=1, probe=True, alpha=0.0, beta=1.0, gamma=1.0)
+    *honest, liar = cohort.trainees
+    for trainee in cohort.trainees:
+        trainee.trains = False
+    liar.averager.fragments.gather = lambda i: honest[0].flat + 0.16  # type: ignore[method-assign]
+    for trainee in honest:
+        trainee.probe = lambda trainee=trainee: float(trainee.flat.abs().mean())
+        if summed_up:
+            trainee.averager.unseen_probe = trainee.probe
+    cohort.run(60 * PERIOD_S)
+    reached = max(float(trainee.flat.abs().mean()) for trainee in honest)
+    assert reached < 0.4 if summed_up else reached > 0.8
+    assert all(trainee.averager.counts["exchanges"] > 20 for trainee in honest), "honest ones go on"
+    assert summed_up == any(trainee.averager.counts["skipped/probe"] for trainee in honest)
+
+
+def test_only_partners_that_cost_nothing_say_how_far_is_usual() -> None:
+    cohort = Cohort(2, every=1, probe=True, clip=1.5, alpha=0.0, beta=1.0, gamma=1.0)
+    victim, other = cohort.trainees
+    for trainee in cohort.trainees:
+        trainee.trains = False
+    for tensor in other.weights.values():
+        tensor.fill_(1e-7)
+    victim.averager.unseen_probe = lambda: float(victim.flat.abs().mean())
+    while not all(cohort.exchanges()):
+        assert cohort.clock.step(), "they never met"
+    distances = [trainee.averager.robust.state()["seen"]["0"]["distances"] for trainee in cohort.trainees]
+    assert not distances[0] and distances[1]
+
+
 # --------------------------------------------------------------------- versions of the protocol
 
 
@@ -543,6 +582,34 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
         assert weights_version(peer) == version
     cards["older"] = PeerCard(4, SWARM, 0.0, "older", ["trainer"])
     assert weights_version("unknown") == 4, "as the oldest here reads"
+
+
+@pytest.mark.parametrize("calls_in", [1, 2])
+def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of protocol 1 promises nothing, and the answer to its call says nothing that it would not expect."""
+    cohort = Cohort(2, every=1)
+    caller = cohort.trainees[0]
+    caller_id, halves = caller.transport.peer_id, list[tuple[PairExchange, Outgoing]]()
+    kept: list[bool] = []
+    versions = lambda peer, members: 2 if peer == caller_id else calls_in  # noqa: E731
+    monkeypatch.setattr(averager_module, "version_for", versions)
+    for trainee in cohort.trainees:
+        averager = trainee.averager
+        assert isinstance(averager, PairAverager)
+
+        def half(exchange: PairExchange, made: Callable[[PairExchange], Outgoing] = averager._half) -> Outgoing:
+            ours = made(exchange)
+            halves.append((exchange, ours))
+            if ours.promise is not None and not exchange.ours:
+                kept.append(ours.promise() == sha256(b"".join(ours.pieces())).digest())
+            return ours
+
+        monkeypatch.setattr(averager, "_half", half)
+        monkeypatch.setattr(averager, "_call", averager._call if trainee is caller else lambda *call: None)
+    cohort.run(4 * PERIOD_S)
+    assert all(cohort.exchanges()) and {exchange.ours for exchange, _ in halves} == {True, False}
+    assert all((ours.promise is not None) == (calls_in == 2) for _, ours in halves)
+    assert all(kept) and bool(kept) == (calls_in == 2), "what is promised is what is sent"
 
 
 def test_a_failure_over_versions_says_how_to_upgrade() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
+from swarm_node.averaging.costs import NOTHING
 from swarm_node.averaging.reducers import centred_clip, clipped_mean, coordinate_median
 from swarm_node.averaging.robust import GROWTH, Robust, measure
 from tests.support.random_vectors import normal
@@ -79,7 +80,7 @@ def test_switched_off_it_changes_nothing():
         partner = normal(100, seed, 1e30 if seed > 5 else 1.0)
         before = partner.clone()
         assert torch.equal(check(robust, 0, normal(100, 50), normal(100, 51), partner), before)
-    assert robust.state() == {"probed": [], "seen": {}}
+    assert robust.state() == {"probed": [], "seen": {}, "costs": NOTHING}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -153,9 +154,10 @@ def test_state_survives_json():
     first, second = Robust(1.5, True), Robust(1.5, True)
     for seed in range(12):
         check(first, 3, normal(50, 0), normal(50, 1), normal(50, seed))
-        first.vetoed(1.0, 1.0 + seed / 100)
+        first.broken(1.0, 1.0 + seed / 100)
+        first.vetoed(1.0, 1.0 - seed / 100, f"peer{seed % 5}")
     second.load(json.loads(json.dumps(first.state())))
-    assert second.state() == first.state()
+    assert second.state() == first.state() and first.state()["costs"] != NOTHING
     assert [len(values) for values in second.state()["seen"]["3"].values()] == [8, 8, 8, 8]
     partners = [normal(50, 99, 5.0) for _ in range(2)]
     assert torch.equal(
@@ -275,24 +277,32 @@ def test_clipped_mean_survives_a_minority():
 
 def test_the_probe_refuses_much_worse_weights():
     robust = Robust(0.0, False)
-    assert not robust.vetoed(1.0, 1.9)
-    assert robust.vetoed(1.0, 2.2)
-    assert robust.vetoed(1.0, float("nan"))
-    assert robust.vetoed(1.0, float("inf"))
+    assert not robust.broken(1.0, 1.9)
+    assert robust.broken(1.0, 2.2)
+    assert robust.broken(1.0, float("nan"))
+    assert robust.broken(1.0, float("inf"))
 
 
 def test_the_probe_knows_its_noise():
     """Noise far above the floor passes once it is known, and is rarely refused."""
     robust, noise = Robust(0.0, False), np.random.default_rng(0).standard_t(3, 2000)
-    vetoes = [robust.vetoed(5.0, 5.0 + 2.0 * x) for x in noise]
+    vetoes = [robust.broken(5.0, 5.0 + 2.0 * x) for x in noise]
     assert np.mean(vetoes[50:]) < 0.05
-    assert robust.vetoed(5.0, 500.0)
+    assert robust.broken(5.0, 500.0)
 
 
 def test_the_probe_accepts_usual_differences():
     robust = Robust(0.0, False)
-    vetoes = [robust.vetoed(1.0, 4.0) for _ in range(40)]
+    vetoes = [robust.broken(1.0, 4.0) for _ in range(40)]
     assert vetoes[0] and not vetoes[-1]
+
+
+def test_distances_of_partners_that_cost_something_are_not_usual():
+    robust = met([1.0])
+    for cost, known in ((0.01, [1.0]), (-0.01, [1.0, 1.25])):
+        assert not robust.vetoed(1.0, 1.0 + cost, "partner")
+        robust.accept(0, robust.check(0, ZERO, ZERO, tensor([1.25])))
+        assert robust.state()["seen"]["0"]["distances"] == known
 
 
 # --------------------------------------------------------------------- a swarm with liars

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_node.averaging.averager import REASONS
 from swarm_node.averaging.roster import LISTED, MAX_NAMES, CohortRoster
+from tests.support.averaging_cohort import Cohort
 from tests.support.repository import ROOT
 
 SWARM, MINE, OTHER = "a" * 64, "1" * 16, "2" * 16
@@ -58,6 +61,21 @@ def test_partners_that_come_and_go_are_said_once() -> None:
     assert len(said) == 2 and "nobody" in said[1]
     here.look(bob | {"c" * 8: card("carol", MINE)}, 151.0)
     assert said[2:] == ["averaging: 2 partners are here: bob, carol"]
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_who_is_known_to_be_gone_is_no_partner(method: str) -> None:
+    """As a crew knows it of the leader that it lost, whose card stays for a while."""
+    cohort = Cohort(2, method=method, codec="8bit")
+    one, other = cohort.trainees
+    one.averager.absent = lambda: {other.transport.peer_id}
+    cohort.run(30)
+    assert other.transport.peer_id in one.transport.members(), "its card is here"
+    assert not any("here: " in text for text in one.said)
+    assert one.averager.status()["partners"] == {} and one.averager.metrics()["averaging/partners"] == 0.0
+    one.averager.absent = tuple
+    cohort.run(30)
+    assert one.averager.status()["partners"] and any("1 partner is here: " in text for text in one.said)
 
 
 def test_names_are_remembered_and_ambiguous_ones_carry_ids() -> None:

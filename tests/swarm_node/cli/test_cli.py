@@ -602,7 +602,7 @@ def test_ending_runs_no_garbage_collection() -> None:
 
 
 def test_a_resumption_without_a_run_names_those_here() -> None:
-    assert "none that has stopped is below runs/" in run("resume").stderr
+    assert "none that can go on here is below runs/" in run("resume").stderr
     for name in ("a", "b c"):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "config.toml").touch()
@@ -610,6 +610,8 @@ def test_a_resumption_without_a_run_names_those_here() -> None:
         result = run("resume")
     assert result.exit_code == 2
     assert result.stderr.strip().endswith("below runs/ there are: `swarm-node resume 'runs/b c'`")
+    Path("runs/b c/config.toml").write_text('rewards.functions = ["__main__:short"]\n')
+    assert "none that can go on here" not in run("resume").stderr, "the other is free again"
 
 
 def test_what_may_heal_has_an_exit_code_of_its_own(tmp_path: Path) -> None:

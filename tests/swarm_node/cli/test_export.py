@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
@@ -21,8 +24,11 @@ from swarm_node.cli.commands import export
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig
+from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
+from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
@@ -49,6 +55,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     train_locally(NodeConfig.model_validate(config), json_output=True)
     return folder
+
+
+def test_a_run_whose_only_checkpoint_cannot_be_used_is_told_why(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path / "run"), list[str]()
+    with pytest.raises(UserError, match="run has no checkpoint yet: the first comes after 10 rounds"):
+        export.newest_of(run, NodeConfig(), said.append)
+    store = CheckpointStore(run.checkpoints, 2, said.append)
+    state = {"model": {"base": "b", "start": "s"}}
+    store.save(4, {"policy": {"w": torch.tensor([1.0, torch.nan])}}, state)
+    store.close()
+    why = "the newest, round-00000004: w has values that are not finite"
+    with pytest.raises(UserError, match=f"no checkpoint of .*run can be used; {why}"):
+        export.newest_of(run, NodeConfig(), said.append)
+    assert not any("anew" in text for text in said), "an export starts nothing"
 
 
 def quietly(trained: Path, out: str, **options: Any) -> list[str]:
@@ -212,6 +232,36 @@ def test_code_that_only_a_run_names_does_not_run(trained: Path) -> None:
         assert Path("ran").exists(), "it runs if its user names it"
     finally:
         file.write_text(before)
+
+
+def strangers(run: Path) -> Path:
+    """A copy of a run whose files name tasks and an engine that are code."""
+    shutil.copytree(run, "theirs")
+    Path("evil.py").write_text(f"from pathlib import Path\nPath({str(Path.cwd() / 'ran')!r}).touch()\n{REWARD}")
+    config = Path("theirs/config.toml")
+    own = read_own(config).model_dump(exclude_none=True)
+    own["eval"]["tasks"], own["tasks"] = [f"{Path.cwd()}/evil.py:parity"], ["small/gcd", f"{Path.cwd()}/evil.py:parity"]
+    config.write_text(tomli_w.dumps(own))
+    for folder in Path("theirs/checkpoints").glob("round-*"):
+        document = json.loads((folder / "state.json").read_text())
+        settings = document["state"]["settings"]
+        settings["rollouts"]["engine"], settings["tasks"] = f"{Path.cwd()}/evil.py:parity", own["tasks"]
+        (folder / "state.json").write_text(json.dumps(document))
+        files = [folder / line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
+        sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
+        (folder / "SHA256SUMS").write_text("".join(sums))
+    return Path("theirs")
+
+
+def test_no_task_or_engine_of_a_strangers_run_runs(trained: Path) -> None:
+    run = strangers(trained / "run")
+    for words in (["eval", run, "--json"], ["merge", run, trained / "run", "--out", "merged"], ["export", run, "out"]):
+        done = CliRunner().invoke(app, [*map(str, words)])
+        assert done.exit_code == 0 and not Path("ran").exists(), done.output
+        assert f"left out, since it is code that only {run}/config.toml names" in " ".join(done.output.split())
+    assert CliRunner().invoke(app, ["resume", str(run)]).exit_code == 2 and not Path("ran").exists()
+    CliRunner().invoke(app, ["eval", str(run), "--tasks", f"{Path.cwd()}/evil.py:parity"])
+    assert Path("ran").exists(), "it runs if its user names it"
 
 
 def test_settings_change_one_measurement(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
     run.status.write_text(json.dumps({**STATUS, "time": NOW - age, **more}))
     os.utime(run.status, (NOW, NOW))  # by the process that holds it
     run.metrics.write_text('{"round": 41, "reward": 0.25, "swarm/groups_used": 4.0}\n')
+    run.config.write_text('swarm = "demo.toml"\n')
     return run
 
 
@@ -183,8 +184,8 @@ def test_a_killed_run_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(shown(capsys, "runs/alice", json_output=True))["end"] == "killed"
     text = shown(capsys, "runs/alice")
     assert "runs/alice, killed or crashed 3 min ago, or the machine went down" in text
-    assert "saved      nothing yet: `resume` begins anew\n" in text and "swarm-node resume runs/alice\n" in text
-    for round, left in ((40, "; `resume` trains 1 round again"), (41, ": nothing is lost")):
+    assert "saved      nothing yet: the run has to begin anew\n" in text and "swarm-node resume runs/alice\n" in text
+    for round, left in ((40, "; 1 round has to be trained again"), (41, ": nothing is lost")):
         checkpoint_at(run, round)
         assert f"saved      up to round {round}{left}\n" in shown(capsys, "runs/alice")
 
@@ -199,7 +200,7 @@ def test_a_run_that_may_live_elsewhere_is_not_resumed(capsys: pytest.CaptureFixt
 def test_a_failed_start_hides_no_lost_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint_at(trained_run(600, "start", "note", "error"), 38)
     text = shown(capsys, "runs/alice")
-    assert "ended 10 min ago" in text and "up to round 38; `resume` trains 3 rounds again\n" in text
+    assert "ended 10 min ago" in text and "up to round 38; 3 rounds have to be trained again\n" in text
 
 
 def test_a_run_says_whether_it_learned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,3 +75,12 @@ def test_a_pause_is_told_while_the_run_loads(capsys: pytest.CaptureFixture[str])
         text = shown(capsys, run)
     assert "starting (loading)" in text and "paused     by `swarm-node pause` until " in text
     assert "swarm-node unpause runs/alice" in text
+
+
+def test_a_run_that_ended_before_its_first_round_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    run, over = RunDir("early"), "the node took 4.02 GiB, more than --max-memory 4: lower grpo.microbatch_tokens"
+    told = {"start": "tasks gcd", "error": over, "note": "the picture is drawn"}
+    write(run.events, *({"time": time.time() - 300, "kind": kind, "text": text} for kind, text in told.items()))
+    lines = shown(capsys, run).splitlines()
+    assert lines[0] == "run        early, ended 5 min ago (-v says more)"
+    assert f"round      none was done; it ended: {over}" in lines

@@ -99,6 +99,15 @@ def test_errors_that_cannot_be_compared_are_handed_over() -> None:
     assert users_own(failed) is own and own.__notes__ == ["swarm_node: grpo.loss failed: Incomparable: second"]
 
 
+def test_a_plugin_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    for name in ("folder", "pipe", "zero"):
+        with pytest.raises(UserError, match=rf"grpo.loss '.*{name}.py:f': .*{name}.py is no file, but a directory"):
+            load_function(f"{tmp_path / name}.py:f", "grpo.loss")
+
+
 def test_a_module_that_is_not_there_is_no_users_own_error() -> None:
     with pytest.raises(UserError, match="cannot import nowhere.py") as caught:
         load_function("nowhere.py:f", "reward function")

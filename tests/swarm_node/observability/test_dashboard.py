@@ -176,6 +176,8 @@ def test_a_run_s_state_follows_its_files() -> None:
         view.refresh()
         assert view.state(1101.0) == "waiting"
     view.refresh()
+    (run.path / "lock").write_text("17\nof another machine\n")
+    view.refresh()
     for now, state, over in ((1159.0, "unclear", False), (1181.0, "killed", True)):  # after four rounds of 20 s
         summary = view.summary(now)
         assert (summary["state"], summary["over"], "go on" in summary["commands"]) == (state, over, over)
@@ -214,7 +216,7 @@ def test_a_lone_paused_run_says_why() -> None:
         assert view.summary(1005.0)["state"] == "paused"
         assert view.summary(1005.0)["paused"] == "quiet hours, 22:00-07:00"
     view.refresh()
-    assert view.state(1005.0) == "unclear"
+    assert view.state(1005.0) == "killed", "its process was one of this machine"
 
 
 def test_an_ended_run_s_lock_is_left_alone() -> None:

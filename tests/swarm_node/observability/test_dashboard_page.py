@@ -193,6 +193,16 @@ def rows(browser: Chromium, label: str) -> list[list[str]]:
     return found
 
 
+def foreign_texts(browser: Chromium) -> set[str]:
+    """The elements that hold a stranger's text, among questions and answers."""
+    texts = "document.evaluate('//*[contains(@class, \"sample\")]//text()', document, null, 7)"
+    found: list[str] = browser.value(
+        f"(texts => [...Array(texts.snapshotLength).keys()].map(i => texts.snapshotItem(i)))({texts})"
+        f".filter(text => text.data.includes({json.dumps(HOSTILE)})).map(text => text.parentElement.tagName)"
+    )
+    return set(found)
+
+
 def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
@@ -247,6 +257,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
         + ["1.00 7 · 2 times", f"0.00 {HOSTILE} · cut off · no answer found", "and 1 more answers"],
         ["gcd round 20 · bob …obbobbob · 1 answer kept", HOSTILE, "right: 7", "1.00 7"],
     ]
+    assert foreign_texts(browser) == {"BDI"}
     assert browser.value("document.querySelectorAll('main img').length") == 0
     assert browser.value("document.title") == "alice: ended – swarm-node"
     assert browser.errors == []
@@ -290,6 +301,74 @@ def test_held_out_figures_begin_before_training(browser: Chromium, url: str) -> 
     assert browser.value(asked) == [
         ["gcd", HOSTILE, "right: 7", "before: 6 · 2 of 8 right", "after round 40: 7 · 6 of 8 right"]
     ]
+    assert browser.errors == []
+
+
+LARGE = "[...document.querySelectorAll('#first figure:not([hidden]) .title')].map(title => title.textContent).join()"
+
+
+def test_a_run_goes_by_the_reward_that_counts(browser: Chromium, url: str) -> None:
+    """Where the checker does not count, no flat pass@1 is shown in its place, and no rewarded answer is red."""
+    run = RunDir("runs/own")
+    run.path.mkdir()
+    run.config.write_text('rounds = 9\n[rewards]\nchecker_weight = 0\nfunctions = [{path = "m.py:f"}]\n')
+    Path("m.py").touch()
+    for round in range(1, 6):
+        write(run.metrics, metrics(round, **{"eval/pass_1": 0.0, "eval/pass_k": 0.0, "eval/reward": round / 10}))
+    write(
+        run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "summary", "text": "."}
+    )
+    answers = [
+        {"text": text, "extracted": text, "reward": reward, "correct": False, "finished": True}
+        for text, reward in (("best", 1.0), ("mean", 0.5), ("worst", 0.0))
+    ]
+    write(run.samples, answered(5, *answers, reward=0.5))
+    browser.open(f"{url}#own")
+    browser.wait(READY)
+    browser.wait(f"{LARGE} === 'Reward,Held-out questions: reward'")
+    small = "[...document.querySelectorAll('#charts figure:not([hidden]) .title')].map(title => title.textContent)"
+    assert "Held-out questions" in browser.value(small), "pass@1 stays as one of the small charts"
+    colours = "[...document.querySelectorAll('#details .sample li > span')].map(e => [e.textContent, e.className])"
+    assert browser.value(colours) == [["1.00", "up"], ["0.50", ""], ["0.00", "down"]]
+    assert figure(browser, "reward") == "Reward 0.050 in the last of 5 rounds, too few for a trend"
+    browser.open(f"{url}#own&alice")
+    browser.wait(f"{LARGE} === 'Reward,Held-out questions'")  # of unlike runs pass@1, which both have
+    assert browser.errors == []
+
+
+def test_a_run_that_no_command_goes_on_with_says_what_does(browser: Chromium, url: str) -> None:
+    config = RunDir("runs/alice").config
+    commands = "document.querySelector('.commands').innerText"
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    assert " resume runs/alice\n" in browser.value(commands) + "\n"
+    config.write_text('rounds = 90\n[policy]\nmodel = "starter"\n[rewards]\nfunctions = [{path = "__main__:<f>"}]\n')
+    browser.wait(f"{commands}.includes('start the program again that gave it')")
+    assert "'__main__:<f>'" in browser.value(commands) and "resume" not in browser.value(commands)
+    config.write_text('rounds = 40\n[policy]\nmodel = "starter"\n')
+    browser.wait(f"{commands}.includes(' resume runs/alice --rounds 80')")
+    assert browser.errors == []
+
+
+DRAWN = """(() => [1150, 640, 330].flatMap(width => [...Array(120).keys()].map(i => {
+  const seconds = Math.round(30 * 1.12 ** i), chart = new Chart("");
+  document.body.append(chart.node);
+  chart.node.style.width = `${width}px`;
+  chart.show([{ label: "", color: "c0", x: [0, seconds], y: [0, 1], raw: null }], { axis: "time" });
+  const labels = [...chart.svg.querySelectorAll(".tick")].filter(e => +e.getAttribute("y") === chart.height - 6);
+  chart.node.remove();
+  return [seconds, labels.map(e => e.textContent)];
+})))()"""
+
+
+def test_no_two_labels_of_a_time_axis_are_equal(browser: Chromium, url: str) -> None:
+    """Whatever the time from half a minute to a year, and on screens of three widths."""
+    browser.open(f"{url}#alice")
+    browser.value("import('./chart.js').then(module => { window.Chart = module.Chart; }) && null")
+    browser.wait("!!window.Chart")
+    drawn = browser.value(DRAWN)
+    assert len(drawn) == 360
+    assert [(seconds, labels) for seconds, labels in drawn if len(set(labels)) < len(labels) or len(labels) < 4] == []
     assert browser.errors == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from swarm_node.observability.ending import QUIET_S, last_words
@@ -23,6 +25,19 @@ def run_with(*kinds: str, rounds: int = 41, step_time: float = 1.0) -> RunDir:
 def test_silence_alone_kills_no_run() -> None:
     words = last_words(run_with("start", "note"))
     assert [words.end(NOW + silent) for silent in (-3, 1, QUIET_S, QUIET_S + 1)] == [*["unclear"] * 3, "killed"]
+
+
+def test_a_process_of_this_machine_that_is_gone_was_killed_at_once() -> None:
+    run = run_with("start")
+    with RunDir.open(run.path):
+        pass
+    assert last_words(run).end(NOW + 1) == "killed"
+    lock = run.path / "lock"
+    pid, here = lock.read_text().split()
+    assert int(pid) == os.getpid() and run.holder == pid
+    for text in (f"{pid}\n", f"{pid}\nanother\n", f"{here}\n", ""):  # by an earlier version, of another machine
+        lock.write_text(text)
+        assert last_words(run).end(NOW + 1) == "unclear"
 
 
 def test_long_rounds_are_waited_for() -> None:

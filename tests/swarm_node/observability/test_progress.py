@@ -524,7 +524,7 @@ def test_short_plain_lines_show_traffic():
             )
         return out.getvalue().splitlines()[-1]
 
-    who = "round 2/2  reward 0.500 -> 0.500  1 other, 3.0 of their groups a round"
+    who = "round 2/2  reward 0.500  1 other, 3.0 of their groups a round"
     assert last_line("") == f"{who}  36 MB in, 72 MB out an hour  10.00 s/round  took 2:20"
     assert last_line("", before_s=0) == f"{who}  10.00 s/round  took 0:20", "the first minutes say little of an hour"
     assert last_line(f"{AVERAGED}, no partner here") == f"{who}  {AVERAGED}, no partner here  10.00 s/round  took 2:20"

@@ -29,7 +29,10 @@ from tests.support.repository import ROOT
 
 DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
 EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
-MEASURED = {"disk_free_bytes", "since_checkpoint_seconds", "since_copy_seconds"}
+MEASURED = {
+    *("disk_free_bytes", "since_checkpoint_seconds", "since_copy_seconds"),
+    *("since_cloud_answer_seconds", "until_end_seconds"),
+}
 ROWS = [
     *("Is it training?", "Reward", "Held-out questions", "Groups", "What the swarm is worth", "Averaging", "Stages"),
     *("Traffic", "Speed", "The machine", "Cost"),
@@ -49,6 +52,7 @@ def families(name: str = "alice") -> dict[str, Any]:
     health = Health()
     health.identify(name, "0" * 64)
     health.measures = {key: lambda: 0.5 for key in MEASURED}
+    health.restarted = lambda: {"gossip": "grown to 555 MiB, 15 of them for 192.0.2.7", "dht": "exit code 2"}
     health.write(1, {example(each): 0.5 for each in EVERY})
     found = {}
     for family in parser.text_string_to_metric_families(health.metrics()):
@@ -70,7 +74,7 @@ def test_prometheus_reads_every_number_with_its_type() -> None:
             (metric_name(name) + "_total" * (each in COUNTERS), labels)
         ]
     assert all(family.documentation for family in found.values())
-    own = {"info", "training", "waiting", "since_round_seconds", "start_time_seconds"} | MEASURED
+    own = {"info", "restart_info", "training", "waiting", "since_round_seconds", "start_time_seconds"} | MEASURED
     assert set(found) == {f"swarm_node_{name}" for name in own}
     assert set(EVERY) >= COUNTERS
 
@@ -105,8 +109,17 @@ def test_promtool_finds_no_fault_in_the_names() -> None:
 def test_any_node_name_survives_in_labels() -> None:
     name = 'a "quoted" \\ name\nof two lines'
     [sample] = families(name)["swarm_node_info"].samples
-    assert sample.labels == {"name": name, "swarm": "0" * 64, "version": swarm_node.__version__}
+    assert sample.labels == {"name": name, "role": "trainer", "swarm": "0" * 64, "version": swarm_node.__version__}
     assert sample.value == 1.0
+
+
+def test_restarts_of_the_network_say_why() -> None:
+    found = [(sample.labels, sample.value) for sample in families()["swarm_node_restart_info"].samples]
+    assert found == [
+        ({"process": "gossip", "reason": "grown to 555 MiB, 15 of them for 192.0.2.7"}, 1.0),
+        ({"process": "dht", "reason": "exit code 2"}, 1.0),
+    ]
+    assert "restart_info" not in Health().metrics()
 
 
 def test_a_figure_that_survives_resuming_is_no_counter() -> None:
@@ -222,6 +235,68 @@ def test_nodes_are_missed_when_their_pods_are_gone(tmp_path: Path) -> None:
     expected = {
         "SwarmNodeDown": [labels | {"severity": "warning"} for labels in lone],
         "SwarmNodesDown": [labels | {"severity": "critical"} for labels in many],
+    }
+    check_alerts(tmp_path, series, "40m", expected)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_a_node_that_ended_too_early_is_told_from_one_that_is_done(tmp_path: Path) -> None:
+    """Targets that stay, as machines that are listed do."""
+    until_end = {
+        "endless": "Inf Inf Inf Inf Inf Inf Inf Inf Inf Inf stale",
+        "early": "4000-60x10 stale",
+        "done": "600-60x10 stale",
+        "restarted": "Inf Inf Inf Inf _x5 Inf Inf Inf",
+        "there": "9000x80",
+    }
+    up = {"restarted": "1x10 0x5 1x60", "there": "1x80"}
+    series = {}
+    for name, values in until_end.items():
+        series[f'swarm_node_until_end_seconds{{job="a", instance="{name}"}}'] = values
+        series[f'up{{job="a", instance="{name}"}}'] = up.get(name, "1x10 0x70")
+    said = "ended before its rounds were done, and was not started again"
+    ended = [
+        {"job": "a", "instance": name, "severity": "warning", "summary": f"{name} {said}"}
+        for name in ("endless", "early")
+    ]
+    check_alerts(tmp_path, series, "30m", {"SwarmNodeEnded": []})
+    check_alerts(tmp_path, series, "45m", {"SwarmNodeEnded": ended})
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_a_cloud_without_notices_and_a_network_that_restarts_are_told(tmp_path: Path) -> None:
+    series = {
+        'swarm_node_since_cloud_answer_seconds{job="a", instance="deaf"}': "2+60x60",
+        'swarm_node_since_cloud_answer_seconds{job="a", instance="warned"}': "2x60",
+        'swarm_node_swarm_restarts_total{job="a", instance="bad", process="gossip"}': "0x10 1+1x5 6x44",
+        'swarm_node_swarm_restarts_total{job="a", instance="bad", process="dht"}': "0x30 1x30",
+    }
+    labels = {"job": "a", "severity": "warning"}
+    deaf = "deaf: its cloud does not say whether it takes the machine back"
+    bad = "bad: its process gossip was started again 6 times within an hour"
+    expected = {
+        "SwarmNodeUnwarned": [labels | {"instance": "deaf", "summary": deaf}],
+        "SwarmNodeNetworkRestarts": [labels | {"instance": "bad", "process": "gossip", "summary": bad}],
+    }
+    check_alerts(tmp_path, series, "60m", expected)
+    check_alerts(tmp_path, series, "9m", dict.fromkeys(expected, []))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_bootstraps_say_their_role_themselves(tmp_path: Path) -> None:
+    series = {}
+    for name, role in (("hub", "bootstrap"), ("node", "trainer")):
+        series[f'swarm_node_info{{job="a", instance="{name}", role="{role}"}}'] = "1x60"
+        series[f'swarm_node_training{{job="a", instance="{name}"}}'] = "0x60"
+        series[f'swarm_node_swarm_trainers{{job="a", instance="{name}"}}'] = "0x60"
+    hub, node = ({"job": "a", "instance": name} for name in ("hub", "node"))
+    critical, warning = {"severity": "critical"}, {"severity": "warning"}
+    expected = {
+        "SwarmBootstrapNotJoinable": [
+            hub | critical | {"summary": "hub: nobody can join through this bootstrap"},
+        ],
+        "SwarmNodeNotTraining": [node | warning | {"summary": "node runs and does not train"}],
+        "SwarmNodeAlone": [node | warning | {"summary": "node sees no other member that trains"}],
     }
     check_alerts(tmp_path, series, "40m", expected)
 

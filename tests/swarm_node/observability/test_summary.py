@@ -22,6 +22,7 @@ from swarm_node.observability.summary import (
     summary,
     whereabouts,
 )
+from swarm_node.storage.going_on import GoingOn
 from tests.support.run_files import tallied
 
 HELD = HeldOut(questions=128, samples=8, pass_1=(0.199, 0.355), pass_k=(0.578, 0.395), interval=(0.112, 0.201))
@@ -76,7 +77,7 @@ def test_a_member_that_averages_and_pays() -> None:
         )
     )
     assert summary(run) == [
-        "outcome   reward 0.250 -> 0.500, first and last tenth of 2 rounds",
+        "outcome   reward 0.250 in the first, 0.500 in the last of 2 rounds: too few rounds for a trend",
         "received  1,240 groups from others, 1,000 admitted, 4 used",
         "          weights of others in 1 exchange",
         "gave      8 groups published",
@@ -216,28 +217,35 @@ def test_where_things_are_and_what_to_type() -> None:
     assert whereabouts("runs/a", ["metrics.jsonl", "plots/reward.png"]) == [
         "files     runs/a: metrics.jsonl, plots/reward.png"
     ]
-    assert next_steps("runs/my run", rounds=40) == [
+    mine = GoingOn("resume 'runs/my run' --rounds 40")
+    assert next_steps("runs/my run", mine) == [
         "next      swarm-node resume 'runs/my run' --rounds 40",
         "          swarm-node eval 'runs/my run'",
         "          swarm-node export 'runs/my run' 'runs/my run-model'",
         "          swarm-node dashboard 'runs/my run'",
     ]
-    assert not any(" eval " in line for line in next_steps("r", evaluates=False)), "there is no question for it"
-    assert next_steps("r", best=True)[1:3] == [
+    again = GoingOn("resume r")
+    assert not any(" eval " in line for line in next_steps("r", again, evaluates=False)), "there is no question for it"
+    assert next_steps("r", again, best=True)[1:3] == [
         "          swarm-node eval r --checkpoint best",
         "          swarm-node export r r-model --checkpoint best",
     ]
-    assert next_steps("r", samples=True)[-2:] == ["          swarm-node samples r", "          swarm-node dashboard r"]
-    assert next_steps("r", whole=False, evaluates=False) == [
+    kept = ["          swarm-node samples r", "          swarm-node dashboard r"]
+    assert next_steps("r", again, samples=True)[-2:] == kept
+    assert next_steps("r", again, whole=False, evaluates=False) == [
         "next      swarm-node resume r",
         "          swarm-node dashboard r",
+    ]
+    assert next_steps("r", GoingOn(instead="start the program again"), whole=False, evaluates=False) == [
+        "next      swarm-node dashboard r",
+        "          to go on, start the program again",
     ]
 
 
 def test_the_next_model_gets_a_new_directory(tmp_path: Path) -> None:
     (tmp_path / "r-model").mkdir()
     (tmp_path / "r-model-2").mkdir()
-    assert f"          swarm-node export {tmp_path}/r {tmp_path}/r-model-3" in next_steps(f"{tmp_path}/r")
+    assert f"          swarm-node export {tmp_path}/r {tmp_path}/r-model-3" in next_steps(f"{tmp_path}/r", GoingOn())
 
 
 def test_answers_are_shown_before_and_after_on_a_line_each() -> None:

@@ -8,16 +8,18 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec import structs
 
 from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import GradientNormRequest
+from protocol.pipeline import GradientNorm, GradientNormRequest
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.announcing import LeaderSubscriptions
@@ -25,7 +27,7 @@ from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.pipeline.leaving import GATHER_S, SAVE_S
-from swarm_node.pipeline.messages import StageMessage
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_node.pipeline.recovery.stage_checkpoints import stage_files
 from swarm_node.pipeline.status_text import StatusText
 from swarm_node.policy.loading import prepare
@@ -86,6 +88,7 @@ def test_every_stage_trains_on_under_another_lead(form: Callable[..., CrewWorld]
     lead = world.lead()
     gone.end(politely=False)
     assert lead.name == successor and any("stage 0 begins with the base model" in line for line in lead.said), lead.said
+    assert lead.node.parts.cohort.absent() == lead.node.stage_transport.absent, "a dead leader is no partner"
     assert lead.node.policy.version == lead.node.driver.updates == 3  # though stage 0 knew of none
     before = {name: machine.weights() for name, machine in world.machines.items()}
     world.train(1)
@@ -94,6 +97,41 @@ def test_every_stage_trains_on_under_another_lead(form: Callable[..., CrewWorld]
         assert all(changed(machine, before[name]).values()), name
     assert {stage for machine in world.machines.values() for stage in machine.updates} == {0, 1, 2}
     assert lead.node.progress.round == 4
+
+
+@pytest.mark.parametrize(
+    ("lies", "words"),
+    [
+        ([None], "that its gradient is not finite"),
+        ([1e300], "that its gradient has norm 1e[+]150, where .* is usual"),
+        ([None, 1e300, 0], "that its gradient .*"),
+    ],
+    ids=["not finite", "absurd", "now and then"],
+)
+def test_a_stage_that_says_what_cannot_be_is_named_and_given_up(
+    form: Callable[..., CrewWorld], lies: list[float | None], words: str
+) -> None:
+    """The lies are told in turn; 0 stands for the truth."""
+    world = form("llama", 2)
+    spare = world.start("spare").node.stage_transport
+    world.until(lambda: spare.plan is not None and spare.plan.spares == ("spare",))
+    liar, told = world.machines["b"].node.held_stages.workers[1], cycle(lies)
+    squares = liar._squares
+
+    def lie() -> StageMessage:
+        true, said = squares(), next(told)
+        assert isinstance(true.head, GradientNorm)
+        return true if said == 0 else StageMessage(LEADER, structs.replace(true.head, squares=said))
+
+    liar._squares = lie  # type: ignore[method-assign]
+    lead = world.lead()
+    world.train(6)
+    skipped = [line for line in lead.said if re.fullmatch(f"stage 1 says {words}: update skipped", line)]
+    assert len(skipped) == 2, lead.said
+    assert any(re.fullmatch(rf"stage 1 of crew home is lost \(peer \S+: it says {words}\)", line) for line in lead.said)
+    assert world.machines["spare"].updates == {1: 4} and lead.node.driver.updates == 4 and lead.leads
+    assert lead.node.stage_transport.plan is not None
+    assert [seat.peer for seat in lead.node.stage_transport.plan.assignments] == ["a", "spare"]
 
 
 @pytest.mark.long

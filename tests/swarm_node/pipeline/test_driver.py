@@ -19,6 +19,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.worker import Worker, attend
+from swarm_node.pipeline.driver import impossible
 from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
@@ -470,13 +471,34 @@ def test_samples_a_stage_keeps_refusing_are_dropped(saved: Saved) -> None:
     crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
 
 
+@pytest.mark.parametrize(
+    ("squares", "own", "named"),
+    [
+        ({0: 0.1, 1: None, 2: 0.2}, {0}, {1}),
+        ({0: 0.1, 1: 1e300}, {0}, {1}),
+        ({0: 0.0, 1: 1e300}, {0}, {1}),  # nothing of stage 0 is trained
+        ({0: 0.1, 1: 1e-300}, {0}, set()),  # a lie that makes nobody else suspect
+        ({0: 0.1, 1: 1e300, 2: 0.2, 3: 1e290}, {0}, {1, 3}),
+        ({0: 1e-3, 1: 900.0}, {0}, set()),
+        ({0: None, 1: 0.2}, {0}, {0}),
+        ({0: 0.0, 1: 0.0}, {0}, set()),
+    ],
+)
+def test_stages_that_say_what_cannot_be_are_told_apart(
+    squares: dict[int, float | None], own: set[int], named: set[int]
+) -> None:
+    assert impossible(squares, own).keys() == named
+
+
 def test_weights_that_are_not_finite_make_no_update(saved: Saved) -> None:
-    crew = Crew(saved("llama"), 3, grpo())
+    crew, said = Crew(saved("llama"), 3, grpo()), []
+    crew.trainer.report = said.append
     with torch.no_grad():
         next(iter(crew.workers[1].stage.named().values()))[0] = float("nan")
     before = {name: p.clone() for name, p in parameters(crew).items()}
     metrics = crew.trainer.step(some_groups())
     assert "grad_norm" not in metrics and crew.policy.version == 0 and not crew.refused
+    assert said == ["stage 1 says that its gradient is not finite: update skipped"]
     assert all(
         torch.equal(p, before[n]) or n == next(iter(crew.workers[1].stage.named())) for n, p in parameters(crew).items()
     )

@@ -19,6 +19,7 @@ from swarm_node.policy import dtypes, loading, probes
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.loading import load_policy, prepare, refusing
 from swarm_node.policy.probes import bf16_slowdown
+from swarm_node.storage.model_names import keep_name
 from swarm_node.types import Sampling
 from tests.support.tiny_models import save
 
@@ -41,6 +42,13 @@ def load(path, rollouts=None, **options):
         PolicyConfig(model=str(path), **options), rollouts or RolloutsConfig(max_new_tokens=8), said.append
     )
     return policy, "\n".join(said)
+
+
+def test_a_policy_from_a_cache_is_called_by_its_name(tmp_path):
+    folder = save("llama", tmp_path / ("5" * 64))
+    keep_name(folder, "smollm2")
+    _, said = load(folder)
+    assert "policy smollm2: " in said and "5" * 64 not in said
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -72,6 +72,33 @@ def around(ids: int, often: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": special}
 
 
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def twice() -> dict[str, Any]:
+    pieces = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+    return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}}
+
+
+def added(*texts: str) -> dict[str, Any]:
+    """Added tokens of tokenizer.json, which are normalised."""
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+    return {"added_tokens": [{"id": 9000 + i, "content": text, **usual} for i, text in enumerate(texts)]}
+
+
+def written(file: str, found: dict[str, Any]) -> Callable[[Path], None]:
+    """Puts these keys into a JSON file."""
+
+    def do(folder: Path) -> None:
+        before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(before | found))
+
+    return do
+
+
+GREW = {"content": "\ufdfa" * 4000, "normalized": True, "special": False}
+"""An added token that becomes 18 times as long."""
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "split": (change(pre_tokenizer=sequence("pretokenizers", BLOWS_UP)), "pre_tokenizer has the regular expression"),
     "in another file": (in_another_file, "tokenizer.4.0.0.json: its pre_tokenizer has the regular expression"),
@@ -94,6 +121,53 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "deep": (lambda folder: (folder / "tokenizer.json").write_text('{"normalizer":' * 200_000) and None, "cannot read"),
     "table": (change(normalizer=table(b"e" * 65)), "a text of 65 bytes"),
+    "tables": (change(normalizer=sequence("normalizers", table(b"e" * 33), table(b"e" * 33))), "characters of one"),
+    "prefix of each piece": (
+        change(normalizer=sequence("normalizers", {"type": "Prepend", "prepend": "e" * 64}, replace("e", "eeee"))),
+        "characters of one",
+    ),
+    "decoder of long tokens": (
+        change(decoder=sequence("decoders", {"type": "Fuse"}, replace("e", "eeee"), replace("e", "eeee"))),
+        "more than 8 characters of one",
+    ),
+    "decoder of nothing": (change(decoder=sequence("decoders", *[{"type": "BPEDecoder", "suffix": ""}] * 8)), "of one"),
+    "added token": (change(**added("e" * 5000)), "a token has 5000 characters"),
+    "added token of the settings": (
+        written("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "e" * 5000}}}),
+        "tokenizer_config.json: a token has 5000 characters",
+    ),
+    "added token of an old file": (
+        written("added_tokens.json", {"e" * 5000: 9000}),
+        "added_tokens.json: a token has 5000 characters",
+    ),
+    "added tokens that grow": (
+        change(normalizer={"type": "NFKC"}, **added(*["\ufdfa" * 4000] * 60)),
+        "added tokens have more than 4,194,304 characters",
+    ),
+    "added tokens that grow, of the settings": (
+        lambda folder: (
+            [
+                change(normalizer={"type": "NFKC"})(folder),
+                written("tokenizer_config.json", {"added_tokens_decoder": {str(9000 + i): GREW for i in range(60)}})(
+                    folder
+                ),
+            ]
+            and None
+        ),
+        "added tokens have more than 4,194,304 characters",
+    ),
+    "a text twice": (change(post_processor=twice()), "post_processor repeats a text"),
+    "again and again": (change(pre_tokenizer=split(r"\s+\d")), "pre_tokenizer has the regular expression"),
+    "slow ones": (
+        change(pre_tokenizer=sequence("pretokenizers", split(r"\s+$"), split(r"\s+$"))),
+        "two regular expressions that may take long",
+    ),
+    "pieces": (
+        change(
+            model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["e" * 129, -1.0]], "byte_fallback": False}
+        ),
+        "129 characters, allowed are 128 of Unigram",
+    ),
     "prefix": (change(normalizer={"type": "Prepend", "prepend": "e" * 65}), "normalizer adds a text"),
     "unknown": (change(pre_tokenizer={"type": "Own\x1b"}), "unknown type 'Own\\x1b'"),
     "odd": (change(pre_tokenizer=[1]), "not as the library writes it"),
@@ -185,6 +259,8 @@ def test_patterns_of_known_tokenizers_are_harmless(name: str) -> None:
         *("(q+q+)+y", "(x|x)*y", "(x+x+)+y", "x*x*x*y", "x+x+y", "(?:a?){30}", "a?" * 30 + "b", "(?i:a+b)+", "(?>a+)+"),
         *("(a)\\1", "(?<n>a)\\g<n>", "(?x) a", "a**", "a{1,3}+", "a{0,999}b", "a+a{999}b", "[a-z]+[a-z]+$", "\\X+"),
         *("(", "[a", "a{9}{9}", "(?:a|a){20}b", "(" * 5000, "a" * 5000, "|" * 100),
+        # steps from all places together
+        *(r"\s+\d", r"\s+x|\s|\s+", r"\s+(?!\S)", "a+b|c|a+", "a+b|a+?", "a*b"),
     ],
 )
 def test_other_patterns_are_not(pattern: str) -> None:
@@ -270,7 +346,10 @@ def test_parts_of_known_tokenizers_are_taken(name: str, tmp_path: Path) -> None:
 
 def test_a_table_of_sentencepiece_is_taken(tmp_path: Path) -> None:
     of().save(str(tmp_path / "tokenizer.json"))
-    change(normalizer=sequence("normalizers", {"type": "NFKD"}, {"type": "Lowercase"}, table(b"e" * 33)))(tmp_path)
+    change(
+        normalizer=sequence("normalizers", table(b"e" * 33), replace(" {2,}", "▁", "Regex")),
+        pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    )(tmp_path)
     check_tokenizer_file(tmp_path / "tokenizer.json")
 
 

@@ -127,7 +127,7 @@ def test_figures_of_two_rewards_are_not_compared(capsys: pytest.CaptureFixture[s
     again = swarm_node.train({"run_dir": "run", "rounds": 6})
     assert again.figures.reward_rounds == 3 and again.figures.held_out is None
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "reward 5.000 -> 5.000, first and last tenth of the 3 rounds since tasks or rewards changed" in said
+    assert "reward 5.000 in the first, 5.000 in the last of the 3 rounds since tasks or rewards changed" in said
     assert "reward after" in said and "reward before" not in said, "the figures from after training stand alone"
 
 
@@ -153,8 +153,11 @@ def test_functions_of_the_program_reward_answers(capsys: pytest.CaptureFixture[s
         swarm_node.train({"run_dir": "run", "rounds": 2}, quiet=True)
     refused = CliRunner().invoke(app, ["resume", "run", "--rounds", "2"])
     assert refused.exit_code == 2 and "put FILE.py:FUNCTION in its place" in " ".join(refused.output.split())
-    assert swarm_node.train({"run_dir": "run", "rounds": 2}, quiet=True, **functions).rounds == 2
     capsys.readouterr()
+    assert swarm_node.train({"run_dir": "run", "rounds": 2}, **functions).rounds == 2
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "to go on, start the program again that gave it the reward function" in said
+    assert "swarm-node resume" not in said, "which would be refused"
     evaluate_main("run", samples=1, questions=4, json_output=True)
     out, words = capsys.readouterr()
     assert json.loads(out)["held_out"]["all"]["questions"] == 4
@@ -184,7 +187,7 @@ def test_a_failing_callback_loses_no_round() -> None:
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         swarm_node.train(TINY | {"checkpoints": {"every": 100}}, Broken(), quiet=True)
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["round-00000002"]
-    assert caught.value.__notes__[0].endswith("; rounds 1-2 are saved: mend it, then `swarm-node resume run`")
+    assert caught.value.__notes__[0].endswith("; rounds 1-2 are saved: mend it, then `swarm-node resume run` goes on")
 
 
 def test_errors_of_the_users_code_come_out_as_they_are() -> None:

@@ -29,7 +29,8 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from swarm_node.runtime import loop as run
-from swarm_node.runtime.start import run_local
+from swarm_node.runtime.callbacks import Manner
+from swarm_node.runtime.start import start
 from swarm_node.config import NodeConfig
 from swarm_node.storage.rundir import RunDir
 from swarm_node.storage.bucket import Bucket
@@ -59,7 +60,7 @@ config = {
 os.mkdir(f"{sys.argv[1]}-away")
 config = NodeConfig.model_validate(config)
 with RunDir.open(config.directory) as directory:
-    sys.exit(run_local(config, directory))
+    start(config, directory, None, Manner())
 """
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from swarm_node.config.machine import SpotConfig
 from swarm_node.errors import StopRequested
+from swarm_node.observability.health import Measures
 from swarm_node.runtime.preemption import (
     AZURE_TAG,
     CLOUDS,
@@ -185,7 +186,7 @@ def test_a_notice_stops_a_run_within_its_time() -> None:
     with metadata_service("gcp") as server:
         server.answers = {PREEMPTED: (200, b"TRUE")}
         config = SpotConfig(cloud="gcp", endpoint=server.endpoint)
-        with stopper(config, lambda: None, said.append) as stop:
+        with stopper(config, lambda: None, said.append, {}) as stop:
             with pytest.raises(StopRequested):
                 stop.allow()
                 stop.wait(HANGS_S)
@@ -208,7 +209,7 @@ class Silent:
 def test_a_leaving_node_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, said = Silent(None), list[str]()
     monkeypatch.setitem(CLOUDS, "gcp", lambda ask: silent)
-    with stopper(SpotConfig(cloud="gcp"), lambda: None, said.append):
+    with stopper(SpotConfig(cloud="gcp"), lambda: None, said.append, {}):
         assert silent.asked.wait(HANGS_S)
     [thread] = [each for each in threading.enumerate() if each.name == "preemption"]
     silent.answers.set()
@@ -239,8 +240,27 @@ def test_nothing_is_asked_where_no_cloud_is(cloud: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("swarm_node.runtime.preemption.detect", lambda: None if cloud == "auto" else "gcp")
     with metadata_service("gcp") as server:
         server.answers = {PREEMPTED: (200, b"TRUE")}
-        with stopper(SpotConfig(cloud=cloud, endpoint=server.endpoint), lambda: None, print):  # type: ignore[arg-type]
+        config = SpotConfig.model_validate({"cloud": cloud, "endpoint": server.endpoint})
+        measures: Measures = {}
+        with stopper(config, lambda: None, print, measures):
             assert not any(thread.name == "preemption" for thread in threading.enumerate())
+        assert measures == {}
+
+
+def test_how_long_the_cloud_said_nothing_is_measured() -> None:
+    said, measures = list[str](), Measures()
+    with metadata_service("gcp") as server:
+        server.answers = {PREEMPTED: (403, b"")}
+        config = SpotConfig(cloud="gcp", endpoint=server.endpoint)
+        with stopper(config, lambda: None, said.append, measures) as stop:
+            began, since = stop.heard_at, measures["since_cloud_answer_seconds"]
+            until(lambda: len(server.asked) >= 2, HANGS_S)
+            silent = since()
+            assert stop.heard_at == began and silent > 0
+            server.answers = {PREEMPTED: (200, b"FALSE")}
+            until(lambda: stop.heard_at > began, HANGS_S)
+            assert since() + began < silent + stop.heard_at
+    assert len(said) == 1 and "no notices can be had of gcp (it answers with status 403)" in said[0]
 
 
 def test_the_work_that_fits_a_notice_is_said() -> None:

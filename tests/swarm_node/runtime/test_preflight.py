@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from swarm_node.config import NodeConfig
 from swarm_node.config.training import RewardFunctionConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import TemporaryError, UserError
 from swarm_node.runtime.preflight import check_functions, check_material, check_run_place
 from swarm_node.storage.rundir import RunDir
 from tests.support.disks import leave
@@ -160,12 +161,32 @@ def test_stages_keep_their_moments_in_float32(tmp_path: Path) -> None:
         check_material(asked, own_tasks=False, own_model=False)
 
 
+def test_the_place_of_copies_is_looked_for_early(tmp_path: Path) -> None:
+    def check(url: str) -> None:
+        check_material(config(tmp_path, checkpoints={"to": url}), own_tasks=False, own_model=False)
+
+    check(f"file://{tmp_path}")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TemporaryError, match=f"{tmp_path}/no: there is no such folder.* mkdir {tmp_path}/no"):
+        check(f"file://{tmp_path}/no")
+
+
+@pytest.mark.parametrize(("url", "driver", "extra"), [("s3://b/x", "s3fs", "[s3]"), ("gs://b", "gcsfs", "[gcs]")])
+def test_the_driver_of_a_bucket_is_missed_early(
+    url: str, driver: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, driver, None)  # importing it fails
+    with pytest.raises(UserError, match=f"--checkpoint-to {url} needs a package: .*{re.escape(extra)}"):
+        check_material(config(tmp_path, checkpoints={"to": url}), own_tasks=False, own_model=False)
+
+
 def test_the_checks_load_nothing_heavy() -> None:
     script = (
         "import sys; from swarm_node.config import NodeConfig\n"
         "from swarm_node.runtime.preflight import check_material, check_run_place\n"
         "import swarm_node.cli.train, swarm_node.runtime.limits, swarm_node.swarm.links\n"
-        "config = NodeConfig(run_dir='/nowhere/x'); check_material(config, True, True)\n"
+        "config = NodeConfig.model_validate({'run_dir': '/nowhere/x', 'checkpoints': {'to': 'file:///'}})\n"
+        "check_material(config, True, True)\n"
         "print([n for n in ('torch', 'numpy', 'transformers', 'hivemind', 'reasoning_gym') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

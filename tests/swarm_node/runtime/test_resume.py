@@ -7,18 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from swarm_node.cli.commands.export import policy_of_run
 from swarm_node.config import NodeConfig, load_config
-from swarm_node.errors import UserError
-from swarm_node.observability.evaluations import newest_checkpoint
+from swarm_node.errors import StopRequested, UserError
+from swarm_node.observability.evaluations import HeldOutRecord, newest_checkpoint, record_of
 from swarm_node.policy import dtypes
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
+from swarm_node.runtime.loop import Run
 from swarm_node.runtime.resume import RunState
 from swarm_node.storage.best import Best
 from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
@@ -155,6 +157,60 @@ def test_figures_from_before_forms_of_answers_stay(
     said = start(2, rewards={"answer": form}, **asks)
     assert json.loads(capsys.readouterr().out)["held_out_before"] == (first if kept else {})
     assert first and (NO_FIGURES in said) != kept
+
+
+MEASURES = "held-out questions, before training"
+
+
+def stopped_before_round_1(monkeypatch: pytest.MonkeyPatch, **sections: Any) -> list[str]:
+    """What a start says that ends when all is measured and no round was trained."""
+
+    def stop(self: Run, began: float) -> None:
+        raise StopRequested
+
+    with monkeypatch.context() as at_once:
+        at_once.setattr(Run, "_round", stop)
+        return start(9, **sections)
+
+
+def measured_before() -> tuple[HeldOutRecord, Any, Any]:
+    _, state = newest_checkpoint(RunDir(Path("run")))
+    return record_of(state), state["held_out"], state["judged"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tasks": ["gcd"]},
+        {"eval": {"questions": 3, "samples": 2}},
+        {"eval": {"questions": 2, "samples": 3}},
+        {"rewards": {"functions": ["mine.py:ones"], "checker_weight": 0}},
+        {"rewards": {"functions": ["mine.py:ones"], "checker_weight": 0.5}},
+        {"rewards": {"partial": True}},
+        {"rewards": {"answer": "tags"}},
+        {"policy": {"system_prompt": "Short."}},
+        {"policy": {"prompt_template": "{question} ="}},
+    ],
+)
+def test_where_nothing_was_trained_figures_are_measured_anew(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def ones(completions, **columns):\n    return [1.0] * len(completions)\n")
+    asks = {"eval": {"questions": 2, "samples": 2}, "tasks": ["chain_sum"]}
+    stopped_before_round_1(monkeypatch, **asks)
+    first = measured_before()
+    assert first[0].before.table
+    again = stopped_before_round_1(monkeypatch, **asks)
+    assert not any(text.startswith(MEASURES) for text in again), "what was measured stays"
+    assert measured_before() == first
+    said = stopped_before_round_1(monkeypatch, **asks | changed)
+    assert any(text.startswith(MEASURES) for text in said) and NO_FIGURES not in said
+    second = measured_before()
+    assert second[1:] != first[1:] and second[0].before.table, "the figures that were measured anew are saved"
+    capsys.readouterr()
+    said = start(1, **asks | changed)
+    assert not any(text.startswith(MEASURES) for text in said)
+    assert json.loads(capsys.readouterr().out)["held_out_before"] == msgspec.to_builtins(second[0].before.table)
 
 
 def newest_settings() -> dict[str, Any]:

@@ -68,6 +68,16 @@ def test_foreign_advantages_are_of_the_own_kind(world: World, advantage: str, ex
     assert chosen.advantages == pytest.approx([expected], abs=1e-3)
 
 
+def test_a_member_counts_restarts_of_its_network(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = member(world)
+    totals = {**learner.transport.stats(), "restarts/gossip": 2.0, "restarts/dht": 1.0}
+    monkeypatch.setattr(learner.transport, "stats", lambda: totals)
+    monkeypatch.setattr(learner.transport, "restarted", lambda: {"gossip": "grown to 555 MiB"})
+    figures = learner.metrics(0.0)
+    assert (figures["swarm/restarts/gossip"], figures["swarm/restarts/dht"]) == (2.0, 1.0)
+    assert learner.status()["restarted"] == {"gossip": "grown to 555 MiB"}
+
+
 def test_the_gate_knows_the_members_form(world: World) -> None:
     learner = member(world, rewards={"answer": "tags"})
     learner.guard(lambda groups: None)

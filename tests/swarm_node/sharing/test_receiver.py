@@ -425,9 +425,11 @@ def test_refusals_of_scorer_and_pool_are_counted(world: World) -> None:
 
     assert admit(world, sign_batch(world.batch(), PEER), score=fails) == {"error": 1.0}
     assert "\x1b" not in world.said[0] and "cannot read that" in world.said[0]
-    receiver = world.receiver(add=lambda group: "bytes")
-    receiver.take(sign_batch(world.batch(), PEER))
-    assert receiver.admit() == 0 and rejected(receiver) == {"pool": 1.0}
+    for said, reason in (("bytes", "pool"), ("balance", "balance")):
+        receiver = world.receiver(add=lambda group, said=said: said)
+        receiver.take(sign_batch(world.batch(), PEER))
+        assert receiver.admit() == 0 and rejected(receiver) == {reason: 1.0}
+        assert receiver.by_peer()[PEER.peer_id]["rejected"] == {reason: 1}
 
 
 def test_an_answer_that_makes_the_tokenizer_panic_is_refused_and_the_node_goes_on(world: World) -> None:

@@ -62,10 +62,19 @@ def test_a_model_is_proposed_where_none_is_named(free: int, gpu: bool, proposed:
     assert "yours is the starter, a toy" in said
     assert f"    --model {proposed}\n" in said if proposed else "--model" not in said
     assert ("GB to download" in said) == bool(proposed) and ("on a CPU" in said) == (bool(proposed) and not gpu)
+    assert ("--model smollm2\n" in said) == (bool(proposed) and not gpu)
 
 
-def test_a_proposal_names_its_download() -> None:
-    assert "(about 1.0 GB to download, and on a CPU much slower than the starter)" in told(["gcd"])
+def test_a_proposal_says_what_it_takes() -> None:
+    said = told(["gcd"], 16 * GIB, False)
+    small, larger = said.index("--model smollm2"), said.index("--model Qwen/Qwen2.5-0.5B-Instruct")
+    assert small < larger, "a model that trains here comes before one that only fits"
+    assert "(93 MB to download; 310 times the starter's work for each token)" in said
+    slow = "1,100 times the starter's work for each token,\n    so that a round takes minutes on a CPU)"
+    assert f"(about 1.0 GB to download; {slow}" in said
+    assert "a round takes minutes" not in told(["gcd"], 80 * GIB, True)
+    little = told(["gcd"], 2 * GIB, False)
+    assert "--model smollm2" in little and "minutes" not in little
 
 
 def test_nothing_is_proposed_to_who_has_chosen() -> None:

@@ -16,7 +16,8 @@ from swarm_node.config import (
     NodeConfig,
 )
 from swarm_node.errors import UserError
-from swarm_node.runtime.start import run_join
+from swarm_node.runtime.callbacks import Manner
+from swarm_node.runtime.start import start
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import links
 from swarm_node.swarm.download import download
@@ -138,7 +139,7 @@ def test_a_swarm_is_found_before_directories_are_made(monkeypatch: pytest.Monkey
         config = NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run")
         found = swarm_to_join(config)
         with RunDir.open(config.directory) as run:
-            run_join(config, run, found)
+            start(config, run, found, Manner())
     assert requests == [f"{web['url']}/sums.toml"]
     with pytest.raises(UserError, match="no manifest"):
         swarm_to_join(NodeConfig(swarm="mistyped.toml", run_dir="other"))

@@ -174,6 +174,31 @@ def test_plain_files_are_read_where_the_hub_has_converted_nothing(hub: Hub, tmp_
     assert "no file of questions that can be read without running its own code" in found[4]
 
 
+SHARDS = [f"{name}-0000{n}-of-00002.jsonl" for name in ("data/train", "data/test") for n in range(2)]
+
+
+@pytest.mark.parametrize("names", [SHARDS, GSM8K[:2]], ids=["plain", "converted"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_some_of_the_shards_are_not_the_data_set(hub: Hub, tmp_path: Path, names: list[str], listed: bool) -> None:
+    content = {name: lines(f"{name}?") if names is SHARDS else parquet(tmp_path, [f"{name}?"]) for name in names}
+    hub.sets = {"org/set": {COMMIT if names is SHARDS else CONVERTED: content}}
+    ((said, _, _),) = read(hub, tmp_path, "hf:org/set")
+    assert ": 2 rows of " in said
+    folder = tmp_path / "hf/hub/datasets--org--set"
+    (there,) = folder.glob("snapshots/*")
+    name = f"hf:org/set@{there.name}"
+    lost = there / sorted(names[:2])[1]
+    lost.resolve().unlink()
+    lost.unlink()
+    if not listed:  # as where another program fetched one file
+        for each in folder.glob("trees/*"):
+            each.unlink()
+    (refused,) = read(hub, tmp_path, name, HF_HUB_OFFLINE="1")
+    assert "the hub cannot be reached" in refused
+    ((again, _, _),) = read(hub, tmp_path, name)
+    assert again == said
+
+
 @pytest.mark.parametrize(
     ("name", "names", "files"),
     [

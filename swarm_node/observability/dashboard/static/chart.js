@@ -64,6 +64,15 @@ function nice(rough, whole) {
 
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
+const UNITS = [["d", 86400, 172800], ["h", 3600, 6000], ["min", 60, 100], ["s", 1, 0]]; // name, seconds, from how many
+
+// Labels of times on one axis up to `most` seconds, in one unit and as precise as steps of `step` seconds need.
+function timeTick(step, most) {
+  const [unit, seconds] = UNITS.find(([, , from]) => most >= from);
+  const digits = [0, 1].find((n) => Number.isInteger(+((step / seconds) * 10 ** n).toFixed(6))) ?? 2;
+  return (value) => (value ? `${+(value / seconds).toFixed(digits)} ${unit}` : "0");
+}
+
 function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${+(value / 1e6).toFixed(2)}M`;
@@ -178,10 +187,13 @@ export class Chart {
       }
       const time = this.axis === "time";
       const [ticksX, stepX] = steps(lowX, highX, width / (width > 600 ? 90 : 62), { units: time ? TIMES : null, whole: true });
-      const apart = (x) => toX(x) - toX(lowX) > 40 && toX(highX) - toX(x) > 50; // from the labels of both ends
       drawn.push(shape("text", { class: "tick", x: left - 9, y: height - 6, "text-anchor": "end" }, this.axis));
-      for (const [x, anchor] of [[lowX, "start"], ...ticksX.filter(apart).map((x) => [x, "middle"]), [highX, "end"]]) {
-        const text = time ? (x ? duration(x) : "0") : tick(x, Number.isInteger(x) ? 1 : stepX);
+      const label = (step) => (time ? timeTick(step, highX) : (x) => tick(x, Number.isInteger(x) ? 1 : stepX));
+      const ends = [[lowX, "start"], [highX, "end"]].map(([x, anchor]) => [x, anchor, label(stepX / 10)(x)]);
+      const room = ([, , text], other, least) => Math.max(least, 6.5 * (text.length + other.length / 2) + 8); // pixels between
+      const apart = ([x, , text]) => toX(x) - toX(lowX) > room(ends[0], text, 40) && toX(highX) - toX(x) > room(ends[1], text, 50);
+      const labels = [...ends, ...ticksX.map((x) => [x, "middle", label(stepX)(x)]).filter(apart)];
+      for (const [x, anchor, text] of labels.filter(([, , text], i) => labels.findIndex((other) => other[2] === text) === i)) {
         drawn.push(shape("text", { class: "tick", x: toX(x), y: height - 6, "text-anchor": anchor }, text));
       }
     }
@@ -289,8 +301,9 @@ export class Chart {
     const chosen = [...new Set(Array.from({ length: shown + 1 }, (_, i) => places[Math.round((i * (places.length - 1)) / shown)]))];
     const head = element("tr", {}, element("th", { scope: "col" }, this.axis === "time" ? "after" : "round"),
       ...this.lines.map((line) => element("th", { scope: "col" }, line.label || this.name)));
+    const last = places[places.length - 1], time = timeTick((last - places[0]) / shown, last);
     const rows = chosen.map((x) => element("tr", {},
-      element("th", { scope: "row" }, this.axis === "time" ? duration(x) : Math.round(x).toLocaleString("en")),
+      element("th", { scope: "row" }, this.axis === "time" ? time(x) : Math.round(x).toLocaleString("en")),
       ...this.lines.map((line) => {
         const i = closest(line.x, x), inside = x >= line.x[0] && x <= line.x[line.x.length - 1];
         return element("td", {}, inside ? this.format((line.value ?? line.y)[i]) : "–");

@@ -314,7 +314,9 @@ function tiles(run) {
   const trains = summary.state === "training", { over } = summary, held = heldOut(run);
   const list = element("dl", { class: "tiles" });
   if (summary.trains) list.append(
-    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, "first to last tenth of rounds"),
+    summary.few_rounds
+      ? figure("Reward", "reward", fixed(summary.reward_last), `in the last of ${counted(summary.few_rounds, "round")}, too few for a trend`)
+      : figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, "first to last tenth of rounds"),
     ...(held ? [figure(held[0], "held_out", ...held.slice(1))] : []),
     figure(over ? "Rounds" : "Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null,
       over ? summary.seconds && `in ${duration(summary.seconds)}` : summary.step_s && `${duration(summary.step_s)} each`));
@@ -412,7 +414,7 @@ const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
 const CHARTS = [
   { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
   { title: "Rewards by function", note: "mean, before weights", prefix: "rewards/", several: true, series: [] },
-  { title: "Held-out questions", note: "pass@1: share of right answers; pass@k: of questions with a right one among k", wide: true, heldOut: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
+  { title: "Held-out questions", note: "pass@1: share of right answers; pass@k: of questions with a right one among k", heldOut: true, dots: true, series: [["eval/pass_1", "pass@1"], ["eval/pass_k", "pass@k"]] },
   { title: "Held-out questions: reward", note: "mean of all answers", heldOut: true, dots: true, series: [["eval/reward"]] },
   { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
   { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_admitted", "admitted"], ["swarm/groups_received", "not admitted so far", "swarm/groups_admitted"]] },
@@ -532,7 +534,18 @@ const chosen = ["grad_norm", "completions/mean_length"].map((wanted, i) => {
   return { chart, choice, wanted };
 });
 
+// Among the large charts is the held-out figure that counts for these runs.
+function placeHeldOut(shown) {
+  const byReward = shown.length > 0 && shown.every((run) => run.summary?.figure === "reward");
+  for (const [plan, chart] of drawn.filter(([plan]) => plan.heldOut)) {
+    const wide = byReward === (plan.series[0][0] === "eval/reward"), place = find(wide ? "first" : "charts");
+    chart.node.classList.toggle("wide", wide);
+    if (chart.node.parentNode !== place) place.insertBefore(chart.node, wide ? null : place.firstChild);
+  }
+}
+
 function drawCharts(shown) {
+  placeHeldOut(shown);
   for (const [plan, chart] of drawn) drawChart(chart, plan, shown);
   const names = [...new Set(shown.flatMap((run) => [...run.columns.keys()]))].filter((name) => name !== "round" && name !== "time").sort();
   for (const [i, { chart, choice, wanted }] of chosen.entries()) {
@@ -764,7 +777,7 @@ function clock(time) {
 
 // ------------------------------------------------------------------ begin
 
-for (const [plan, chart] of drawn) {
+for (const [plan, chart] of drawn.filter(([plan]) => !plan.heldOut)) {
   chart.node.classList.toggle("wide", Boolean(plan.wide));
   find(plan.wide ? "first" : "charts").append(chart.node);
 }

@@ -21,7 +21,8 @@ export function settingsTitle(known) {
 
 // What to type for a run, with a button that copies it.
 export function commands(run) {
-  const typed = Object.entries(run.summary.commands ?? {});
+  const typed = Object.entries(run.summary.commands ?? {}), instead = run.summary.to_go_on;
+  if (instead) return element("p", { class: "commands" }, element("small", {}, "to go on, "), element("bdi", {}, instead));
   if (!typed.length) return null;
   return element("p", { class: "commands" }, ...typed.flatMap(([what, text]) => [
     element("span", { class: "copyable" }, element("small", {}, what), element("code", {}, text), element("button", { type: "button", "data-copy": text, "aria-label": `Copy the command: ${what}` }, "Copy"))]));

@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from protocol.manifest import Manifest, ManifestModel, ManifestTask
 from protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
 from protocol.transports.base import Acceptor
+from swarm_node.cli.commands.export_card import Base, base_of
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.errors import UserError
+from swarm_node.storage.model_names import model_name
 from swarm_node.swarm.base_weights import finding, hub
 from swarm_node.swarm.base_weights.fetching import Donors
 from swarm_node.swarm.base_weights.files import Model, list_model, remember, starter_folder
@@ -107,6 +109,16 @@ def test_the_swarms_model_is_trained_and_given(
     silent = Listening()
     assert choose_model(private, swarm(model), [], silent, print) == str(folder)
     assert not silent.accepted
+
+
+def test_a_fetched_model_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = described(make_model(tmp_path / "m"))
+    folder = (tmp_path / "m").rename(tmp_path / model.digest)
+    fetched = Model(model.digest, folder, list_model(folder))
+    monkeypatch.setattr(finding, "find_model", lambda model, donors, say: fetched)
+    chosen = choose_model(config(), swarm(model), [], Listening(), print)
+    assert chosen == str(folder) and model_name(chosen) == "org/model"
+    assert base_of(PolicyConfig(model=chosen), None) == Base(in_words="`org/model`, the model of its swarm")
 
 
 def test_the_starter_is_found_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

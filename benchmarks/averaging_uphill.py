@@ -1,0 +1,263 @@
+"""What a partner does that goes uphill within the clip, to nodes that average in pairs.
+
+    python -m benchmarks.averaging_uphill [--arms uphill below …] [--seeds 0 1 2 3 4] [--rounds 40] [--rate 3e-4]
+    python -m benchmarks.averaging_uphill --report
+
+Three honest nodes train the starter policy on right answers to `small` (next-token loss, Adam, 5 steps a round). They
+meet in pairs, drawn anew each round, a fourth peer included. Each judges its partner with the node's own code: clip,
+gates, probe and costs, with the defaults. The fourth peer has its partner's weights before it answers, and sends them
+moved in the direction in which the partner's loss on public questions grows fastest:
+
+    none        nobody averages with it
+    uphill      as far as the clip lets pass
+    below       as far as the probe still allows; it knows what its partner has it down for
+    alternate   in turn the weights of another honest node, and as `below`
+    identities  as `below`, with another of five identities each time
+
+Figures: pass@1 of each honest node on up to 350 held-out questions, mean; the honest nodes' loss on right answers;
+exchanges applied, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what is there
+is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median_low
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import machine, table
+from benchmarks.intervals import interval
+from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, SHARE, TOGETHER
+from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
+from swarm_node.averaging.robust import Robust
+from swarm_node.config import NodeConfig
+from swarm_node.policy.loading import load_policy
+from swarm_node.tasks import load_tasks
+from swarm_node.types import Sampling, Task
+
+FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"
+ARMS = "none", "uphill", "below", "alternate", "identities"
+HONEST, STEPS, BATCH, PROBED, HELD_OUT = 3, 5, 24, 16, 350
+SIZES = 0.99, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.0  # of what the clip lets pass
+IDENTITIES = 5
+
+
+class World:
+    """The one model in memory, into which each node's weights are put in turn, and the questions."""
+
+    def __init__(self) -> None:
+        config = NodeConfig.model_validate({"tasks": ["small"], "policy": {"model": "starter", "threads": 1}})
+        self.averaging = config.averaging
+        self.policy = load_policy(config.policy, config.rollouts, lambda said: None)
+        self.tasks = load_tasks(["small"], config.rewards)
+        self.params = [p for p in self.policy.model.parameters() if p.requires_grad]
+        self.start = torch.cat([p.data.flatten() for p in self.params])
+
+    def put(self, weights: Tensor) -> None:
+        for p, values in zip(self.params, weights.split([p.numel() for p in self.params]), strict=True):
+            p.data.copy_(values.view_as(p))
+
+    def _mean_nll(self, tasks: Sequence[Task]) -> Tensor:
+        prompts = self.policy.encode_questions([task.question for task in tasks])
+        rows = [
+            (q, self.policy.encode_completion(t.answer or "", True) or []) for q, t in zip(prompts, tasks, strict=True)
+        ]
+        longest = max(len(q) + len(a) for q, a in rows)
+        ids = torch.tensor([q + a + [self.policy.pad_id] * (longest - len(q) - len(a)) for q, a in rows])
+        at = torch.arange(longest)
+        ends = torch.tensor([len(q) + len(a) for q, a in rows])[:, None]
+        answer = (at >= torch.tensor([len(q) for q, _ in rows])[:, None]) & (at < ends)
+        logits = self.policy.model(ids, attention_mask=(at < ends).long()).logits[:, :-1].float()
+        nll = -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+        return nll[answer[:, 1:]].mean()
+
+    def loss(self, weights: Tensor, tasks: Sequence[Task]) -> float:
+        self.put(weights)
+        with torch.no_grad():
+            return float(self._mean_nll(tasks))
+
+    def gradient(self, weights: Tensor, tasks: Sequence[Task]) -> Tensor:
+        self.put(weights)
+        for p in self.params:
+            p.grad = None
+        self._mean_nll(tasks).backward()
+        return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.params])
+
+    def right(self, weights: Tensor, tasks: Sequence[Task]) -> list[bool]:
+        self.put(weights)
+        prompts = self.policy.encode_questions([task.question for task in tasks])
+        answers = self.policy.generate(prompts, 1, Sampling(16), list(range(len(prompts))))
+        scores = self.tasks.score(tasks, [""] * len(tasks), [each[0].text for each in answers])
+        return [score.correct for score in scores]
+
+
+class Honest:
+    def __init__(self, world: World, seed: str, rate: float) -> None:
+        self.world, self.rate, self.rng = world, rate, random.Random(seed)
+        self.fast, self.slow = world.start.clone(), world.start.clone()
+        self.outer_momentum, self.first, self.second = (torch.zeros_like(self.fast) for _ in range(3))
+        self.updates = 0
+        self.robust = Robust(world.averaging.clip, world.averaging.gates)
+        self.counts: Counter[str] = Counter()
+
+    def train(self) -> None:
+        for _ in range(STEPS):
+            gradient = self.world.gradient(self.fast, self.world.tasks.sample(self.rng, BATCH))
+            self.updates += 1
+            self.first.lerp_(gradient, 0.1)
+            self.second.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+            first, second = self.first / (1 - 0.9**self.updates), self.second / (1 - 0.99**self.updates)
+            self.fast -= self.rate * first / (second.sqrt() + 1e-8)
+
+    def exchange(self, partner: str, theirs: Tensor) -> None:
+        """As `PairAverager` does it, in one piece."""
+        averaging, fast, theirs = self.world.averaging, self.fast.clone(), theirs.clone()
+        verdict = self.robust.check(0, fast, self.slow, theirs)
+        self.robust.remember(0, verdict)
+        if verdict.refused:
+            self.counts["gates"] += 1
+            return
+        outer = NoLoCo(averaging.alpha, averaging.beta, averaging.gamma)
+        outer.momentum_in_place(self.slow, self.outer_momentum, fast, theirs)
+        slow_minus_fast(self.slow, theirs, fast)
+        averaged, unseen = self.fast + fast, self.world.tasks.sample(self.rng, PROBED)
+        own, after = self.world.loss(self.fast, unseen), self.world.loss(averaged, unseen)
+        if self.robust.broken(own, after) or self.robust.vetoed(own, after, partner):
+            self.counts["probe"] += 1
+            return
+        self.fast, self.slow, self.outer_momentum = averaged, self.slow + theirs, theirs
+        self.counts["applied"] += 1
+        self.robust.accept(0, verdict)
+
+
+class Liar:
+    """Peer number HONEST."""
+
+    def __init__(self, world: World, arm: str, seed: int) -> None:
+        self.world, self.arm, self.rng = world, arm, random.Random(f"liar/{seed}")
+        self.told: Counter[int] = Counter()  # honest node -> answers so far
+
+    def answers(self, number: int, nodes: Sequence[Honest]) -> tuple[str, Tensor]:
+        """(its identity, the weights that it sends to node `number`)."""
+        victim, turn = nodes[number], self.told[number]
+        self.told[number] += 1
+        name = f"liar {turn % IDENTITIES}" if self.arm == "identities" else "liar"
+        if self.arm == "alternate" and turn % 2 == 0:
+            return name, nodes[(number + 1) % HONEST].fast
+        seen = victim.robust.state()["seen"].get("0", {"distances": []})["distances"]
+        usual = max(median_low(seen or [0.0]), float((victim.fast - victim.slow).norm()))
+        public = self.world.tasks.sample(self.rng, 32)
+        gradient = self.world.gradient(victim.fast, public)
+        uphill = gradient.sign() * gradient.abs().sqrt()
+        uphill *= self.world.averaging.clip * usual / uphill.norm()
+        if self.arm == "uphill":
+            return name, victim.fast + SIZES[0] * uphill
+        own, spent = self.world.loss(victim.fast, public), victim.robust.costs.state()["spent"]
+        allowed = max(FLOOR, SHARE * own)
+        limits = {name: allowed, EVERYBODY: TOGETHER * allowed}
+        left = min(limit - KEPT * spent.get(key, 0.0) for key, limit in limits.items())
+        left += victim.robust.costs.usual(allowed)
+        cost = lambda size: self.world.loss(victim.fast + size / 2 * uphill, public) - own  # noqa: E731
+        size = next((size for size in SIZES if cost(size) <= 0.9 * left), 0.0)
+        return name, victim.fast + size * uphill
+
+
+def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str, Any]:
+    began = time.process_time()
+    nodes = [Honest(world, f"{seed}/{i}", rate) for i in range(HONEST)]
+    liar, pairing = Liar(world, arm, seed), random.Random(seed)
+    for _ in range(rounds):
+        for node in nodes:
+            node.train()
+        order = list(range(HONEST + 1))
+        pairing.shuffle(order)
+        sent = [node.fast for node in nodes]
+        for a, b in (order[:2], order[2:]):
+            for mine, other in ((a, b), (b, a)):
+                if mine < HONEST and (other < HONEST or arm != "none"):
+                    name, theirs = (str(other), sent[other]) if other < HONEST else liar.answers(mine, nodes)
+                    nodes[mine].exchange(name, theirs)
+    held = world.tasks.held_out(HELD_OUT)
+    right = [world.right(node.fast, held) for node in nodes]
+    return {
+        "arm": arm,
+        "seed": seed,
+        "rounds": rounds,
+        "rate": rate,
+        "pass_1": fmean(each for of in right for each in of),
+        "pass_1_of_nodes": [fmean(of) for of in right],
+        "loss": fmean(world.loss(node.fast, held[:256]) for node in nodes),
+        "counts": dict(sum((node.counts for node in nodes), Counter())),
+        "cpu_s": time.process_time() - began,
+        "machine": machine(),
+    }
+
+
+def path_of(arm: str, seed: int, rounds: int, rate: float) -> Path:
+    return FOLDER / f"{arm}-{rounds}-{rate:g}-{seed}.json"
+
+
+def report() -> str:
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    rows = []
+    for rounds, rate in sorted({(f["rounds"], f["rate"]) for f in found}):
+        of = {(f["arm"], f["seed"]): f for f in found if (f["rounds"], f["rate"]) == (rounds, rate)}
+        for arm in ARMS:
+            runs = {seed: f for (name, seed), f in of.items() if name == arm}
+            if runs:
+                rows.append([rounds, f"{rate:g}", arm, len(runs), *_cells(runs, of)])
+    columns = [
+        "rounds",
+        "rate",
+        "liar",
+        "seeds",
+        "pass@1, %",
+        "less than none, points",
+        "loss",
+        "applied, gates, probe",
+    ]
+    return table(columns, rows)
+
+
+def _cells(runs: dict[int, dict[str, Any]], of: dict[tuple[str, int], dict[str, Any]]) -> Iterable[str]:
+    base = {seed: of["none", seed] for seed in runs if ("none", seed) in of}
+    yield f"{100 * fmean(f['pass_1'] for f in runs.values()):.1f}"
+    less = [100 * (base[seed]["pass_1"] - runs[seed]["pass_1"]) for seed in base]
+    yield interval(less, "+.1f") if less and any(less) else ""
+    yield f"{fmean(f['loss'] for f in runs.values()):.3f}"
+    yield ", ".join(f"{fmean(f['counts'].get(n, 0) for f in runs.values()):.0f}" for n in ("applied", "gates", "probe"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    if not args.report:
+        torch.set_num_threads(1)
+        world = World()
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        for seed in args.seeds:
+            for arm in args.arms:
+                path = path_of(arm, seed, args.rounds, args.rate)
+                if not path.exists():
+                    figures = run(world, arm, seed, args.rounds, args.rate)
+                    path.write_text(json.dumps(figures) + "\n")
+                    print({key: value for key, value in figures.items() if key != "machine"}, flush=True)
+    print(report())
+
+
+if __name__ == "__main__":
+    main()
