@@ -12,8 +12,13 @@ from tests.support.chromium import Chromium, find_chromium
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands are typed as `swarm-node`, wherever the tests run."""
-    for module in ("dashboard.view", "progress", "summary"):
-        monkeypatch.setattr(f"swarm_node.observability.{module}.own_command", lambda: "swarm-node")
+    for module in (
+        "observability.dashboard.view",
+        "observability.progress",
+        "observability.summary",
+        "storage.going_on",
+    ):
+        monkeypatch.setattr(f"swarm_node.{module}.own_command", lambda: "swarm-node")
 
 
 @pytest.fixture(scope="session")
