@@ -1,22 +1,24 @@
 """What a partner does that goes uphill within the clip, to nodes that average in pairs.
 
-    python -m benchmarks.averaging_uphill [--arms uphill below …] [--seeds 0 1 2 3 4] [--rounds 40] [--rate 3e-4]
+    python -m benchmarks.averaging_uphill [--arms uphill below …] [--seeds 0 1 2 3 4] [--rounds 120] [--rate 3e-4]
+                                          [--minutes 60]
     python -m benchmarks.averaging_uphill --report
 
 Three honest nodes train the starter policy on right answers to `small` (next-token loss, Adam, 5 steps a round). They
-meet in pairs, drawn anew each round, a fourth peer included. Each judges its partner with the node's own code: clip,
-gates, probe and costs, with the defaults. The fourth peer has its partner's weights before it answers, and sends them
-moved in the direction in which the partner's loss on public questions grows fastest:
+meet in pairs, drawn anew each round, a fourth peer included: a liar. Where an arm's name ends in `of ten`, seven honest
+nodes and three liars. Each node judges its partner with its own code: clip, gates, probe and costs, with the defaults.
+A liar has its partner's weights before it answers, and sends them moved in the direction in which the partner's loss on
+public questions grows fastest:
 
-    none        nobody averages with it
+    none        nobody averages with liars
     uphill      as far as the clip lets pass
     below       as far as the probe still allows; it knows what its partner has it down for
     alternate   in turn the weights of another honest node, and as `below`
     identities  as `below`, with another of five identities each time
 
-Figures: pass@1 of each honest node on up to 350 held-out questions, mean; the honest nodes' loss on right answers;
-exchanges applied, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what is there
-is not run again.
+Figures: pass@1 of the honest nodes on 1,050 held-out questions together; their loss on right answers; exchanges
+applied, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what is there is not
+run again, and none begins after so many minutes.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling, Task
 
 FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"
-ARMS = "none", "uphill", "below", "alternate", "identities"
-HONEST, STEPS, BATCH, PROBED, HELD_OUT = 3, 5, 24, 16, 350
+TEN = " of ten"
+PEERS = {"": (3, 1), TEN: (7, 3)}  # honest nodes, and liars
+ARMS = [f"{name}{size}" for size in PEERS for name in ("none", "uphill", "below", "alternate", "identities")]
+STEPS, BATCH, PROBED, HELD_OUT = 5, 24, 16, 1050
 SIZES = 0.99, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.0  # of what the clip lets pass
 IDENTITIES = 5
 
@@ -140,19 +144,18 @@ class Honest:
 
 
 class Liar:
-    """Peer number HONEST."""
-
-    def __init__(self, world: World, arm: str, seed: int) -> None:
-        self.world, self.arm, self.rng = world, arm, random.Random(f"liar/{seed}")
+    def __init__(self, world: World, arm: str, seed: int, number: int) -> None:
+        self.world, self.arm, self.name = world, arm, f"liar {number}"
+        self.rng = random.Random(f"liar/{seed}/{number}")
         self.told: Counter[int] = Counter()  # honest node -> answers so far
 
     def answers(self, number: int, nodes: Sequence[Honest]) -> tuple[str, Tensor]:
         """(its identity, the weights that it sends to node `number`)."""
         victim, turn = nodes[number], self.told[number]
         self.told[number] += 1
-        name = f"liar {turn % IDENTITIES}" if self.arm == "identities" else "liar"
+        name = f"{self.name}.{turn % IDENTITIES}" if self.arm == "identities" else self.name
         if self.arm == "alternate" and turn % 2 == 0:
-            return name, nodes[(number + 1) % HONEST].fast
+            return name, nodes[(number + 1) % len(nodes)].fast
         seen = victim.robust.state()["seen"].get("0", {"distances": []})["distances"]
         usual = max(median_low(seen or [0.0]), float((victim.fast - victim.slow).norm()))
         public = self.world.tasks.sample(self.rng, 32)
@@ -173,20 +176,24 @@ class Liar:
 
 def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str, Any]:
     began = time.process_time()
-    nodes = [Honest(world, f"{seed}/{i}", rate) for i in range(HONEST)]
-    liar, pairing = Liar(world, arm, seed), random.Random(seed)
+    lie, (honest, crowd) = arm.removesuffix(TEN), PEERS[TEN if arm.endswith(TEN) else ""]
+    nodes = [Honest(world, f"{seed}/{i}", rate) for i in range(honest)]
+    liars = [Liar(world, lie, seed, i) for i in range(crowd)]
+    pairing = random.Random(seed)
     for _ in range(rounds):
         for node in nodes:
             node.train()
-        order = list(range(HONEST + 1))
+        order = list(range(honest + crowd))
         pairing.shuffle(order)
         sent = [node.fast for node in nodes]
-        for a, b in (order[:2], order[2:]):
+        for a, b in zip(order[::2], order[1::2], strict=True):
             for mine, other in ((a, b), (b, a)):
-                if mine < HONEST and (other < HONEST or arm != "none"):
-                    name, theirs = (str(other), sent[other]) if other < HONEST else liar.answers(mine, nodes)
+                if mine < honest and (other < honest or lie != "none"):
+                    name, theirs = (
+                        (str(other), sent[other]) if other < honest else liars[other - honest].answers(mine, nodes)
+                    )
                     nodes[mine].exchange(name, theirs)
-    held = world.tasks.held_out(HELD_OUT)
+    held = world.tasks.held_out(HELD_OUT // honest)
     right = [world.right(node.fast, held) for node in nodes]
     return {
         "arm": arm,
@@ -203,7 +210,7 @@ def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str
 
 
 def path_of(arm: str, seed: int, rounds: int, rate: float) -> Path:
-    return FOLDER / f"{arm}-{rounds}-{rate:g}-{seed}.json"
+    return FOLDER / f"{arm.replace(' ', '-')}-{rounds}-{rate:g}-{seed}.json"
 
 
 def report() -> str:
@@ -214,7 +221,7 @@ def report() -> str:
         for arm in ARMS:
             runs = {seed: f for (name, seed), f in of.items() if name == arm}
             if runs:
-                rows.append([rounds, f"{rate:g}", arm, len(runs), *_cells(runs, of)])
+                rows.append([rounds, f"{rate:g}", arm, len(runs), *_cells(arm, runs, of)])
     columns = [
         "rounds",
         "rate",
@@ -228,8 +235,9 @@ def report() -> str:
     return table(columns, rows)
 
 
-def _cells(runs: dict[int, dict[str, Any]], of: dict[tuple[str, int], dict[str, Any]]) -> Iterable[str]:
-    base = {seed: of["none", seed] for seed in runs if ("none", seed) in of}
+def _cells(arm: str, runs: dict[int, dict[str, Any]], of: dict[tuple[str, int], dict[str, Any]]) -> Iterable[str]:
+    without = "none" + (TEN if arm.endswith(TEN) else "")
+    base = {seed: of[without, seed] for seed in runs if (without, seed) in of}
     yield f"{100 * fmean(f['pass_1'] for f in runs.values()):.1f}"
     less = [100 * (base[seed]["pass_1"] - runs[seed]["pass_1"]) for seed in base]
     yield interval(less, "+.1f") if less and any(less) else ""
@@ -241,18 +249,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     if not args.report:
         torch.set_num_threads(1)
         world = World()
         FOLDER.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + 60 * args.minutes
         for seed in args.seeds:
             for arm in args.arms:
                 path = path_of(arm, seed, args.rounds, args.rate)
-                if not path.exists():
+                if not path.exists() and time.monotonic() < until:
                     figures = run(world, arm, seed, args.rounds, args.rate)
                     path.write_text(json.dumps(figures) + "\n")
                     print({key: value for key, value in figures.items() if key != "machine"}, flush=True)

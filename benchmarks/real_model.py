@@ -357,15 +357,7 @@ def main() -> None:
         return
     import torch
 
-    usual = (
-        [["float32", "bfloat16", AUTO], [LORA, ALL], 1, list(REAL_NEW)]
-        if args.real
-        else [["bfloat16"], [LORA], 8, [256]]
-    )
-    args.weights, args.trained = args.weights or usual[0], args.trained or usual[1]
-    args.prompts, args.new = args.prompts or usual[2], args.new or usual[3]
-    if args.real:
-        args.shape = [REAL]
+    complete(args)
     gpu = torch.cuda.is_available()
     if args.real and gpu:
         parser.error("--real is for machines without a GPU")

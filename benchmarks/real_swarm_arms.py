@@ -55,7 +55,7 @@ class Play:
 
     peers: int = 4
     rounds: int = 20
-    every: int = 2  # rounds between two looks at held-out questions
+    every: int = 4  # rounds between two looks at held-out questions
     questions: int = 64  # of a look, held out
     samples: int = 2  # answers to each at looks
     thorough: int = 4  # answers to each at the start and the end

@@ -5,7 +5,8 @@
 
 Honest peers are whole nodes with the starter, the task set `small` and default settings. Liars send ten groups a
 second: seven right answers, plainly written unless the arm says otherwise, and a wrong one. Two groups of one slot are
-admitted, and liars use both. Two of seven peers lie, or three of ten where an arm's name ends so:
+admitted, and liars use both. Two of seven peers lie, or three of ten where an arm's name ends in `of ten`. All learn
+with half the rate where it ends in `slow`:
 
     none            nobody lies: five honest peers; `none of ten`: seven
     plain           right answers to all that the liars are assigned
@@ -45,6 +46,7 @@ from benchmarks.payload import ANSWERS, Liar
 from protocol.limits import GROUPS_PER_SLOT, SLOTS
 from protocol.messages import SharedGroup, SharedRollout
 from swarm_node.config import NodeConfig
+from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.node import Node
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
 from swarm_node.tasks import load_tasks
@@ -57,7 +59,8 @@ SEEDS, ROUNDS, QUESTIONS = (0, 1, 2, 3, 4), 120, 1050
 LIKELY = -3.85  # log-probability above which no node's gate looks at a token
 STEPS, BEAMS = 14, 24  # tokens of the longest answers that liars look for, and how many they follow
 TEN = " of ten"
-PEERS = {"": (5, 2), TEN: (7, 3)}  # honest peers, and liars
+SLOW = " slow"
+PEERS = {"": (5, 2), TEN: (7, 3), SLOW: (5, 2)}  # end of an arm's name -> honest peers, and liars
 
 
 class Lie(NamedTuple):
@@ -77,7 +80,7 @@ LIES = {
     "half": Lie(stretch=0.5),
     "below": Lie(stretch=1.0, known=True),
 }
-ARMS = [f"{name}{size}" for size in PEERS for name in ("none", *LIES)]
+ARMS = [f"{name}{end}" for end in PEERS for name in ("none", *LIES)]
 
 
 class Watched(Node):
@@ -159,10 +162,20 @@ class Chooser(Liar):
 # --------------------------------------------------------------------- a run
 
 
+def parts(arm: str) -> tuple[str, str]:
+    """An arm's name, taken apart: the lie, or `none`, and its end."""
+    end = next((end for end in (TEN, SLOW) if arm.endswith(end)), "")
+    return arm.removesuffix(end), end
+
+
 def run(arm: str, seed: int, rounds: int = ROUNDS, questions: int = QUESTIONS) -> dict[str, Any]:
     """One simulation: its figures."""
-    name, (honest, liars) = arm.removesuffix(TEN), PEERS[TEN if arm.endswith(TEN) else ""]
-    config = NodeConfig.model_validate({"tasks": ["small"], "policy": {"model": "starter", "threads": 1}})
+    name, end = parts(arm)
+    honest, liars = PEERS[end]
+    settings: dict[str, Any] = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}}
+    if end == SLOW:
+        settings["grpo"] = {"learning_rate": default_learning_rate(lora=False, trained=1) / 2}
+    config = NodeConfig.model_validate(settings)
     simulation = Simulation(manifest_for(config), [Peer(config, node_type=Watched) for _ in range(honest)], seed=seed)
     crowd = [] if name == "none" else [Chooser(simulation, seed, number, LIES[name]) for number in range(liars)]
     nodes = [peer.node for peer in simulation.peers]
@@ -236,7 +249,7 @@ def report() -> str:
         found.setdefault(row["arm"], {})[row["seed"]] = row
     rows: list[list[Any]] = []
     for arm in (arm for arm in ARMS if arm in found):
-        runs, base = found[arm], found.get(f"none{TEN if arm.endswith(TEN) else ''}", {})
+        runs, base = found[arm], found.get(f"none{parts(arm)[1]}", {})
         seeds = sorted(runs.keys() & base.keys())
         points = interval([100 * (runs[s]["pass_1"] - base[s]["pass_1"]) for s in seeds], "+.1f") if seeds else ""
         longer = f"{fmean(runs[s]['tokens'] / base[s]['tokens'] for s in seeds):.2f}" if seeds else ""

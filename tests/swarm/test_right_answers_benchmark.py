@@ -16,7 +16,7 @@ from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(right_answers, "FOLDER", tmp_path)
-    monkeypatch.setattr(right_answers, "PEERS", {"": (2, 1), right_answers.TEN: (2, 1)})
+    monkeypatch.setattr(right_answers, "PEERS", dict.fromkeys(right_answers.PEERS, (2, 1)))
     return tmp_path
 
 
