@@ -53,7 +53,7 @@ def report(rows: Sequence[Row]) -> str:
         arms = sorted({row["who"] for row in mine}, key=lambda who: (who != NODE, who))
         lines += [line_of(part, [row for row in mine if row["who"] == who], mine) for who in arms]
     texts = [table(COLUMNS, lines)] if lines else ["no rows yet"]
-    if runs := [row for row in rows if row["part"] == "default"]:
+    if runs := [row for row in rows if (row["part"], row["who"]) == ("default", NODE)]:
         texts.append(bar(runs))
     return "\n\n".join(texts)
 
