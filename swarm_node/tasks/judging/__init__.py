@@ -31,13 +31,21 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=32)  # a completion is read by the task set and by its environment, and its like come again
-def judge(kind: AnswerKind, reference: str | tuple[str, ...], text: str, form: AnswerForm = "any") -> Verdict:
+def judge(
+    kind: AnswerKind,
+    reference: str | tuple[str, ...],
+    text: str,
+    form: AnswerForm = "any",
+    others: tuple[str, ...] = (),
+) -> Verdict:
     """Whether `text` gives one of the accepted answers `reference`. `form` says where the answer must stand, `kind` how
-    it is read there. Reasoning that the prompt began must begin the text: put its `<think>` in front."""
+    it is read there, `others` are the texts of wrong choices (`choices.with_texts`). Reasoning that the prompt began
+    must begin the text: put its `<think>` in front."""
     found = extract_place(text, form)
     if found is None or len(found) > MAX_ANSWER_CHARS:
         return Verdict(found, False)
-    return _READ[kind](found, (reference,) if isinstance(reference, str) else reference)
+    accepted = (reference,) if isinstance(reference, str) else reference
+    return _choice(found, accepted, others) if kind == "choice" else _READ[kind](found, accepted)
 
 
 def misfit(kind: AnswerKind, reference: str) -> str | None:
@@ -87,14 +95,17 @@ def _yes_no(found: str, accepted: tuple[str, ...]) -> Verdict:
     return Verdict(said[0], said[1] in {choices.yes_or_no(reference_text(each) or "") for each in accepted})
 
 
-def _choice(found: str, accepted: tuple[str, ...]) -> Verdict:
+def _choice(found: str, accepted: tuple[str, ...], others: tuple[str, ...]) -> Verdict:
+    """A choice's text says more than a letter at its beginning: `E. coli` is not choice E."""
     wanted = [choices.choice_of(reference_text(each) or "") for each in accepted]
     labels = {each.label for each in wanted} - {""}
     texts = {choices.same_text(each.text) for each in wanted} - {""}
-    named = choices.read_choice(found)
-    whole = choices.same_text(choices.plain_words(found))
-    if whole in texts:
+    whole, marked, *labelled = choices.texts_of(found)
+    if whole in texts or marked in texts:
         return Verdict(found, True)
+    if {choices.same_text(choices.plain_words(each)) for each in others}.intersection((whole, marked, *labelled)):
+        return Verdict(found, False)
+    named = choices.read_choice(found)
     if named.label:
         return Verdict(named.label, named.label in labels)
     right = choices.same_text(named.text) in texts
@@ -105,7 +116,7 @@ def _maths(found: str, accepted: tuple[str, ...]) -> Verdict:
     answer = maths.expression_in(found)
     if answer is None:
         return Verdict(None, False)
-    return Verdict(answer, any(maths.equal(answer, reference_text(each) or "") for each in accepted))
+    return Verdict(answer, maths.equal(answer, (reference_text(each) or "" for each in accepted)))
 
 
 @lru_cache(maxsize=1024)
@@ -117,6 +128,5 @@ _READ: dict[AnswerKind, Callable[[str, tuple[str, ...]], Verdict]] = {
     "text": _text,
     "number": _number,
     "maths": _maths,
-    "choice": _choice,
     "yes-no": _yes_no,
 }

@@ -6,9 +6,8 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
+from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, WRAPPED, behind
 
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|mathit|operatorname)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\*\*|__|`|[$]|\\[()\[\],;: ]|(?<![\w*])\*(?=\w)|(?<=\w)\*(?![\w*])")
 _BLANKS = re.compile(r"\s{2,}")
 _LABEL_ALONE = re.compile(
@@ -17,7 +16,7 @@ _LABEL_ALONE = re.compile(
 )
 _LABELLED = re.compile(r"[(\[]?(?:([A-Za-z]|\d{1,2})(?:[)\]]+[.:]?|[.:])|([B-HJ-Z])(?=\s+[A-Z]))\s+(\S.*)", re.DOTALL)
 
-_NUMBERED = re.compile(r"[(\[]?(\d{1,2})(?:[)\]]+[.:]?|[.:])\s+([^\d\s].*)")
+_NUMBERED = re.compile(r"[(\[]?(\d{1,2})(?:[)\]]+[.:]?|[.:])\s+[^\d\s].*")
 _ONE = r"(?:option|choice|answer|letter)?\s*[(\[\"']*([A-Za-z]|\d{1,2})(?![\w'’]|\.\d)"
 _MARKED = re.compile(
     rf"\b(?:answer|choice|option|solution)s?\b[^.\n:()]{{0,60}}?(?:\bis\b|\bbe\b|:|=)\s*[:=]?\s*"
@@ -36,18 +35,26 @@ _BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
 _LINE = re.compile(r"(?m)^[ \t]*[(\[]?([A-Za-z]|\d{1,2})[)\].:]+[ \t]+(\S.*)$")
 _LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
 _OR = re.compile(
-    r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
+    r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?"
+    r"\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
+)
+_TAKEN_BACK = re.compile(
+    r"[^\w]{1,4}\s*(?:[Nn]o|[Ww]ait|[Aa]ctually|[Ss]orry|[Cc]orrection)\b[,:]?\s*(?:no,?\s*)?(?:(?:it's|it is)\s+)?"
+    r"(?:(?:option|choice)\s+)?[(\[]*([B-HJ-Z]|A(?!\s+[a-z]))(?![\w'’])"
 )
 _BEFORE_OR = re.compile(
     r"(?<![\w'’])([A-Z]|\d{1,2})[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:option|choice)?\s*[(\[\"']*\Z"
 )
 _NOT = re.compile(
-    r"(?:\bnot|n't|n’t|\bnever|\bneither|\bnor|\brule out|\bexcept|\bwrong is|\bincorrect is)\s+"
+    r"(?:\bnot|n't|n’t|\b(?:never|neither|nor|rule out|eliminate|exclude|reject|except|wrong is|incorrect is"
+    r"|(?:anything|everything|all|any \w+) but))\s+"
     r"(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
     re.IGNORECASE,
 )
 _WRONG = re.compile(
-    r"[)\]]?\s+(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)", re.IGNORECASE
+    r"[)\]]?\s+(?:(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)"
+    r"|(?:can|could|may) be (?:ruled|eliminated|excluded))",
+    re.IGNORECASE,
 )
 _WORD_AFTER = re.compile(r"\s+(?!(?:because|since|as|is|which|due|for|that)\b)[a-z]")
 _TEXT_BEHIND = re.compile(r"\b(?:answer|choice|option)\b[^.\n:]{0,60}?(?:\bis\b|:)\s*", re.IGNORECASE)
@@ -63,7 +70,7 @@ class Choice(NamedTuple):
 def plain_words(text: str) -> str:
     """`text` in one spelling, without markup and LaTeX around words, and with one blank or line break in place of
     several: patterns with optional parts between blanks would try all ways to share these out."""
-    words = _MARKUP.sub("", _WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
+    words = _MARKUP.sub("", WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
     return _BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", words)
 
 
@@ -83,12 +90,25 @@ def choice_of(reference: str) -> Choice:
     return Choice(text=text)
 
 
-def with_texts(question: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
-    """The accepted answers, and the texts of those that are labels of choices which the question lists in lines."""
-    texts = {match[1].upper(): match[2].strip() for match in _LINE.finditer(question)}
-    labels = [choice_of(each) for each in accepted]
-    told = [texts[each.label] for each in labels if not each.text and each.label in texts]
-    return (*accepted, *(text for text in told if _LABEL_ALONE.fullmatch(text) is None and text not in accepted))
+def with_texts(question: str, accepted: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the accepted answers, labels with the text that the question has for them; the texts of its other choices), if
+    it lists choices in lines. A text that could be a label itself, as a number, does not count."""
+    listed = {match[1].upper(): match[2].strip() for match in _LINE.finditer(question)}
+    texts = {label: text for label, text in listed.items() if _LABEL_ALONE.fullmatch(plain_words(text)) is None}
+    named = [choice_of(each) for each in accepted]
+    told = [f"{one.label}) {texts[one.label]}" for one in named if not one.text and one.label in texts]
+    right = {same_text(one.text) for one in [*named, *map(choice_of, told)]}
+    wrong = [text for label, text in texts.items() if label not in {one.label for one in named}]
+    return (*accepted, *told), tuple(text for text in wrong if same_text(plain_words(text)) not in right)
+
+
+def texts_of(place: str) -> tuple[str, ...]:
+    """What may be a choice's own text in `place`: all of it, what stands behind "answer is", and each of both without
+    the label in front."""
+    text = plain_words(place[-MAX_READ_CHARS:])
+    found = [text, behind(_TEXT_BEHIND, text)]
+    found += [match[3] for each in found if (match := _LABELLED.fullmatch(each)) is not None]
+    return tuple(map(same_text, found))
 
 
 def read_choice(place: str) -> Choice:
@@ -98,13 +118,10 @@ def read_choice(place: str) -> Choice:
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
         return Choice(alone[1].upper())
     if "\n" not in text and (first := _NUMBERED.fullmatch(text)) is not None:
-        return Choice(first[1], first[2].strip())
+        return Choice("" if _denied(first, text) else first[1])
     if (alone := _LABEL_ALONE.fullmatch(text.rpartition("\n")[2])) is not None:
         return Choice(alone[1].upper())
-    behind = text
-    for mark in _TEXT_BEHIND.finditer(text):
-        behind = text[mark.end() :]
-    return Choice(_label_in(text), behind.partition("\n")[0])
+    return Choice(_label_in(text), behind(_TEXT_BEHIND, text).partition("\n")[0])
 
 
 def _label_in(text: str) -> str:
@@ -156,8 +173,8 @@ def _unless_one_of_several(match: re.Match[str], text: str) -> str:
     index = match.lastindex or 0
     start, end = match.span(index)
     name = match[index].upper()
-    after, before = _OR.match(text, end), _BEFORE_OR.search(text[max(0, start - 20) : start])
-    if _denied(match, text) or any(other is not None and other[1].upper() != name for other in (after, before)):
+    others = _OR.match(text, end), _TAKEN_BACK.match(text, end), _BEFORE_OR.search(text[max(0, start - 20) : start])
+    if _denied(match, text) or any(other is not None and other[1].upper() != name for other in others):
         return ""
     return name
 
@@ -174,7 +191,8 @@ _ANSWER_IS = re.compile(
 )
 _STARTS = re.compile(rf"\W*{_SAID}(?=\s*(?:[,.!:;\n—-]|\Z))", re.IGNORECASE)
 _ENDS = re.compile(
-    rf"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore),?)\s*(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?"
+    r"(?:\A|[.!?\n]|\b(?:so|thus|hence|therefore|wait|actually|rather),?)\s*"
+    r"(?:the answer,? |so,? |thus,? |hence,? |therefore,? )?"
     rf"[\"'(]*{_SAID}[\"')]*[.!]?\s*\Z",
     re.IGNORECASE,
 )
@@ -185,11 +203,15 @@ _IS_SO = re.compile(
     re.IGNORECASE,
 )
 _EITHER = re.compile(
-    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b",
+    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b"
+    r"|\s*,\s*(?:yes|no|true|false)\W*\Z",
     re.IGNORECASE,
 )
 _EITHER_BEFORE = re.compile(
-    r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z", re.IGNORECASE
+    r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z"
+    r"|\b(?:doubt|deny|false|wrong|incorrect|unlikely|not (?:the case|true|clear|sure))(?:\s+(?:that|whether|if|to say))?"
+    r"\s+(?:(?:it|this|that|the (?:statement|claim|proposition|sentence))\s+is\s+)?\Z",
+    re.IGNORECASE,
 )
 
 
@@ -226,7 +248,7 @@ def _last(wanted: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _said(match: re.Match[str], group: int, text: str, denied: bool = False) -> tuple[str, bool] | None:
     start, end = match.span(group)
-    if _EITHER.match(text, end) or _EITHER_BEFORE.search(text[max(0, start - 20) : start]):
+    if _EITHER.match(text, end) or _EITHER_BEFORE.search(text[max(0, start - 60) : start]):
         return None
     word = match[group]
     yes = word.lower() in _YES

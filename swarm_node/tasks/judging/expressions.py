@@ -92,7 +92,10 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 def parse_expression(text: str) -> Expression:
     """The tree of one expression. Raises Unreadable."""
     parser = _Parser(_tokens(text))
-    tree = parser.sum()
+    try:
+        tree = parser.sum()
+    except ValueError as error:  # of a number in an unusual spelling
+        raise Unreadable(str(error)) from error
     if parser.peek() is not None:
         raise Unreadable(f"unexpected {parser.peek()}")
     return tree
@@ -189,7 +192,7 @@ class _Parser:
         return base
 
     def _exponent(self) -> Expression:
-        """What stands after `^`: a group, one digit or letter as LaTeX has it, or a signed factor."""
+        """What stands after `^`: a group, a letter, a whole number as people mean it, or a signed factor."""
         if self.peek() in ("-", "+", "(", "["):
             return self._signed()
         return self._postfix(self._atom())
@@ -199,20 +202,17 @@ class _Parser:
             node = Expression("fact" if self._take()[1] == "!" else "percent", (node,))
         return node
 
-    def _group(self) -> Expression:
-        """`{…}`, or the one token that LaTeX takes for it."""
-        if self.peek() == "{":
-            self._take()
-            inside = self.sum()
-            self._take("}")
-            return inside
+    def _digit_or_atom(self) -> Expression:
+        """`{…}`, or the one token that LaTeX takes for it: of `\frac12` the first digit alone. Elsewhere people and
+        models mean the whole number, as in `\sqrt13`."""
         kind, told = self._take()
-        if kind == "number" and len(told) > 1:  # \frac12: the first digit alone
-            self._at -= 1
-            self._tokens[self._at] = ("number", told[1:])
-            return _number(int(told[0]))
         self._at -= 1
-        return self._atom()
+        if kind != "number" or len(told) == 1:
+            return self._atom()
+        if not told.isdecimal():
+            raise Unreadable("a number without braces")
+        self._tokens[self._at] = ("number", told[1:])
+        return _number(int(told[0]))
 
     def _atom(self) -> Expression:
         self._depth += 1
@@ -251,7 +251,7 @@ class _Parser:
             node = _number(Fraction(told.rstrip(".")) + Fraction(int(period), 10**place * (10 ** len(period) - 1)))
         if self.peek() == "_":  # 1010_2: its base
             self._take()
-            base = self._group()
+            base = self._atom()
             if base.value is None:
                 raise Unreadable("base")
             return Expression("symbol", name=f"{told}_{base.value}")
@@ -285,16 +285,16 @@ class _Parser:
 
     def _command(self, told: str) -> Expression:
         if told == "frac":
-            return Expression("div", (self._group(), self._group()))
+            return Expression("div", (self._digit_or_atom(), self._digit_or_atom()))
         if told == "binom":
-            return Expression("binom", (self._group(), self._group()))
+            return Expression("binom", (self._digit_or_atom(), self._digit_or_atom()))
         if told == "sqrt":
             degree = _number(2)
             if self.peek() == "[":
                 self._take()
                 degree = self.sum()
                 self._take("]")
-            return Expression("root", (self._group(), degree))
+            return Expression("root", (self._atom(), degree))
         if told in ("lfloor", "lceil"):
             inside = self.sum()
             self._take("r" + told[1:])
@@ -309,9 +309,9 @@ class _Parser:
         power, base = None, None
         while self.peek() in ("^", "_"):
             if self._take()[1] == "^":
-                power = self._exponent_group()
+                power = self._postfix(self._atom())
             else:
-                base = self._group()
+                base = self._atom()
         bracketed = self.peek() in ("(", "[", "{", "|")
         argument = self._atom() if bracketed else self._argument()
         if told == "log":
@@ -320,12 +320,11 @@ class _Parser:
             node = Expression("abs" if told == "abs" else "call", (argument,), name=told)
         if power is None:
             return node
-        if power.value == -1:
-            raise Unreadable("an inverse function or a power")
+        if power == Expression("neg", (_number(1),)):
+            if told not in ("sin", "cos", "tan"):
+                raise Unreadable("an inverse function or a power")
+            return Expression("call", (argument,), name=f"arc{told}")
         return Expression("pow", (node, power))
-
-    def _exponent_group(self) -> Expression:
-        return self._group() if self.peek() == "{" else self._postfix(self._atom())
 
     def _argument(self) -> Expression:
         """The argument of a function without brackets: `sin 2x`, `cos a`."""

@@ -10,55 +10,47 @@ characters only. An answer that leaves arithmetic to be done is not equal to the
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from swarm_node.tasks.judging import numbers
 from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
-from swarm_node.tasks.judging.values import exact, proportional, same_value, symbols, undone
+from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, NO_UNITS, WRAPPED, behind, spelt
+from swarm_node.tasks.judging.values import TooMuchWork, Work, exact, proportional, same_value, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
 MAX_NESTED = 4  # lists in lists
-MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
 
 # --------------------------------------------------------------------- one spelling
 
 _CHARACTERS = str.maketrans(
     {
-        "−": "-", "–": "-", "×": "*", "⋅": "*", "·": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+        "×": "*", "⋅": "*", "·": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
         "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "√": r"\sqrt ", "≈": r"\approx ",
         "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∅": r"\emptyset ", "°": r"^\circ ",
         "∠": r"\angle ",
         "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'", "⁄": "/",
     }
 )  # fmt: skip
-_POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_POWER_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _SPACING = re.compile(
     r"\\(?:[,;:!]|left(?![a-z])|right(?![a-z])|displaystyle|limits|quad|qquad|[bB]igg?[lrm]?(?![a-z])|angle|hspace\{[^{}]*\}|phantom\{[^{}]*\})|~|&(?==)"
 )
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?"
-)
+_TEXT = re.compile(WRAPPED.pattern + r"(\s*\^\s*\{?\d\}?)?")
 _UNIT = re.compile(
-    r"(?<=[\d}%)\]])\s*(?:(?:square|cubic|sq)\s+)?(?:[kcdm]?m|km|in|ft|yd|mi|g|kg|mg|[mk]?l|s|h|min|hr|hrs|mph|units?|dollars?|cents?|euros?|yuan|degrees?"
+    rf"(?<=[\d}}%)\]])\s*(?!{NO_UNITS})(?:(?:square|cubic|sq)\s+)?(?:[kcdm]?m|km|in|ft|yd|mi|g|kg|mg|[mk]?l|s|h|min|hr|hrs|mph|units?|dollars?|cents?|euros?|yuan|degrees?"
     r"|[a-z]{4,})(?:\s*/\s*(?:[a-z]{1,6}))?(?:\s*\^\s*\{?[23]\}?)?(?=\s*\Z|\s*[,;])"
 )
-_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
 def cleaned(text: str) -> str:
     """`text` in one spelling: LaTeX's own names, no spacing, no dollar signs, words for lists as commas."""
-    text = _VULGAR.sub(lambda m: _vulgar(m[0]), text)
-    text = _POWERS.sub(lambda m: f"^{{{m[0].translate(_POWER_DIGITS)}}}", text)
-    text = unicodedata.normalize("NFKC", text).translate(_CHARACTERS)
+    text = spelt(text).translate(_CHARACTERS)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|,\\!|\\ )\s*(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<!\\)\\ ", " ", text.replace(r"\$", " "))
     text = text.replace("$", " ").replace(r"\%", "%").replace(r"\\!", " ").replace("\\\n", " ")
-    text = re.sub(r"\s*\b(?:percent|pct)\b", "%", text)
+    text = re.sub(r"\b(?:percent|pct)\b", "%", text)
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\(?:overline|bar)\s*\{(\d+)\}", r"\\overline{\1}", text)
     text = _TEXT.sub(_worded, text)
@@ -78,11 +70,6 @@ def cleaned(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().rstrip(".,;: ").strip()
 
 
-def _vulgar(character: str) -> str:
-    above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
-    return rf"\frac{{{above}}}{{{below}}}"
-
-
 def _worded(match: re.Match[str]) -> str:
     """A text within mathematics: a word of a list, a constant, or a unit and the like."""
     inside = match[1].strip()
@@ -98,12 +85,13 @@ def _worded(match: re.Match[str]) -> str:
 
 class Read(NamedTuple):
     """What was read: `kind` is `value` (of `node`), `list`, `row` (in brackets `marks`), `matrix`, `union`, `relation`
-    (`marks` is its sign) or `text`."""
+    (`marks` is its sign) or `text`. `name`: the letter that has this value, as in x = 3."""
 
     kind: str
     node: Expression | None = None
     parts: tuple[Read, ...] = ()
     marks: str = ""
+    name: str = ""
 
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -132,7 +120,8 @@ def read(text: str) -> Read:
 def _read(text: str, nested: int) -> Read:
     if nested > MAX_NESTED:
         raise Unreadable("too deep")
-    text = _GROUPS.sub(lambda m: m[0].replace(",", ""), text) if not nested else text
+    for group in reversed(_at_top(text, _GROUPS) if not nested else []):  # not in (1,200), which is a pair
+        text = text[: group.start()] + group[0].replace(",", "") + text[group.end() :]
     text = _UNIT.sub("", text).strip()
     if _NOTHING.fullmatch(text):
         return Read("list")
@@ -157,14 +146,14 @@ def _related(text: str, nested: int) -> Read:
         return _united(text, nested)
     while signs and signs[-1] == r"\approx":
         if _NAME.fullmatch(pieces[-2]) and len(signs) == 1:
-            return _united(pieces[-1], nested)
+            return _named(pieces[-2], _united(pieces[-1], nested))
         pieces, signs = pieces[:-1], signs[:-1]
     if not signs:
         return _united(pieces[0], nested)
     if set(signs) == {"="}:
         return _equation(pieces, nested)
     if signs == [r"\in"]:
-        return _united(pieces[1], nested)
+        return _named(pieces[0], _united(pieces[1], nested))
     return _inequality(pieces, signs)
 
 
@@ -172,11 +161,16 @@ def _equation(pieces: list[str], nested: int) -> Read:
     if _NAME.fullmatch(pieces[-1]) and not _has_name(pieces[0]):
         pieces = pieces[::-1]
     if _NAME.fullmatch(pieces[0]) or (len(pieces) > 2 and pieces[0] != pieces[-1]):
-        return _united(pieces[-1], nested)
+        return _named(pieces[0], _united(pieces[-1], nested))
     if pieces[0] != pieces[-1] and (_MATRIX.fullmatch(pieces[-1]) or not any(map(_has_name, pieces))):
         return _united(pieces[-1], nested)
     left, right = map(parse_expression, (pieces[0], pieces[-1]))
     return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks="=")
+
+
+def _named(name: str, read: Read) -> Read:
+    """`read` with a name of one letter; others, as x_1 and f(x), are not compared."""
+    return read._replace(name=name.casefold()) if len(name) == 1 and name.isalpha() else read
 
 
 def _has_name(text: str) -> bool:
@@ -194,13 +188,15 @@ def _inequality(pieces: list[str], signs: list[str]) -> Read:
         raise Unreadable("a relation of several kinds")
     infinite = Expression("infty")
     if len(signs) == 2 and _NAME.fullmatch(pieces[1]):
-        return _interval(parse_expression(pieces[0]), parse_expression(pieces[2]), signs[0], signs[1])
+        low, high = parse_expression(pieces[0]), parse_expression(pieces[2])
+        return _named(pieces[1], _interval(low, high, signs[0], signs[1]))
     if len(signs) != 1:
         raise Unreadable("a chain of relations")
     if signs[0] != r"\ne" and _NAME.fullmatch(pieces[0]) and not _has_name(pieces[1]):
-        return _interval(Expression("neg", (infinite,)), parse_expression(pieces[1]), "<", signs[0])
+        found = _interval(Expression("neg", (infinite,)), parse_expression(pieces[1]), "<", signs[0])
+        return _named(pieces[0], found)
     if signs[0] != r"\ne" and _NAME.fullmatch(pieces[1]) and not _has_name(pieces[0]):
-        return _interval(parse_expression(pieces[0]), infinite, signs[0], "<")
+        return _named(pieces[1], _interval(parse_expression(pieces[0]), infinite, signs[0], "<"))
     left, right = map(parse_expression, pieces)
     return Read("relation", Expression("add", (left, Expression("neg", (right,)))), marks=signs[0])
 
@@ -291,7 +287,7 @@ def _split(text: str, separator: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _at_top(text: str, wanted: re.Pattern[str]) -> Iterator[re.Match[str]]:
+def _at_top(text: str, wanted: re.Pattern[str]) -> list[re.Match[str]]:
     """The matches that stand in no brackets."""
     depths, depth = [], 0
     for character in text:
@@ -299,32 +295,40 @@ def _at_top(text: str, wanted: re.Pattern[str]) -> Iterator[re.Match[str]]:
         depth += character in _OPEN
         depth -= character in _CLOSE
         depths[-1] = min(depths[-1], depth)
-    return (match for match in wanted.finditer(text) if depths[match.start()] == 0)
+    return [match for match in wanted.finditer(text) if depths[match.start()] == 0]
 
 
 # --------------------------------------------------------------------- comparison
 
 
-def equal(answer: str, reference: str) -> bool:
-    """Whether an answer is equal to the reference."""
+def equal(answer: str, references: Iterable[str]) -> bool:
+    """Whether an answer is equal to one of the references, as far as `MAX_WORK` operations tell."""
+    work = Work()
+    try:
+        return any(_is_equal(answer, each, work) for each in references)
+    except TooMuchWork:
+        return False
+
+
+def _is_equal(answer: str, reference: str, work: Work) -> bool:
     mine, theirs = cleaned(answer), cleaned(reference)
     if mine and re.sub(r"\s", "", mine) == re.sub(r"\s", "", theirs):
         return True
-    if (shares := _shares(mine, theirs)) is not None:
+    if (shares := _shares(mine, theirs, work)) is not None:
         return shares
     try:
         said, wanted = read(answer), read(reference)
     except (Unreadable, RecursionError):
         return False
-    return _equal(said, wanted)
+    return _equal(said, wanted, work)
 
 
-def _shares(mine: str, theirs: str) -> bool | None:
+def _shares(mine: str, theirs: str, work: Work) -> bool | None:
     """Whether two numbers are equal of which one has a percent sign; None if they are no such pair."""
     if mine.endswith("%") == theirs.endswith("%"):
         return None
     try:
-        values = [exact(parse_expression(each.removesuffix("%").strip())) for each in (mine, theirs)]
+        values = [exact(parse_expression(each.removesuffix("%").strip()), work) for each in (mine, theirs)]
     except Unreadable:
         return None
     if None in values:
@@ -337,39 +341,45 @@ def _shares(mine: str, theirs: str) -> bool | None:
     return numbers.same_number(told[0], told[1])
 
 
-def _equal(said: Read, wanted: Read) -> bool:
+def _equal(said: Read, wanted: Read, work: Work) -> bool:
+    work.add(1)
     said, wanted = (each.parts[0] if each.kind == "list" and len(each.parts) == 1 else each for each in (said, wanted))
-    if said.kind != wanted.kind:
+    if said.kind != wanted.kind or (said.name and wanted.name and said.name != wanted.name):
         return False
     if said.kind == "value":
         assert said.node is not None and wanted.node is not None
-        return _same_value(said.node, wanted.node)
+        return _same_value(said.node, wanted.node, work)
     if said.kind == "relation":
         assert said.node is not None and wanted.node is not None
         if said.marks in ("<", r"\le"):
-            return said.marks == wanted.marks and same_value(said.node, wanted.node)
-        return said.marks == wanted.marks and proportional(said.node, wanted.node)
+            return said.marks == wanted.marks and same_value(said.node, wanted.node, work)
+        return said.marks == wanted.marks and proportional(said.node, wanted.node, work)
     if said.marks != wanted.marks or len(said.parts) != len(wanted.parts):
         return False
-    if said.kind in ("list", "union"):
-        return _same_members(said.parts, wanted.parts)
-    return all(_equal(*pair) for pair in zip(said.parts, wanted.parts, strict=True))
+    if said.kind == "union" or (said.kind == "list" and not _is_ordered(said, wanted)):
+        return _same_members(said.parts, wanted.parts, work)
+    return all(_equal(mine, theirs, work) for mine, theirs in zip(said.parts, wanted.parts, strict=True))
 
 
-def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...]) -> bool:
+def _is_ordered(said: Read, wanted: Read) -> bool:
+    """Whether values without names answer to several names, as 3, 4 to x = 3, y = 4."""
+    return len({each.name for each in wanted.parts} - {""}) > 1 and not any(each.name for each in said.parts)
+
+
+def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...], work: Work) -> bool:
     left = list(said)
     for each in wanted:
-        found = next((i for i, mine in enumerate(left) if _equal(mine, each)), None)
+        found = next((i for i, mine in enumerate(left) if _equal(mine, each, work)), None)
         if found is None:
             return False
         del left[found]
     return True
 
 
-def _same_value(said: Expression, wanted: Expression) -> bool:
-    if undone(said) > undone(wanted) or not symbols(said) <= symbols(wanted):
+def _same_value(said: Expression, wanted: Expression, work: Work) -> bool:
+    if undone(said, work) > undone(wanted, work) or not symbols(said) <= symbols(wanted):
         return False
-    return same_value(said, wanted)
+    return same_value(said, wanted, work)
 
 
 def is_readable(reference: str) -> bool:
@@ -382,11 +392,13 @@ def is_readable(reference: str) -> bool:
 
 # --------------------------------------------------------------------- the expression in a sentence
 
-_SPAN = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$]+?)\$", re.DOTALL)
+_SPAN = re.compile(
+    r"\$\$(.+?)\$\$|\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$([^$]+?)\$", re.DOTALL
+)
 _BETWEEN = re.compile(r"\s*(?:,|;|(?:,\s*)?\b(?:and|or)\b)\s*", re.IGNORECASE)
 _MARK = re.compile(r"\b(?:is|are|equals|answer\s*:|result\s*:)\s*:?\s*|\banswer\b\s*:?\s+(?=[\d\\-])", re.IGNORECASE)
 _SENTENCE = re.compile(r"\.(?=\s|\Z)|\n")
-_NOT_AFTER = re.compile(r"\s*(?:is|are)\s*(?:not\b|n't|wrong|incorrect|unknown)", re.IGNORECASE)
+_NOT_AFTER = re.compile(rf"\s*(?:{NO_UNITS}|(?:is|are)\s*(?:not\b|n't|wrong|incorrect|unknown))", re.IGNORECASE)
 _SIGN = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
 
 
@@ -398,10 +410,7 @@ def expression_in(place: str) -> str | None:
     spans = list(_SPAN.finditer(text))
     if spans:
         return _in_spans(text, spans)
-    after = text
-    for mark in _MARK.finditer(text):
-        after = text[mark.end() :]
-    sentence = _SENTENCE.split(after.strip(), maxsplit=1)[0].strip().strip("*` ")
+    sentence = _SENTENCE.split(behind(_MARK, text).strip(), maxsplit=1)[0].strip().strip("*` ")
     if sentence and sentence != text and _is_read(sentence):
         return sentence
     number = None if re.search(r"\\(?:begin|end)", text) else numbers.read_number(text)

@@ -9,21 +9,19 @@ the power in `2^3`, the factor in `2x`, `5:30`, `3, 5`, `7 or 8`, `less than 8`.
 from __future__ import annotations
 
 import re
-import unicodedata
+from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
+from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, NO_UNITS, WRAPPED, behind, spelt
+
 MAX_DIGITS = 400
 MAX_EXPONENT = 400
 
 # --------------------------------------------------------------------- one spelling
 
-_SIGNS = str.maketrans(dict.fromkeys("−–‐‑", "-") | {"—": " - ", "⁄": "/", "∕": "/"})
-_VULGAR = re.compile(r"(\d)?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
-_POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_POWER_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|mathit|operatorname)\s*\{([^{}]*)\}")
+_SIGNS = str.maketrans({"—": " - ", "⁄": "/", "∕": "/"})
+_NEGATIVE = re.compile(r"(?<![\d)%])(?<![\d)%] )(?<!\b[a-zA-Z] )(?:negative|minus)\s+(?=[$€£]?[\d.])", re.IGNORECASE)
 _DROPPED = re.compile(
     r"\*\*|__|`|\\[,!;:]|\\(?:left|right|displaystyle|bigl?|bigr?)(?![a-zA-Z])|\\[()\[\]]|[$€£¥₹]|\{(?=,\})|(?<=,)\}"
     r"|(?<![a-zA-Z])(?:USD|EUR|US)(?=\s*[-+]?[\d.])|\^\s*\{?\s*\\circ\s*\}?|°"
@@ -40,11 +38,9 @@ _LOOSE_SIGN = re.compile(r"(^|[=(:])\s*([-+])\s+(?=[\d.])")
 
 def plain_digits(text: str) -> str:
     """`text` with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
-    text = _VULGAR.sub(lambda m: f"{m[1] or ''}{' ' if m[1] else ''}{unicodedata.normalize('NFKC', m[2])}", text)
-    text = _POWERS.sub(lambda m: f"^{m[0].translate(_POWER_DIGITS)}", text)
-    text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    text = _NEGATIVE.sub("-", spelt(text).translate(_SIGNS))
     text = text.replace(r"\$", "").replace(r"\%", "%").replace("\\ ", " ").replace("~", " ")
-    text = _DROPPED.sub("", _GROUPED.sub(",", _WRAPPED.sub(r" \1", text)))
+    text = _DROPPED.sub("", _GROUPED.sub(",", WRAPPED.sub(r" \1", text)))
     text = _CHUNK.sub(_with_point, _UNIT_POWER.sub(r"\1", text))
     text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
     return _LOOSE_SIGN.sub(r"\1 \2", _FRACTION.sub(_slashed, text)).strip()
@@ -82,20 +78,29 @@ _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
 _PERCENT = re.compile(r"\s*(?:%|percent\b)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"\s+({'|'.join(_SCALES)})\b", re.IGNORECASE)
-_UNITS = frozenset("gmshLlCFNJWVAK")  # single letters behind a number that are units, not variables: 5 m, 20 C
+_UNITS = frozenset("gmshLlCFNJWVA")  # single letters behind a number that are units, not variables: 5 m, 20 C
 _ATTACHED = re.compile(  # behind a number that is part of something else
-    r"[ \t]*(?:[\^!·×÷]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|"
+    r"[ \t]*(?:[\^!·×÷±∓‰_]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|"
     r"[-/][ \t]*(?:[a-zA-Z](?![a-zA-Z])|\d|\\|\())"
-    r"|[a-zA-Z](?![a-zA-Z])|[π√]|[.,:/']\d|\s+(?:less|more|fewer) than"
+    r"|[a-zA-Z](?![a-zA-Z])|[π√]|[.,:/']\d|\s+(?:less|more|fewer) than|\s+or\s+(?:more|less|fewer|higher|lower)\b"
+    rf"|[ \t]+(?:{NO_UNITS}|(?:pi|π|[xyz]|bn|mn|mln)(?![\w']))"
+    r"|\s+(?:is|are|was)(?:n't|n’t|\s+(?:not|wrong|incorrect|false)\b)"
 )
 _BEFORE = re.compile(  # before such a number
-    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥]|\*\*|\^\s*[({]?\s*-?|\\[lg]eq?|"
-    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*"
+    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥±∓]|\*\*|\^\s*[({]?\s*-?|\\(?:[lg]eq?|pm|mp|neg)|-\(\s*|"
+    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*|\d[ \t]*x[ \t]*|\b[a-zA-Z]\(\s*"
+    r"|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s*(?:_\s*(?:\{[^{}]*\}|\w+))?\s*[({]?\s*"
+    r"|(?:\b(?:root|half|third|quarter|fourth|fifth|tenth|percent)|%)\s+of"
+    r"|\b(?:mod|modulo|choose|minus|plus|times|divided by|out of|twice|double|triple|point)"
     r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than|\bat (?:least|most)"
-    r"|\b(?:over|under|above|below|almost|nearly|up to))\s*\Z|\d[,.:/']\Z",
+    r"|\b(?:over|under|above|below|almost|nearly|up to))\s*\(?\Z|\d[,.:/']\Z",
     re.IGNORECASE,
 )
-_NOT = re.compile(r"(?:\bnot|n't|≠|!=|\\neq?|\bnor)\s+(?:equal\s+to\s+|be\s+|just\s+)?\Z", re.IGNORECASE)
+_NOT = re.compile(
+    r"(?:\bnot|n't|n’t|≠|!=|\\neq?|\b(?:nor|never|cannot|except|other than|(?:anything|everything|all) but))\s+"
+    r"(?:(?:equal to|be|just|exactly|necessarily|really)\s+)*\Z",
+    re.IGNORECASE,
+)
 
 
 class Number(NamedTuple):
@@ -136,8 +141,8 @@ def _understood(match: re.Match[str], text: str) -> Number | None:
 
 
 def _glued(text: str, start: int) -> bool:
-    """Whether a letter stands before it, as in CO2."""
-    return start > 0 and re.match(r"[a-zA-ZÀ-ɏΑ-ω_]", text[start - 1]) is not None
+    """Whether it belongs to what stands before it, as in CO2, H_{2}O and 101_2."""
+    return re.search(r"(?:[a-zA-ZÀ-ɏΑ-ω_]|_\{)\Z", text[max(0, start - 2) : start]) is not None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -186,9 +191,7 @@ def read_number(place: str) -> Number | None:
     """The number that the text in `place` ends with, or that stands behind its last "answer is"; in words where it has
     no digit."""
     text = plain_digits(place[-MAX_READ_CHARS:])
-    after = text
-    for mark in _MARK.finditer(text):
-        after = text[mark.end() :]
+    after = behind(_MARK, text)
     if not re.search(r"\d", after):
         return read_words(after)
     if after is not text and not _CORRECTED.search(after):
@@ -241,13 +244,16 @@ _SMALL = {
 }
 _TENS = {word: 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
 _WORDS = re.compile(r"[a-z]+|[^a-z\s-]+", re.IGNORECASE)
+_SAID_NEGATIVE = re.compile(r"(?:\b([a-z]+)\s+)?\b(?:negative|minus)\s+\Z")
+_SAID_PART = re.compile(rf"\W+(?:{NO_UNITS}|and an? |quarters?\b|point\b|over\b|times\b|plus\b|minus\b|or\b)")
 
 
 def read_words(text: str) -> Number | None:
     """The number in words that the text ends with: `One + Four = Five.`, `twenty-five`. A single `one` is a pronoun
     unless it is all there is."""
     runs: list[list[str]] = [[]]
-    words = _WORDS.findall(text.lower())
+    text = text.lower()
+    words = _WORDS.findall(text)
     for i, word in enumerate(words):
         joins = word == "and" and runs[-1][-1:] and words[i + 1 : i + 2] and runs[-1][-1] in _SCALES
         if word in _SMALL or word in _TENS or (word in _SCALES and runs[-1]):
@@ -255,16 +261,23 @@ def read_words(text: str) -> Number | None:
         elif not joins and runs[-1]:
             runs.append([])
     spoken = [run for run in runs if run]
-    if (
-        not spoken
-        or (spoken[-1] == ["one"] and len(words) > 2)
-        or _NOT.search(text.lower().rpartition(spoken[-1][0])[0])
-    ):
+    if not spoken or (spoken[-1] == ["one"] and len(words) > 2):
         return None
-    if len(spoken) > 1 and re.search(rf"\b{spoken[-2][-1]}\s*(?:,|or|and)\s*{spoken[-1][0]}\b", text.lower()):
+    if len(spoken) > 1 and re.search(rf"\b{spoken[-2][-1]}\s*(?:,|or|and)\s*{spoken[-1][0]}\b", text):
+        return None
+    found = deque(re.finditer(r"\W+(?:and\W+)?".join(rf"\b{word}\b" for word in spoken[-1]), text), maxlen=1)
+    if not found:
+        return None
+    before, after = text[max(0, found[0].start() - 40) : found[0].start()], text[found[0].end() :]
+    sign = _SAID_NEGATIVE.search(before)
+    if sign is None and (_NOT.search(before) or _BEFORE.search(before)) or _SAID_PART.match(after):
+        return None
+    if sign is not None and sign[1] in {**_SMALL, **_TENS, **_SCALES}:  # ten minus five
         return None
     value = _spoken(spoken[-1])
-    return None if value is None else Number(" ".join(spoken[-1]), Fraction(value))
+    if value is None:
+        return None
+    return Number(("minus " if sign else "") + " ".join(spoken[-1]), Fraction(-value if sign else value))
 
 
 def _spoken(words: list[str]) -> int | None:

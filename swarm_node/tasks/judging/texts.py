@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import deque
 from decimal import Decimal
 
-MAX_READ_CHARS = 4_000  # at the end of a place; an answer stands there
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
+from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, WRAPPED, behind
 
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
+_CODE = re.compile(r"[-+]?0[0-9]")  # 007: its zeros count
 
 _ANSWER_IS = re.compile(r"\banswer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|(?<=[.!?])\s+(?=[A-Z])")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
+_TAKEN_BACK = re.compile(r"no\s*[,.!:;-]|(?:wait|actually|sorry|correction|or)\b", re.IGNORECASE)
 _MARKUP = "*_`\"'“”‘’«»$ "
 _END = ".,;:!?"
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\S)")
@@ -28,15 +28,16 @@ _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\S)")
 def stated(text: str) -> str:
     """What a text states as its answer."""
     text = text[-MAX_READ_CHARS:]
-    last = deque(_ANSWER_IS.finditer(text), maxlen=1)
-    if not last:
+    found = behind(_ANSWER_IS, text)
+    if found == text:
         return text.strip()
-    return _SENTENCE_END.split(text[last[0].end() :].strip(), maxsplit=1)[0]
+    first, *more = _SENTENCE_END.split(found.strip(), maxsplit=1)
+    return text.strip() if more and _TAKEN_BACK.match(more[0]) else first
 
 
 def plain(text: str) -> str:
     """`text` in lower case, without markup, an article in front and the punctuation at its end."""
-    bare = _WRAPPED.sub(r"\1", normalise(text)).strip(_MARKUP)
+    bare = WRAPPED.sub(r"\1", normalise(text)).strip(_MARKUP)
     for _ in range(2):  # **"Paris".**
         bare = bare.rstrip(_END).strip(_MARKUP)
     return _ARTICLE.sub("", bare.casefold(), count=1) or bare
@@ -44,10 +45,10 @@ def plain(text: str) -> str:
 
 def states(answer: str, reference: str) -> bool:
     """Whether an answer states the text or the plain number of the reference."""
-    if text_or_number(answer, reference):
+    if normalise(answer) == normalise(reference):
         return True
     said, wanted = plain(stated(answer)), plain(reference)
-    return bool(wanted) and (said == wanted or bool(text_or_number(said, wanted)))
+    return bool(wanted) and (said == wanted or (not _CODE.match(wanted) and bool(text_or_number(said, wanted))))
 
 
 def normalise(text: str) -> str:

@@ -2,13 +2,14 @@
 
     tree -> exact fractions, or numbers of 50 digits -> the same at every point that is tried?
 
-The size of every intermediate value is bounded before it is computed, so `10^{10^{10}}` is refused, and every machine
-comes to the same verdict.
+The size of every intermediate value is bounded before it is computed, so `10^{10^{10}}` is refused. The operations of a
+verdict are counted and bounded as well (`Work`). So every machine comes to the same verdict in bounded time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from hashlib import sha256
 from typing import Any
@@ -20,6 +21,9 @@ from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadab
 MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
 MAX_FACTORIAL = 200
 POINTS, TRIES = 3, 8  # points at which two expressions must agree, of so many that are tried
+MAX_WORK = 10_000  # of a verdict: operations of a few microseconds each
+_WORK = dict.fromkeys(("call", "log", "root", "pow"), 20)  # of an operation that takes longer
+_WORK_BITS = 256  # of a fraction, that take as long as one more operation
 
 _CONTEXT = mpmath.MPContext()
 _CONTEXT.dps = 50
@@ -30,29 +34,46 @@ Value = Any  # a Fraction, or a real or complex number of mpmath
 _CALLED: dict[str, Callable[[Value], Value]] = {name: getattr(_CONTEXT, _INVERSE.get(name, name)) for name in FUNCTIONS}
 
 
+class TooMuchWork(Exception):
+    """The comparison is longer than a verdict may take."""
+
+
+class Work:
+    """Counts the operations of a verdict."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def add(self, operations: int) -> None:
+        """Count that many more. Raises TooMuchWork."""
+        self.done += operations
+        if self.done > MAX_WORK:
+            raise TooMuchWork
+
+
 def symbols(node: Expression) -> frozenset[str]:
     """The names in an expression; `e` and `i` are numbers."""
     own = {node.name} if node.kind == "symbol" and node.name not in ("e", "i") else set()
     return frozenset(own.union(*(symbols(part) for part in node.parts)))
 
 
-def undone(node: Expression) -> int:
+def undone(node: Expression, work: Work) -> int:
     """How many operations on plain numbers are left to do, as in 3 + 4, 2^{10}, 5! or 12 / 4: those are steps, not
     answers. A fraction, a mixed number, a percentage and 1.5 * 10^3 are numbers as they are."""
-    return _steps(node)[0]
+    return _steps(node, work)[0]
 
 
-def _steps(node: Expression) -> tuple[int, Fraction | None]:
+def _steps(node: Expression, work: Work) -> tuple[int, Fraction | None]:
     """(operations left to do, the value if it is a rational number) of a tree."""
     if not node.parts:
         return 0, node.value
-    below = [_steps(part) for part in node.parts]
+    below = [_steps(part, work) for part in node.parts]
     steps = sum(count for count, _ in below)
     values = [value for _, value in below if value is not None]
     if len(values) < len(below):
         return steps, None
     try:
-        value = _bounded(_COMPUTED[node.kind](node, *values))
+        value = _operation(node, values, work)
     except (Unreadable, ArithmeticError, ValueError):
         return steps, None
     if not isinstance(value, Fraction):
@@ -70,12 +91,12 @@ def _is_power_of_ten(node: Expression) -> bool:
     return node.kind == "pow" and node.parts[0].value == 10
 
 
-def exact(node: Expression) -> Fraction | None:
+def exact(node: Expression, work: Work) -> Fraction | None:
     """The value of an expression of rational numbers; None if it is none, or is too large."""
-    return _steps(node)[1]
+    return _steps(node, work)[1]
 
 
-def same_value(answer: Expression, reference: Expression) -> bool:
+def same_value(answer: Expression, reference: Expression, work: Work) -> bool:
     """Whether both have one value wherever both have any."""
     if answer == reference:
         return True
@@ -84,7 +105,7 @@ def same_value(answer: Expression, reference: Expression) -> bool:
     for attempt in range(TRIES if names else 1):
         points = {name: _point(name, attempt) for name in names}
         try:
-            left, right = _value(answer, points), _value(reference, points)
+            left, right = _value(answer, points, work), _value(reference, points, work)
         except (Unreadable, ArithmeticError, ValueError):
             continue
         if not _close(left, right):
@@ -95,14 +116,14 @@ def same_value(answer: Expression, reference: Expression) -> bool:
     return False
 
 
-def proportional(answer: Expression, reference: Expression) -> bool:
+def proportional(answer: Expression, reference: Expression, work: Work) -> bool:
     """Whether one is the other times a number that is not 0: equations of one solution."""
     names = sorted(symbols(answer) | symbols(reference))
     ratios = []
     for attempt in range(TRIES):
         points = {name: _point(name, attempt) for name in names}
         try:
-            left, right = _value(answer, points), _value(reference, points)
+            left, right = _value(answer, points, work), _value(reference, points, work)
             ratios.append(_as_float(left) / _as_float(right))
         except (Unreadable, ArithmeticError, ValueError):
             continue
@@ -149,8 +170,8 @@ def _bounded(value: Value) -> Value:
     return value.real if isinstance(value, _CONTEXT.mpc) and not value.imag else value
 
 
-def _value(node: Expression, points: Mapping[str, Fraction]) -> Value:
-    """The value of a tree. Raises Unreadable, ArithmeticError or ValueError."""
+def _value(node: Expression, points: Mapping[str, Fraction], work: Work) -> Value:
+    """The value of a tree. Raises Unreadable, ArithmeticError, ValueError or TooMuchWork."""
     if node.value is not None:
         return node.value
     if node.kind == "symbol":
@@ -163,8 +184,15 @@ def _value(node: Expression, points: Mapping[str, Fraction]) -> Value:
         return +_CONTEXT.pi
     if node.kind == "infty":
         return _CONTEXT.inf
-    parts = [_value(part, points) for part in node.parts]
-    return _bounded(_COMPUTED[node.kind](node, *parts))
+    return _operation(node, [_value(part, points, work) for part in node.parts], work)
+
+
+def _operation(node: Expression, parts: Sequence[Value], work: Work) -> Value:
+    work.add(_WORK.get(node.kind, 1))
+    value = _bounded(_COMPUTED[node.kind](node, *parts))
+    if isinstance(value, Fraction):
+        work.add((value.numerator.bit_length() + value.denominator.bit_length()) // _WORK_BITS)
+    return value
 
 
 def _exactly(both: Callable[[Value, Value], Value]) -> Callable[..., Value]:
@@ -217,20 +245,14 @@ def _whole_root(value: int, degree: int) -> int | None:
 def _factorial(node: Expression, value: Value) -> Value:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
         raise Unreadable("factorial")
-    product = 1
-    for factor in range(2, int(value) + 1):
-        product *= factor
-    return Fraction(product)
+    return Fraction(math.factorial(int(value)))
 
 
 def _binomial(node: Expression, above: Value, below: Value) -> Value:
     for value in (above, below):
         if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
             raise Unreadable("binomial")
-    product = Fraction(1)
-    for step in range(int(below)):
-        product *= Fraction(int(above) - step, step + 1)
-    return product
+    return Fraction(math.comb(int(above), int(below)))
 
 
 def _called(node: Expression, argument: Value) -> Value:
