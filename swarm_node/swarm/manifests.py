@@ -110,9 +110,10 @@ def with_usual_columns(
         if file.as_members_read:
             found.append(spec)
             continue
-        if file.has_several:
+        if file.has_several and file.kind == "text":
             raise UserError(
-                f"{table.file} has several accepted answers to a question, and members of a swarm read one: leave one"
+                f"{table.file} has several accepted answers to a question, and members read one of the kind text: leave "
+                "one, or name the kind, as --kind number"
             )
         data = file.as_jsonl()
         copy = folder / f"{file.label}-questions.jsonl"

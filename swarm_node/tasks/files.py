@@ -48,6 +48,7 @@ from swarm_node.types import Task
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
 MAX_BYTES = 2**31  # of a file: it is read into memory
+MAX_ACCEPTED = 16  # accepted answers to a question: an answer is compared with each
 SHOWN, MAX_SHOWN = 3, 40  # references in the sentence at the start, and characters of each
 READ_AS: dict[AnswerKind, str] = {
     "text": "whole texts",
@@ -94,6 +95,8 @@ class QuestionFile(OneTurn):
             raise UserError(f"task file {path} is empty: it needs lines like {_example(path)}")
         self._is_guessed = kind is None
         self.kind: AnswerKind = kind or guess_kind((row["question"], accepted(row)) for row in self._rows.values())
+        if self.has_several and self.kind == "text":
+            self.as_members_read = False  # earlier versions, which know this kind alone, read one answer
         named = b"" if self.columns == COLUMNS else msgspec.json.encode(self.columns)
         self.config = hashlib.sha256(b"".join(data for _, data in parts) + named).hexdigest()[:CONFIG_HASH_CHARS]
 
@@ -137,7 +140,7 @@ class QuestionFile(OneTurn):
             value = None
         answer = _answer(value, answered) if value is not None or answer_needed else None
         self._check_kind(answer, answered)
-        self.as_members_read &= found is question and (answer is None or answer == str(value))
+        self.as_members_read &= found is question and answer in (None, value if isinstance(value, list) else str(value))
         rest = {name: cell for name, cell in row.items() if name not in self.columns}
         return {**rest, "question": question.strip(), "answer": answer}
 
@@ -208,10 +211,10 @@ class QuestionFile(OneTurn):
         return verdict.extracted, float(verdict.right)
 
     def _judge(self, task: Task, completion: str) -> Verdict:
-        references = task.accepted or (task.answer or "",)
+        references, others = task.accepted or (task.answer or "",), ()
         if self.kind == "choice":
-            references = with_texts(task.question, references)
-        return judge(self.kind, references, completion, self.form)
+            references, others = with_texts(task.question, references)
+        return judge(self.kind, references, completion, self.form, others)
 
     @property
     def config_of_copy(self) -> str:
@@ -235,6 +238,8 @@ def as_list(answer: str | list[str]) -> list[str]:
 def _answer(value: Any, column: str) -> str | list[str]:
     """The right answer as a text, or all accepted ones. The ValueError says what is wrong."""
     if isinstance(value, list) and value and not any(isinstance(each, list) for each in value):
+        if len(value) > MAX_ACCEPTED:
+            raise ValueError(f"`{column}` has {len(value)} accepted answers: leave at most {MAX_ACCEPTED}")
         accepted = [text for each in value for text in [_answer(each, column)] if isinstance(text, str)]
         return accepted if len(accepted) > 1 else accepted[0]
     if isinstance(value, float) and not math.isfinite(value):

@@ -100,11 +100,11 @@ def _choice(found: str, accepted: tuple[str, ...], others: tuple[str, ...]) -> V
     wanted = [choices.choice_of(reference_text(each) or "") for each in accepted]
     labels = {each.label for each in wanted} - {""}
     texts = {choices.same_text(each.text) for each in wanted} - {""}
-    whole, marked, *labelled = choices.texts_of(found)
-    if whole in texts or marked in texts:
-        return Verdict(found, True)
-    if {choices.same_text(choices.plain_words(each)) for each in others}.intersection((whole, marked, *labelled)):
-        return Verdict(found, False)
+    wrong = {choices.same_text(choices.plain_words(each)) for each in others} - {""}
+    for each in choices.with_or_without_label(found):
+        text = choices.same_text(each.text)
+        if text in wrong or (text in texts and each.label in labels | {""}):
+            return Verdict(found, text not in wrong)
     named = choices.read_choice(found)
     if named.label:
         return Verdict(named.label, named.label in labels)

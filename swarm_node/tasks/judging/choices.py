@@ -68,9 +68,10 @@ class Choice(NamedTuple):
 
 
 def plain_words(text: str) -> str:
-    """`text` in one spelling, without markup and LaTeX around words, and with one blank or line break in place of
+    """The end of `text` in one spelling, without markup and LaTeX around words, and with one blank or line break in place of
     several: patterns with optional parts between blanks would try all ways to share these out."""
-    words = _MARKUP.sub("", WRAPPED.sub(r" \1", unicodedata.normalize("NFKC", text))).strip()
+    text = unicodedata.normalize("NFKC", text[-MAX_READ_CHARS:])[-MAX_READ_CHARS:]
+    words = _MARKUP.sub("", WRAPPED.sub(r" \1", text)).strip()
     return _BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", words)
 
 
@@ -102,19 +103,18 @@ def with_texts(question: str, accepted: tuple[str, ...]) -> tuple[tuple[str, ...
     return (*accepted, *told), tuple(text for text in wrong if same_text(plain_words(text)) not in right)
 
 
-def texts_of(place: str) -> tuple[str, ...]:
-    """What may be a choice's own text in `place`: all of it, what stands behind "answer is", and each of both without
-    the label in front."""
-    text = plain_words(place[-MAX_READ_CHARS:])
-    found = [text, behind(_TEXT_BEHIND, text)]
-    found += [match[3] for each in found if (match := _LABELLED.fullmatch(each)) is not None]
-    return tuple(map(same_text, found))
+def with_or_without_label(place: str) -> list[Choice]:
+    """What `place` names if it holds a choice's whole text: as it is, behind "answer is", and both without a label in
+    front."""
+    text = plain_words(place)
+    texts = text, behind(_TEXT_BEHIND, text)
+    return [*(Choice(text=each) for each in texts), *map(choice_of, texts)]
 
 
 def read_choice(place: str) -> Choice:
     """What the text in `place` names: its label, and the text that stands there besides. Both are empty if it names
     none, or several."""
-    text = plain_words(place[-MAX_READ_CHARS:])
+    text = plain_words(place)
     if (alone := _LABEL_ALONE.fullmatch(text)) is not None:
         return Choice(alone[1].upper())
     if "\n" not in text and (first := _NUMBERED.fullmatch(text)) is not None:
@@ -209,7 +209,8 @@ _EITHER = re.compile(
 )
 _EITHER_BEFORE = re.compile(
     r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z"
-    r"|\b(?:doubt|deny|false|wrong|incorrect|unlikely|not (?:the case|true|clear|sure))(?:\s+(?:that|whether|if|to say))?"
+    r"|\b(?:doubt|deny|false|wrong|incorrect|unlikely|not (?:the case|true|clear|sure))"
+    r"(?:\s+(?:that|whether|if|to say))?"
     r"\s+(?:(?:it|this|that|the (?:statement|claim|proposition|sentence))\s+is\s+)?\Z",
     re.IGNORECASE,
 )
@@ -224,7 +225,7 @@ def yes_or_no(reference: str) -> bool | None:
 
 def read_yes_no(place: str) -> tuple[str, bool] | None:
     """The word of the text in `place` that says yes or no, and which; None if it says neither or both."""
-    text = plain_words(place[-MAX_READ_CHARS:])
+    text = plain_words(place)
     alone = _ALONE.fullmatch(text)
     if alone is not None:
         word = alone[1]

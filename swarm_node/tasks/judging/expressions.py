@@ -309,7 +309,7 @@ class _Parser:
         power, base = None, None
         while self.peek() in ("^", "_"):
             if self._take()[1] == "^":
-                power = self._postfix(self._atom())
+                power = self._exponent()
             else:
                 base = self._atom()
         bracketed = self.peek() in ("(", "[", "{", "|")

@@ -304,14 +304,15 @@ def _at_top(text: str, wanted: re.Pattern[str]) -> list[re.Match[str]]:
 def equal(answer: str, references: Iterable[str]) -> bool:
     """Whether an answer is equal to one of the references, as far as `MAX_WORK` operations tell."""
     work = Work()
+    mine = cleaned(answer)
     try:
-        return any(_is_equal(answer, each, work) for each in references)
+        return any(_is_equal(answer, mine, each, work) for each in references)
     except TooMuchWork:
         return False
 
 
-def _is_equal(answer: str, reference: str, work: Work) -> bool:
-    mine, theirs = cleaned(answer), cleaned(reference)
+def _is_equal(answer: str, mine: str, reference: str, work: Work) -> bool:
+    theirs = cleaned(reference)
     if mine and re.sub(r"\s", "", mine) == re.sub(r"\s", "", theirs):
         return True
     if (shares := _shares(mine, theirs, work)) is not None:

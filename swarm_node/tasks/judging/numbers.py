@@ -13,7 +13,7 @@ from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
-from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, NO_UNITS, WRAPPED, behind, spelt
+from swarm_node.tasks.judging.spelling import NO_UNITS, WRAPPED, behind, spelt
 
 MAX_DIGITS = 400
 MAX_EXPONENT = 400
@@ -37,7 +37,7 @@ _LOOSE_SIGN = re.compile(r"(^|[=(:])\s*([-+])\s+(?=[\d.])")
 
 
 def plain_digits(text: str) -> str:
-    """`text` with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
+    """The end of `text`, with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
     text = _NEGATIVE.sub("-", spelt(text).translate(_SIGNS))
     text = text.replace(r"\$", "").replace(r"\%", "%").replace("\\ ", " ").replace("~", " ")
     text = _DROPPED.sub("", _GROUPED.sub(",", WRAPPED.sub(r" \1", text)))
@@ -190,7 +190,7 @@ _GOES_ON = re.compile(
 def read_number(place: str) -> Number | None:
     """The number that the text in `place` ends with, or that stands behind its last "answer is"; in words where it has
     no digit."""
-    text = plain_digits(place[-MAX_READ_CHARS:])
+    text = plain_digits(place)
     after = behind(_MARK, text)
     if not re.search(r"\d", after):
         return read_words(after)
@@ -204,7 +204,7 @@ def read_number(place: str) -> Number | None:
 
 def number_of(reference: str) -> Number | None:
     """The only number of a reference, or the one it ends with; None if it has none."""
-    text = plain_digits(reference[-MAX_READ_CHARS:])
+    text = plain_digits(reference)
     return _last(text) if re.search(r"\d", text) else read_words(text)
 
 

@@ -28,11 +28,11 @@ _UNSURE = re.compile(
 
 
 def spelt(text: str) -> str:
-    """`text` with one spelling of its characters."""
-    text = _VULGAR.sub(_fraction, text)
+    """The end of `text`, with one spelling of its characters."""
+    text = _VULGAR.sub(_fraction, text[-MAX_READ_CHARS:])
     text = _RAISED.sub(lambda m: f"^{{{_plain(m[0])}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{_plain(m[0])}}}", text)
-    return _plain(text)
+    return _plain(text)[-MAX_READ_CHARS:]
 
 
 def behind(mark: re.Pattern[str], text: str) -> str:

@@ -21,7 +21,7 @@ from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadab
 MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
 MAX_FACTORIAL = 200
 POINTS, TRIES = 3, 8  # points at which two expressions must agree, of so many that are tried
-MAX_WORK = 10_000  # of a verdict: operations of a few microseconds each
+MAX_WORK = 5_000  # of a verdict: operations of a few microseconds each
 _WORK = dict.fromkeys(("call", "log", "root", "pow"), 20)  # of an operation that takes longer
 _WORK_BITS = 256  # of a fraction, that take as long as one more operation
 
@@ -39,10 +39,12 @@ class TooMuchWork(Exception):
 
 
 class Work:
-    """Counts the operations of a verdict."""
+    """Counts the operations of a verdict, and keeps what they found: members of lists are compared several times."""
 
     def __init__(self) -> None:
         self.done = 0
+        self.undone: dict[Expression, int] = {}
+        self.values: dict[tuple[Expression, int], Value] = {}
 
     def add(self, operations: int) -> None:
         """Count that many more. Raises TooMuchWork."""
@@ -60,7 +62,9 @@ def symbols(node: Expression) -> frozenset[str]:
 def undone(node: Expression, work: Work) -> int:
     """How many operations on plain numbers are left to do, as in 3 + 4, 2^{10}, 5! or 12 / 4: those are steps, not
     answers. A fraction, a mixed number, a percentage and 1.5 * 10^3 are numbers as they are."""
-    return _steps(node, work)[0]
+    if node not in work.undone:
+        work.undone[node] = _steps(node, work)[0]
+    return work.undone[node]
 
 
 def _steps(node: Expression, work: Work) -> tuple[int, Fraction | None]:
@@ -103,10 +107,8 @@ def same_value(answer: Expression, reference: Expression, work: Work) -> bool:
     names = symbols(answer) | symbols(reference)
     agreed = 0
     for attempt in range(TRIES if names else 1):
-        points = {name: _point(name, attempt) for name in names}
-        try:
-            left, right = _value(answer, points, work), _value(reference, points, work)
-        except (Unreadable, ArithmeticError, ValueError):
+        left, right = _value_at(answer, attempt, work), _value_at(reference, attempt, work)
+        if left is None or right is None:
             continue
         if not _close(left, right):
             return False
@@ -118,20 +120,28 @@ def same_value(answer: Expression, reference: Expression, work: Work) -> bool:
 
 def proportional(answer: Expression, reference: Expression, work: Work) -> bool:
     """Whether one is the other times a number that is not 0: equations of one solution."""
-    names = sorted(symbols(answer) | symbols(reference))
     ratios = []
     for attempt in range(TRIES):
-        points = {name: _point(name, attempt) for name in names}
-        try:
-            left, right = _value(answer, points, work), _value(reference, points, work)
-            ratios.append(_as_float(left) / _as_float(right))
-        except (Unreadable, ArithmeticError, ValueError):
+        left, right = _value_at(answer, attempt, work), _value_at(reference, attempt, work)
+        if left is None or right is None or not right:
             continue
+        ratios.append(_as_float(left) / _as_float(right))
         if ratios[-1] == 0 or not _close(ratios[-1], ratios[0]):
             return False
         if len(ratios) == POINTS:
             return True
     return False
+
+
+def _value_at(node: Expression, attempt: int, work: Work) -> Value:
+    """The value of a tree at one point; None if it has none there."""
+    key = node, attempt
+    if key not in work.values:
+        try:
+            work.values[key] = _value(node, {name: _point(name, attempt) for name in symbols(node)}, work)
+        except (Unreadable, ArithmeticError, ValueError):
+            work.values[key] = None
+    return work.values[key]
 
 
 def _point(name: str, attempt: int) -> Fraction:
