@@ -18,6 +18,7 @@ import msgspec
 from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract_place, reference_text
+from swarm_node.tasks.judging.sentences import expression_in
 from swarm_node.tasks.judging.texts import stated, states
 
 JUDGE = 1  # version of the judge, which travels with answers
@@ -113,7 +114,7 @@ def _choice(found: str, accepted: tuple[str, ...], others: tuple[str, ...]) -> V
 
 
 def _maths(found: str, accepted: tuple[str, ...]) -> Verdict:
-    answer = maths.expression_in(found)
+    answer = expression_in(found)
     if answer is None:
         return Verdict(None, False)
     return Verdict(answer, maths.equal(answer, (reference_text(each) or "" for each in accepted)))

@@ -68,8 +68,8 @@ class Choice(NamedTuple):
 
 
 def plain_words(text: str) -> str:
-    """The end of `text` in one spelling, without markup and LaTeX around words, and with one blank or line break in place of
-    several: patterns with optional parts between blanks would try all ways to share these out."""
+    """The end of `text` in one spelling, without markup and LaTeX around words, with one blank or line break in place
+    of several: patterns with optional parts between blanks would try all ways to share these out."""
     text = unicodedata.normalize("NFKC", text[-MAX_READ_CHARS:])[-MAX_READ_CHARS:]
     words = _MARKUP.sub("", WRAPPED.sub(r" \1", text)).strip()
     return _BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", words)

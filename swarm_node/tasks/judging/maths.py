@@ -3,7 +3,7 @@ relations, matrices, short texts.
 
     text -> `cleaned` -> lists -> relations -> tuples and intervals -> `expressions`
 
-`expression_in` finds the expression in a sentence, `equal` compares two. What cannot be read is equal to the same
+`sentences` finds the expression in a sentence, `equal` compares two. What cannot be read is equal to the same
 characters only. An answer that leaves arithmetic to be done is not equal to the number that it would give.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from swarm_node.tasks.judging import numbers
 from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
-from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, NO_UNITS, WRAPPED, behind, spelt
+from swarm_node.tasks.judging.spelling import NO_UNITS, WRAPPED, spelt
 from swarm_node.tasks.judging.values import TooMuchWork, Work, exact, proportional, same_value, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
@@ -219,7 +219,7 @@ def _united(text: str, nested: int) -> Read:
     if inside is not None:
         items = _split(inside, r",|;") if "{" not in marks else [inside]
         if "{" in marks:
-            return _list([_read(inside, nested + 1)])
+            return _list([_read(inside, nested + 1)])._replace(marks=marks)
         if len(items) > 1:
             if len(items) > MAX_ITEMS:
                 raise Unreadable("too many items")
@@ -254,10 +254,10 @@ def _matrix(rows: str, nested: int) -> Read:
 
 
 def _list(items: Iterator[Read] | list[Read]) -> Read:
-    """A list without lists in it: of {1, {2, 3}} no order is kept anyway."""
+    """A list without lists in it, but for sets in braces."""
     flat: list[Read] = []
     for item in items:
-        flat += item.parts if item.kind == "list" else (item,)
+        flat += item.parts if item.kind == "list" and not item.marks else (item,)
     if len(flat) > MAX_ITEMS:
         raise Unreadable("too many items")
     return Read("list", parts=tuple(flat))
@@ -301,6 +301,9 @@ def _at_top(text: str, wanted: re.Pattern[str]) -> list[re.Match[str]]:
 # --------------------------------------------------------------------- comparison
 
 
+_BLANK = re.compile(r"(?<!\d)\s|\s(?!\d)")  # that says nothing: 3 4/5 is not 34/5
+
+
 def equal(answer: str, references: Iterable[str]) -> bool:
     """Whether an answer is equal to one of the references, as far as `MAX_WORK` operations tell."""
     work = Work()
@@ -313,7 +316,7 @@ def equal(answer: str, references: Iterable[str]) -> bool:
 
 def _is_equal(answer: str, mine: str, reference: str, work: Work) -> bool:
     theirs = cleaned(reference)
-    if mine and re.sub(r"\s", "", mine) == re.sub(r"\s", "", theirs):
+    if mine and _BLANK.sub("", mine) == _BLANK.sub("", theirs):
         return True
     if (shares := _shares(mine, theirs, work)) is not None:
         return shares
@@ -355,7 +358,7 @@ def _equal(said: Read, wanted: Read, work: Work) -> bool:
         if said.marks in ("<", r"\le"):
             return said.marks == wanted.marks and same_value(said.node, wanted.node, work)
         return said.marks == wanted.marks and proportional(said.node, wanted.node, work)
-    if said.marks != wanted.marks or len(said.parts) != len(wanted.parts):
+    if (said.kind != "list" and said.marks != wanted.marks) or len(said.parts) != len(wanted.parts):
         return False
     if said.kind == "union" or (said.kind == "list" and not _is_ordered(said, wanted)):
         return _same_members(said.parts, wanted.parts, work)
@@ -389,57 +392,3 @@ def is_readable(reference: str) -> bool:
         return len(reference) <= MAX_CHARS and bool(read(reference))
     except (Unreadable, RecursionError):
         return False
-
-
-# --------------------------------------------------------------------- the expression in a sentence
-
-_SPAN = re.compile(
-    r"\$\$(.+?)\$\$|\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$([^$]+?)\$", re.DOTALL
-)
-_BETWEEN = re.compile(r"\s*(?:,|;|(?:,\s*)?\b(?:and|or)\b)\s*", re.IGNORECASE)
-_MARK = re.compile(r"\b(?:is|are|equals|answer\s*:|result\s*:)\s*:?\s*|\banswer\b\s*:?\s+(?=[\d\\-])", re.IGNORECASE)
-_SENTENCE = re.compile(r"\.(?=\s|\Z)|\n")
-_NOT_AFTER = re.compile(rf"\s*(?:{NO_UNITS}|(?:is|are)\s*(?:not\b|n't|wrong|incorrect|unknown))", re.IGNORECASE)
-_SIGN = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
-
-
-def expression_in(place: str) -> str | None:
-    """The expression that the text in `place` ends with; None if it has none."""
-    text = place[-MAX_READ_CHARS:].replace(r"\$", " ").strip()
-    if _is_read(text):
-        return text
-    spans = list(_SPAN.finditer(text))
-    if spans:
-        return _in_spans(text, spans)
-    sentence = _SENTENCE.split(behind(_MARK, text).strip(), maxsplit=1)[0].strip().strip("*` ")
-    if sentence and sentence != text and _is_read(sentence):
-        return sentence
-    number = None if re.search(r"\\(?:begin|end)", text) else numbers.read_number(text)
-    if number is None or re.search(rf"\bor\s*{re.escape(number.text)}", text):
-        return None
-    return number.text
-
-
-def _is_read(text: str) -> bool:
-    try:
-        return len(text) <= MAX_CHARS and read(text).kind != "text"
-    except (Unreadable, RecursionError):
-        return False
-
-
-def _in_spans(text: str, spans: list[re.Match[str]]) -> str | None:
-    """The last mathematics of a text that marks it, with what it is joined to by `and` or `or`; or the number after
-    it."""
-    tail = text[spans[-1].end() :]
-    if _NOT_AFTER.match(tail):
-        return None
-    if re.search(r"\d", tail):
-        found = numbers.read_number(tail)
-        return None if found is None else found.text
-    joined = [spans[-1]]
-    for span in reversed(spans[:-1]):
-        if not _BETWEEN.fullmatch(text[span.end() : joined[0].start()]):
-            break
-        joined.insert(0, span)
-    inside = ", ".join(next(filter(None, span.groups())).strip(" \n.") for span in joined)
-    return inside + ("%" if _SIGN.match(tail) else "") if inside else None

@@ -37,7 +37,7 @@ _LOOSE_SIGN = re.compile(r"(^|[=(:])\s*([-+])\s+(?=[\d.])")
 
 
 def plain_digits(text: str) -> str:
-    """The end of `text`, with one spelling of digits and signs, without markup, currency signs and LaTeX around numbers."""
+    """The end of `text`, digits and signs in one spelling, without markup, currency signs and LaTeX around numbers."""
     text = _NEGATIVE.sub("-", spelt(text).translate(_SIGNS))
     text = text.replace(r"\$", "").replace(r"\%", "%").replace("\\ ", " ").replace("~", " ")
     text = _DROPPED.sub("", _GROUPED.sub(",", WRAPPED.sub(r" \1", text)))
@@ -91,9 +91,9 @@ _BEFORE = re.compile(  # before such a number
     r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*|\d[ \t]*x[ \t]*|\b[a-zA-Z]\(\s*"
     r"|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s*(?:_\s*(?:\{[^{}]*\}|\w+))?\s*[({]?\s*"
     r"|(?:\b(?:root|half|third|quarter|fourth|fifth|tenth|percent)|%)\s+of"
-    r"|\b(?:mod|modulo|choose|minus|plus|times|divided by|out of|twice|double|triple|point)"
+    r"|\b(?:[pb]?mod|modulo|choose|negative|minus|plus|times|divided by|out of|twice|double|triple|point)"
     r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than|\bat (?:least|most)"
-    r"|\b(?:over|under|above|below|almost|nearly|up to))\s*\(?\Z|\d[,.:/']\Z",
+    r"|\b(?:over|under|above|below|almost|nearly|up to))\s*[({]?\Z|\d[,.:/']\Z",
     re.IGNORECASE,
 )
 _NOT = re.compile(
@@ -125,7 +125,7 @@ def _understood(match: re.Match[str], text: str) -> Number | None:
     """The number in a match, unless what stands around it makes it part of something else."""
     start, end = match.span()
     before = text[max(0, start - 40) : start]
-    if _glued(text, start) or before[-1:].isdigit() or _BEFORE.search(before) or _NOT.search(before):
+    if _glued(text, start) or before[-1:].isdigit() or is_denied(before):
         return None
     value = _value(match)
     if value is None:
@@ -138,6 +138,11 @@ def _understood(match: re.Match[str], text: str) -> Number | None:
     if after and after[0] not in _UNITS:
         return None
     return Number(text[start:end].strip(), value, sign is not None)
+
+
+def is_denied(before: str) -> bool:
+    """Whether what stands before a number makes it another one, a bound, or a number that it is not."""
+    return bool(_BEFORE.search(before) or _NOT.search(before))
 
 
 def _glued(text: str, start: int) -> bool:
@@ -270,7 +275,7 @@ def read_words(text: str) -> Number | None:
         return None
     before, after = text[max(0, found[0].start() - 40) : found[0].start()], text[found[0].end() :]
     sign = _SAID_NEGATIVE.search(before)
-    if sign is None and (_NOT.search(before) or _BEFORE.search(before)) or _SAID_PART.match(after):
+    if (sign is None and is_denied(before)) or _SAID_PART.match(after):
         return None
     if sign is not None and sign[1] in {**_SMALL, **_TENS, **_SCALES}:  # ten minus five
         return None
