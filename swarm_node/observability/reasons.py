@@ -27,7 +27,7 @@ WORDS = {
     "judge": "answers judged in another way",
     "key": "cards in the wrong place",
     "length": "answers too long",
-    "memory": "hung up on to save memory",
+    "memory": "disconnected to save memory",
     "method": "requests that this node does not know",
     "muted": "sender muted",
     "newcomers": "too many new peers at once",

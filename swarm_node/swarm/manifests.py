@@ -112,8 +112,8 @@ def with_usual_columns(
             continue
         if file.has_several and file.kind == "text":
             raise UserError(
-                f"{table.file} has several accepted answers to a question, and members read one of the kind text: leave "
-                "one, or name the kind, as --kind number"
+                f"{table.file} has several accepted answers to a question, and members read one of the kind text: "
+                "leave one, or name another kind, as --kind number"
             )
         data = file.as_jsonl()
         copy = folder / f"{file.label}-questions.jsonl"

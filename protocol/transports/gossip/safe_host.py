@@ -62,7 +62,7 @@ FIRST_REFUSAL_LOGS = {
     "crowded": "a gossip connection gave way to one from a less busy address",
     "handshake": "a gossip connection did not finish its handshake",
     "flood": "a gossip peer sent more than a peer may",
-    "memory": "a gossip peer was hung up on to save memory",
+    "memory": "a gossip peer was disconnected to save memory",
 }
 """Reason -> sentence that is logged when the reason is first counted."""
 

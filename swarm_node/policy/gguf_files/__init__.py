@@ -1,4 +1,4 @@
-"""GGUF files as models: their weights are dequantised once, and what came of it is an ordinary model's directory.
+"""GGUF files as models: their weights are dequantised once, and the result is an ordinary model's directory.
 
 FILE.gguf --header: bounded--> sha256 --store--> is it here? ------yes-----------------> directory, checked
                                                       | no                                  ^

@@ -228,6 +228,23 @@ def test_a_file_with_several_accepted_answers_is_refused_by_name(tmp_path: Path)
     with pytest.raises(UserError, match="capitals.jsonl has several accepted answers"):
         with_usual_columns(["capitals.jsonl"], tmp_path, print)
     assert not Path("capitals-questions.jsonl").exists()
+    with pytest.raises(UserError, match="members read JSON lines"):
+        make_manifest("capitals", ["capitals.jsonl"])
+
+
+@pytest.mark.parametrize("answers", [["9", "9.5"], [9, 9.5]], ids=["texts", "numbers"])
+def test_several_accepted_answers_of_other_kinds_than_text(tmp_path: Path, answers: list[object]) -> None:
+    """Nodes of protocol 1 refuse a manifest that names such a kind, so nobody reads the list otherwise."""
+    lines = ({"question": f"{n}+9?", "answer": answers} for n in range(40))
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (spec,) = with_usual_columns(["sums.jsonl"], tmp_path, print)
+    assert (spec == "sums.jsonl") == (answers == ["9", "9.5"])  # as it is, or with texts
+    manifest = make_manifest("sums", [spec])
+    assert manifest.tasks[0].kind == "number"
+    file = Path(spec if isinstance(spec, str) else spec.file or "")
+    tasks = load_tasks(task_tables(manifest, {manifest.tasks[0].sha256: file}), RewardsConfig(), whole=True)
+    scores = tasks.score([tasks.every()[0]] * 3, [""] * 3, ["It is 9.", "9.5", "8"])
+    assert [score.correct for score in scores] == [True, True, False]
 
 
 def test_messages_become_texts_in_a_new_swarm() -> None:

@@ -115,6 +115,47 @@ def test_the_text_of_a_choice_counts_as_its_letter(tmp_path: Path) -> None:
     assert [score.correct for score in scores] == [True, True, True, False, False, False]
 
 
+SPECIES = ["C. elegans", "E. coli", "Vitamin C", "37 C", "C++", "Paris"]
+
+
+@pytest.mark.parametrize("right", "ABCDEF")
+def test_a_letter_in_the_text_of_a_choice_names_no_other_choice(tmp_path: Path, right: str) -> None:
+    path = tmp_path / "choices.jsonl"
+    listed = dict(zip("ABCDEF", SPECIES, strict=True))
+    question = "\n".join(["Which?", *(f"{label}) {text}" for label, text in listed.items())])
+    path.write_text("\n".join(json.dumps({"question": question, "answer": right}) for _ in range(3)))
+    tasks = load_tasks([TaskConfig(file=str(path), kind="choice")], RewardsConfig(), whole=True)
+    forms = ("{0}", "The answer is {0}", "{1}", "The answer is {1}.", "**{1}**", "{0}) {1}", "The answer is {0}. {1}")
+    answers = [(form.format(label, text), label == right) for label, text in listed.items() for form in forms]
+    answers += [(f"{right}) {text}", False) for label, text in listed.items() if label != right]
+    task = tasks.every()[0]
+    scores = tasks.score([task] * len(answers), [""] * len(answers), [text for text, _ in answers])
+    wrong = [answer for answer, score in zip(answers, scores, strict=True) if score.correct is not answer[1]]
+    assert wrong == []
+
+
+def test_texts_that_are_numbers_are_no_labels(tmp_path: Path) -> None:
+    path = tmp_path / "counts.jsonl"
+    path.write_text("\n".join(json.dumps({"question": "How many?\n1) 2\n2) 1\n3) 5", "answer": "1"}) for _ in range(3)))
+    tasks = load_tasks([TaskConfig(file=str(path), kind="choice")], RewardsConfig(), whole=True)
+    scores = tasks.score([tasks.every()[0]] * 3, [""] * 3, ["1", "2", "5"])
+    assert [score.correct for score in scores] == [True, False, False]
+
+
+def test_a_question_with_hundreds_of_accepted_answers_is_refused(tmp_path: Path) -> None:
+    path = sums(tmp_path, [[str(i) for i in range(17)]])
+    with pytest.raises(UserError, match=r"line 1: `answer` has 17 accepted answers: leave at most 16"):
+        load_tasks([path], RewardsConfig(), whole=True)
+
+
+def test_a_reference_that_no_parser_reads_ends_nothing(tmp_path: Path) -> None:
+    for reference, kind in ((r"\sqrt.5", "maths"), (r"\frac1.5 2", "text"), (r"\log_.5 8", "maths")):
+        tasks = load_tasks([sums(tmp_path, [reference] * 5)], RewardsConfig(), whole=True)
+        assert tasks.kinds.get("sums", "text") == kind
+        scores = tasks.score([tasks.every()[0]] * 2, [""] * 2, [reference, r"\frac1e5 2"])
+        assert [score.correct for score in scores] == [True, False]
+
+
 def test_a_reference_of_another_kind_is_refused_by_line(tmp_path: Path) -> None:
     path = sums(tmp_path, ["7", "about eight or nine"])
     with pytest.raises(UserError, match=r"sums\.jsonl, line 2: .*which is not a number.*another kind than number"):

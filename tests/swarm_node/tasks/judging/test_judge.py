@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.answer_form import WRITTEN, AnswerKind
-from swarm_node.tasks.judging import Verdict, judge
+from swarm_node.tasks.judging import Verdict, judge, maths, values
 
 DATA = Path(__file__).parents[3] / "data"
 KINDS: list[AnswerKind] = ["text", "number", "maths", "choice", "yes-no"]
@@ -25,10 +27,18 @@ def lines(name: str) -> list[dict[str, Any]]:
 PAIRS, HOSTILE = lines("answers.jsonl"), lines("answers_hostile.jsonl")
 
 
-def verdict(line: dict[str, Any], text: str = "") -> Verdict:
+def accepted(line: dict[str, Any]) -> str | tuple[str, ...]:
     reference = line["reference"]
-    accepted = tuple(reference) if isinstance(reference, list) else reference
-    return judge(line["kind"], accepted, text or line["text"], line["form"])
+    return tuple(reference) if isinstance(reference, list) else str(reference)
+
+
+def whole(line: dict[str, Any]) -> str:
+    """The text of a hostile line."""
+    return "".join(part if isinstance(part, str) else part["repeat"][0] * part["repeat"][1] for part in line["text"])
+
+
+def verdict(line: dict[str, Any], text: str = "") -> Verdict:
+    return judge(line["kind"], accepted(line), text or line["text"], line["form"])
 
 
 def test_no_wrong_answer_is_found_right() -> None:
@@ -52,21 +62,55 @@ def test_what_was_read_is_right_by_itself() -> None:
 
 @pytest.mark.parametrize("line", HOSTILE, ids=[line["what"] for line in HOSTILE])
 def test_hostile_texts_are_wrong_and_stall_nothing(line: dict[str, Any]) -> None:
-    parts = (part if isinstance(part, str) else part["repeat"][0] * part["repeat"][1] for part in line["text"])
-    text = "".join(parts)
+    text = whole(line)
     assert not verdict(line, text).right
     for kind in KINDS:
         for part in (text, text[:3_900], text[:390], f"The answer is {text[:380]}", rf"\boxed{{{text[:390]}}}"):
-            assert judge(kind, line["reference"], part).extracted != ""
+            assert judge(kind, accepted(line), part).extracted != ""
+
+
+def test_no_verdict_takes_more_operations_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            done[name] += 1
+            return function(*args)
+
+        return wrapped
+
+    for kind, compute in values._COMPUTED.items():
+        monkeypatch.setitem(values._COMPUTED, kind, counted("operations", compute))
+    monkeypatch.setattr(maths, "_equal", counted("comparisons", maths._equal))
+    most: Counter[str] = Counter()
+    for line in HOSTILE:
+        done.clear()
+        judge.cache_clear()
+        verdict(line, whole(line))
+        most |= done
+    assert all(most[name] <= values.MAX_WORK + 1 for name in most), most
+    assert most["operations"] > 200 and most["comparisons"] > 500  # the lines test the limit
+
+
+def test_the_longest_lists_that_people_write_are_within_the_limit() -> None:
+    roots = [rf"{n}\pi + \sqrt{{{n}}}/x" for n in range(1, 17)]
+    assert judge("maths", ", ".join(roots), f"${', '.join(reversed(roots))}$").right
+    assert not judge("maths", ", ".join(roots), ", ".join([*roots[1:], roots[-1]])).right
 
 
 PIECES = (
     r"1 2 , . - + / * ^ ( ) [ ] { } $ % ! = < > | _ x e i \frac \sqrt \boxed{ \pm \cup \in \text{ or and not A (B) yes"
+    r" .5 1e5 \binom \log_ √ ² ₂ ½ five minus A) \sin^"
 ).split()
 
 
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map(" ".join), st.sampled_from(KINDS))
-def test_any_text_gives_a_verdict(text: str, kind: AnswerKind) -> None:
+@given(
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40),
+    st.sampled_from(["", " "]),
+    st.sampled_from(KINDS),
+)
+def test_any_text_gives_a_verdict(pieces: list[str], between: str, kind: AnswerKind) -> None:
+    text = between.join(pieces)
     found = judge(kind, "314159", text)
     assert not found.right and found.extracted != ""
     assert judge(kind, text or "x", "no").extracted != ""
