@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 
 class Node:
-    """Does what stdin says, a line of JSON each; says what came of it."""
+    """Does what stdin says, a line of JSON each; prints the result."""
 
     def __init__(self, folder: Path, name: str, values: int, codec: str, bootstrap: Sequence[str]) -> None:
         import torch

@@ -31,7 +31,7 @@ def manifest(**limits: Any) -> Manifest:
 
 @dataclass
 class World:
-    """What both ends need, and what came of it."""
+    """What both ends need, and the results."""
 
     policy: Policy
     tasks: TaskSet

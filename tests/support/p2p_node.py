@@ -45,7 +45,7 @@ clock = Clock()
 
 
 class Talk:
-    """One end of a channel, and what came of it."""
+    """One end of a channel, and its result."""
 
     def __init__(self) -> None:
         self.got = 0

@@ -82,17 +82,18 @@ _UNITS = frozenset("gmshLlCFNJWVA")  # single letters behind a number that are u
 _ATTACHED = re.compile(  # behind a number that is part of something else
     r"[ \t]*(?:[\^!·×÷±∓‰_]|\\(?!end|q?quad|approx|\\)|\*(?!\*)|\+[ \t]*[\w\\(]|"
     r"[-/][ \t]*(?:[a-zA-Z](?![a-zA-Z])|\d|\\|\())"
-    r"|[a-zA-Z](?![a-zA-Z])|[π√]|[.,:/']\d|\s+(?:less|more|fewer) than|\s+or\s+(?:more|less|fewer|higher|lower)\b"
+    r"|[a-zA-Z](?![a-zA-Z])|[α-λν-ωΑ-Ψ√∛∜∞]|\+(?=\s|\Z)|\([a-zA-Z]\)|[.,:/']\d"
+    r"|\s+(?:less|more|fewer) than|\s+or\s+(?:more|less|fewer|higher|lower)\b"
     rf"|[ \t]+(?:{NO_UNITS}|(?:pi|π|[xyz]|bn|mn|mln)(?![\w']))"
     r"|\s+(?:is|are|was)(?:n't|n’t|\s+(?:not|wrong|incorrect|false)\b)"
 )
 _BEFORE = re.compile(  # before such a number
-    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√^_#!~≈<>≤≥±∓]|\*\*|\^\s*[({]?\s*-?|\\(?:[lg]eq?|pm|mp|neg)|-\(\s*|"
-    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·][ \t]*|\d[ \t]*x[ \t]*|\b[a-zA-Z]\(\s*"
+    r"(?:\\sqrt\s*(?:\[[^\]]*\])?\s*\{?|[√∛∜^_#!~≈≠¬∝<>≤≥≲≳≪≫±∓]|[!/<>]=|\*\*|\^\s*[({]?\s*-?|\\(?:[lg]eq?|pm|mp|neg)|-\(\s*|"
+    r"(?:\d|\b[a-zA-Z]|\))[ \t]*[-+*/×÷·⋅∙•∗%&]{1,2}[ \t]*|\d[ \t]*x[ \t]*|(?:\b[a-zA-Z][(\[]|[\d)]\()\s*"
     r"|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s*(?:_\s*(?:\{[^{}]*\}|\w+))?\s*[({]?\s*"
     r"|(?:\b(?:root|half|third|quarter|fourth|fifth|tenth|percent)|%)\s+of"
     r"|\b(?:[pb]?mod|modulo|choose|negative|minus|plus|times|divided by|out of|twice|double|triple|point)"
-    r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than|\bat (?:least|most)"
+    r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than(?: or equal to)?|\bat (?:least|most)"
     r"|\b(?:over|under|above|below|almost|nearly|up to))\s*[({]?\Z|\d[,.:/']\Z",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""`swarm-node export` of an adapter, as it is and merged into its base, and `eval` of what came of it."""
+"""`swarm-node export` of an adapter, as it is and merged into its base, and `eval` of the result."""
 
 from __future__ import annotations
 
