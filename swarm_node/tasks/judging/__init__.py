@@ -3,9 +3,9 @@
     form: where the answer stands -> its place -> kind: how that place is read -> compared with each reference
 
 `judge` reads no file and keeps nothing. Its time is bounded: an answer is read in the last 4,000 characters of its
-place, and an expression has at most 400, with bounded depth, digits and values. So no clock decides a verdict. Nothing
-of a text is evaluated as code. All members of a swarm must judge alike, so `JUDGE` rises with every change of what it
-finds right.
+place, an expression has at most 400, with bounded depth, digits and values, and the operations of a comparison are
+counted. So no clock decides a verdict. Nothing of a text is evaluated as code. All members of a swarm must judge alike,
+so from the first release on `JUDGE` rises with every change of what it finds right.
 """
 
 from __future__ import annotations
