@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, WRAPPED, behind
+from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, WRAPPED, behind, is_unsure
 
 _MARKUP = re.compile(r"\*\*|__|`|[$]|\\[()\[\],;: ]|(?<![\w*])\*(?=\w)|(?<=\w)\*(?![\w*])")
 _BLANKS = re.compile(r"\s{2,}")
@@ -35,8 +35,8 @@ _BARE = re.compile(r"(?<![\w'’.])([B-HJ-Z])(?![\w'’]|\.\w)")
 _LINE = re.compile(r"(?m)^[ \t]*[(\[]?([A-Za-z]|\d{1,2})[)\].:]+[ \t]+(\S.*)$")
 _LIST_LINE = re.compile(r"\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]+\s+\S")
 _OR = re.compile(
-    r"[)\]\"']*\s*(?:,?\s*\b(?:or|and|through|to)\b|/|,|&)\s*(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?"
-    r"\s*[(\[\"']*([A-Z]|\d{1,2})(?![\w'’])"
+    r"[)\]\"']*\s*(?:(?:,|\(|[—–-])?\s*\b(?:[Oo]r|and|through|to|plus|as well as)\b|/|,|&|\|)\s*"
+    r"(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?\s*[(\[\"']*([A-Zb-hj-z]|\d{1,2})(?![\w'’])"
 )
 _TAKEN_BACK = re.compile(
     r"[^\w]{1,4}\s*(?:[Nn]o|[Ww]ait|[Aa]ctually|[Ss]orry|[Cc]orrection)\b[,:]?\s*(?:no,?\s*)?(?:(?:it's|it is)\s+)?"
@@ -47,13 +47,14 @@ _BEFORE_OR = re.compile(
 )
 _NOT = re.compile(
     r"(?:\bnot|n't|n’t|\b(?:never|neither|nor|rule out|eliminate|exclude|reject|except|wrong is|incorrect is"
-    r"|(?:anything|everything|all|any \w+) but))\s+"
+    r"|than|instead of|over|unlike|discard|ignore|none of|(?:anything|everything|all|any \w+) but))\s+"
     r"(?:be\s+)?(?:option\s+|choice\s+)?[(\[]*\Z",
     re.IGNORECASE,
 )
 _WRONG = re.compile(
-    r"[)\]]?\s+(?:(?:is|are|was)\s*(?:n't|n’t|\s+not|\s+wrong|\s+incorrect|\s+false|\s+ruled)"
-    r"|(?:can|could|may) be (?:ruled|eliminated|excluded))",
+    r"[)\]]?\s+(?:(?:is|are|was|would be|must be|seems|looks)\s*"
+    r"(?:n't|n’t|\s+not|\s+(?:the |a )?(?:wrong|incorrect|false|ruled|trap|distractor))"
+    r"|(?:can|could|may) be (?:ruled|eliminated|excluded)|(?:can|could)(?:'t|n't|’t|n’t| ?not) be|fails\b)",
     re.IGNORECASE,
 )
 _WORD_AFTER = re.compile(r"\s+(?!(?:because|since|as|is|which|due|for|that)\b)[a-z]")
@@ -165,8 +166,8 @@ def _is_label(match: re.Match[str], text: str) -> bool:
 
 
 def _denied(match: re.Match[str], text: str) -> bool:
-    start = match.start()
-    return bool(_NOT.search(text[max(0, start - 30) : start]) or _WRONG.match(text, match.end(match.lastindex or 0)))
+    start, end = match.start(), match.end(match.lastindex or 0)
+    return bool(is_unsure(text, start) or _NOT.search(text[max(0, start - 30) : start]) or _WRONG.match(text, end))
 
 
 def _unless_one_of_several(match: re.Match[str], text: str) -> str:
@@ -203,14 +204,19 @@ _IS_SO = re.compile(
     re.IGNORECASE,
 )
 _EITHER = re.compile(
-    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b|,?\s+(?:if|when|unless|only)\b"
-    r"|\s*,\s*(?:yes|no|true|false)\W*\Z",
+    r"\s*[\"')]*\s*(?:or|and|/|,?\s*but|)\s*[\"'(]*(?:yes|no|true|false|maybe)\b"
+    r"|,?\s+(?:if|when|unless|only|in some|sometimes)\b",
+    re.IGNORECASE,
+)
+_ENDS_WITH = re.compile(
+    r"\W{1,4}(?:(?:but|also|wait|actually|sorry|rather|just kidding)\W{1,3}){0,3}(?:the answer is\s+)?"
+    rf"{_SAID}\W*\Z",
     re.IGNORECASE,
 )
 _EITHER_BEFORE = re.compile(
     r"(?:yes|no|true|false)[\"')]*\s*(?:or|and|/)\s*[\"'(]*(?:not\s+)?\Z|\bneither\s+\Z"
-    r"|\b(?:doubt|deny|false|wrong|incorrect|unlikely|not (?:the case|true|clear|sure))"
-    r"(?:\s+(?:that|whether|if|to say))?"
+    r"|\b(?:doubt|deny|false|wrong|incorrect|unlikely|if|suppose|assum(?:e|ing)|whether"
+    r"|not (?:the case|true|clear|sure))(?:\s+(?:that|whether|if|to say))?"
     r"\s+(?:(?:it|this|that|the (?:statement|claim|proposition|sentence))\s+is\s+)?\Z",
     re.IGNORECASE,
 )
@@ -253,6 +259,9 @@ def _said(match: re.Match[str], group: int, text: str, denied: bool = False) -> 
         return None
     word = match[group]
     yes = word.lower() in _YES
+    other = _ENDS_WITH.match(text, end)
+    if is_unsure(text, match.start()) or (other is not None and (other[1].lower() in _YES) != yes):
+        return None
     if denied:
         word = "no" if yes else "yes"
     return word, yes != denied

@@ -22,9 +22,10 @@ _RAISED, _LOWERED = (re.compile(f"[{digits}]+") for digits in ("⁰¹²³⁴⁵�
 _DASHES = str.maketrans(dict.fromkeys("−–‐‑‒", "-"))
 _UNSURE = re.compile(
     r"(?:(?:n't|n’t|\bnot)\s+(?:think|believe|say|sure)|\bdoubt|\bwhether|\bunlikely)\s+(?:that\s+|if\s+)?(?:the\s+)?"
-    r"(?:\w+\s+)?\Z|\b(?:wrong|incorrect)\s+\Z",
+    r"(?:\w+\s+)?\Z",
     re.IGNORECASE,
 )
+_WRONG = re.compile(r"\b(?:wrong|incorrect)\s+\Z", re.IGNORECASE)
 
 
 def spelt(text: str) -> str:
@@ -42,7 +43,12 @@ def behind(mark: re.Pattern[str], text: str) -> str:
     if not last:
         return text
     start, end = last[0].span()
-    return "" if _UNSURE.search(text[max(0, start - 40) : start]) else text[end:]
+    return "" if is_unsure(text, start) or _WRONG.search(text[max(0, start - 20) : start]) else text[end:]
+
+
+def is_unsure(text: str, start: int) -> bool:
+    """Whether what stands there is doubted: `I don't think the answer is 5`."""
+    return _UNSURE.search(text[max(0, start - 40) : start]) is not None
 
 
 def _plain(text: str) -> str:
