@@ -271,6 +271,9 @@ def read_words(text: str) -> Number | None:
         return None
     if len(spoken) > 1 and re.search(rf"\b{spoken[-2][-1]}\s*(?:,|or|and)\s*{spoken[-1][0]}\b", text):
         return None
+    value = _spoken(spoken[-1])
+    if value is None:
+        return None
     found = deque(re.finditer(r"\W+(?:and\W+)?".join(rf"\b{word}\b" for word in spoken[-1]), text), maxlen=1)
     if not found:
         return None
@@ -279,9 +282,6 @@ def read_words(text: str) -> Number | None:
     if (sign is None and is_denied(before)) or _SAID_PART.match(after):
         return None
     if sign is not None and sign[1] in {**_SMALL, **_TENS, **_SCALES}:  # ten minus five
-        return None
-    value = _spoken(spoken[-1])
-    if value is None:
         return None
     return Number(("minus " if sign else "") + " ".join(spoken[-1]), Fraction(-value if sign else value))
 
