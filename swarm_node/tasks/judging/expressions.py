@@ -203,7 +203,7 @@ class _Parser:
         return node
 
     def _digit_or_atom(self) -> Expression:
-        """`{…}`, or the one token that LaTeX takes for it: of `\frac12` the first digit alone. Elsewhere people and
+        r"""`{…}`, or the one token that LaTeX takes for it: of `\frac12` the first digit alone. Elsewhere people and
         models mean the whole number, as in `\sqrt13`."""
         kind, told = self._take()
         self._at -= 1
