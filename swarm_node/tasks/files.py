@@ -211,7 +211,8 @@ class QuestionFile(OneTurn):
         return verdict.extracted, float(verdict.right)
 
     def _judge(self, task: Task, completion: str) -> Verdict:
-        references, others = task.accepted or (task.answer or "",), ()
+        references: tuple[str, ...] = task.accepted or (task.answer or "",)
+        others: tuple[str, ...] = ()
         if self.kind == "choice":
             references, others = with_texts(task.question, references)
         return judge(self.kind, references, completion, self.form, others)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from swarm_node.tasks.judging import numbers
 from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
 from swarm_node.tasks.judging.spelling import NO_UNITS, WRAPPED, spelt
-from swarm_node.tasks.judging.values import TooMuchWork, Work, exact, proportional, same_value, symbols, undone
+from swarm_node.tasks.judging.values import TooMuchWork, WorkDone, exact, proportional, same_value, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
 MAX_NESTED = 4  # lists in lists
@@ -306,7 +306,7 @@ _BLANK = re.compile(r"(?<!\d)\s|\s(?!\d)")  # that says nothing: 3 4/5 is not 34
 
 def equal(answer: str, references: Iterable[str]) -> bool:
     """Whether an answer is equal to one of the references, as far as `MAX_WORK` operations tell."""
-    work = Work()
+    work = WorkDone()
     mine = cleaned(answer)
     try:
         return any(_is_equal(answer, mine, each, work) for each in references)
@@ -314,7 +314,7 @@ def equal(answer: str, references: Iterable[str]) -> bool:
         return False
 
 
-def _is_equal(answer: str, mine: str, reference: str, work: Work) -> bool:
+def _is_equal(answer: str, mine: str, reference: str, work: WorkDone) -> bool:
     theirs = cleaned(reference)
     if mine and _BLANK.sub("", mine) == _BLANK.sub("", theirs):
         return True
@@ -327,7 +327,7 @@ def _is_equal(answer: str, mine: str, reference: str, work: Work) -> bool:
     return _equal(said, wanted, work)
 
 
-def _shares(mine: str, theirs: str, work: Work) -> bool | None:
+def _shares(mine: str, theirs: str, work: WorkDone) -> bool | None:
     """Whether two numbers are equal of which one has a percent sign; None if they are no such pair."""
     if mine.endswith("%") == theirs.endswith("%"):
         return None
@@ -345,7 +345,7 @@ def _shares(mine: str, theirs: str, work: Work) -> bool | None:
     return numbers.same_number(told[0], told[1])
 
 
-def _equal(said: Read, wanted: Read, work: Work) -> bool:
+def _equal(said: Read, wanted: Read, work: WorkDone) -> bool:
     work.add(1)
     said, wanted = (each.parts[0] if each.kind == "list" and len(each.parts) == 1 else each for each in (said, wanted))
     if said.kind != wanted.kind or (said.name and wanted.name and said.name != wanted.name):
@@ -370,7 +370,7 @@ def _is_ordered(said: Read, wanted: Read) -> bool:
     return len({each.name for each in wanted.parts} - {""}) > 1 and not any(each.name for each in said.parts)
 
 
-def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...], work: Work) -> bool:
+def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...], work: WorkDone) -> bool:
     left = list(said)
     for each in wanted:
         found = next((i for i, mine in enumerate(left) if _equal(mine, each, work)), None)
@@ -380,7 +380,7 @@ def _same_members(said: tuple[Read, ...], wanted: tuple[Read, ...], work: Work) 
     return True
 
 
-def _same_value(said: Expression, wanted: Expression, work: Work) -> bool:
+def _same_value(said: Expression, wanted: Expression, work: WorkDone) -> bool:
     if undone(said, work) > undone(wanted, work) or not symbols(said) <= symbols(wanted):
         return False
     return same_value(said, wanted, work)

@@ -3,7 +3,7 @@
     tree -> exact fractions, or numbers of 50 digits -> the same at every point that is tried?
 
 The size of every intermediate value is bounded before it is computed, so `10^{10^{10}}` is refused. The operations of a
-verdict are counted and bounded as well (`Work`). So every machine comes to the same verdict in bounded time.
+verdict are counted and bounded as well (`WorkDone`). So every machine comes to the same verdict in bounded time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TooMuchWork(Exception):
     """The comparison is longer than a verdict may take."""
 
 
-class Work:
+class WorkDone:
     """Counts the operations of a verdict, and keeps what they found: members of lists are compared several times."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def symbols(node: Expression) -> frozenset[str]:
     return frozenset(own.union(*(symbols(part) for part in node.parts)))
 
 
-def undone(node: Expression, work: Work) -> int:
+def undone(node: Expression, work: WorkDone) -> int:
     """How many operations on plain numbers are left to do, as in 3 + 4, 2^{10}, 5! or 12 / 4: those are steps, not
     answers. A fraction, a mixed number, a percentage and 1.5 * 10^3 are numbers as they are."""
     if node not in work.undone:
@@ -67,7 +67,7 @@ def undone(node: Expression, work: Work) -> int:
     return work.undone[node]
 
 
-def _steps(node: Expression, work: Work) -> tuple[int, Fraction | None]:
+def _steps(node: Expression, work: WorkDone) -> tuple[int, Fraction | None]:
     """(operations left to do, the value if it is a rational number) of a tree."""
     if not node.parts:
         return 0, node.value
@@ -95,12 +95,12 @@ def _is_power_of_ten(node: Expression) -> bool:
     return node.kind == "pow" and node.parts[0].value == 10
 
 
-def exact(node: Expression, work: Work) -> Fraction | None:
+def exact(node: Expression, work: WorkDone) -> Fraction | None:
     """The value of an expression of rational numbers; None if it is none, or is too large."""
     return _steps(node, work)[1]
 
 
-def same_value(answer: Expression, reference: Expression, work: Work) -> bool:
+def same_value(answer: Expression, reference: Expression, work: WorkDone) -> bool:
     """Whether both have one value wherever both have any."""
     if answer == reference:
         return True
@@ -118,7 +118,7 @@ def same_value(answer: Expression, reference: Expression, work: Work) -> bool:
     return False
 
 
-def proportional(answer: Expression, reference: Expression, work: Work) -> bool:
+def proportional(answer: Expression, reference: Expression, work: WorkDone) -> bool:
     """Whether one is the other times a number that is not 0: equations of one solution."""
     ratios = []
     for attempt in range(TRIES):
@@ -133,7 +133,7 @@ def proportional(answer: Expression, reference: Expression, work: Work) -> bool:
     return False
 
 
-def _value_at(node: Expression, attempt: int, work: Work) -> Value:
+def _value_at(node: Expression, attempt: int, work: WorkDone) -> Value:
     """The value of a tree at one point; None if it has none there."""
     key = node, attempt
     if key not in work.values:
@@ -180,7 +180,7 @@ def _bounded(value: Value) -> Value:
     return value.real if isinstance(value, _CONTEXT.mpc) and not value.imag else value
 
 
-def _value(node: Expression, points: Mapping[str, Fraction], work: Work) -> Value:
+def _value(node: Expression, points: Mapping[str, Fraction], work: WorkDone) -> Value:
     """The value of a tree. Raises Unreadable, ArithmeticError, ValueError or TooMuchWork."""
     if node.value is not None:
         return node.value
@@ -197,7 +197,7 @@ def _value(node: Expression, points: Mapping[str, Fraction], work: Work) -> Valu
     return _operation(node, [_value(part, points, work) for part in node.parts], work)
 
 
-def _operation(node: Expression, parts: Sequence[Value], work: Work) -> Value:
+def _operation(node: Expression, parts: Sequence[Value], work: WorkDone) -> Value:
     work.add(_WORK.get(node.kind, 1))
     value = _bounded(_COMPUTED[node.kind](node, *parts))
     if isinstance(value, Fraction):
