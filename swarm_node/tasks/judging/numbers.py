@@ -179,9 +179,10 @@ _MARK = re.compile(
     r"(?:\b(?:is|are|equals|would be|should be|must be|will be|comes to)\b|[:=])+\s*[:=]?",
     re.IGNORECASE,
 )
-_CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|mistake|instead|rather|recheck)\b[^\d]*\d", re.IGNORECASE)
+_CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|mistake|instead|rather|recheck)\b", re.IGNORECASE)
+_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
 _CLAUSE_END = re.compile(r"\n|[;!?]|[.,](?=\s|\Z)|\b(?:because|since|as)\b", re.IGNORECASE)
-_DENIED = re.compile(r"\A.*\bnot\b.*\bbut\s", re.IGNORECASE | re.DOTALL)
+_DENIED = re.compile(r".*\bbut\s", re.IGNORECASE | re.DOTALL)  # if it has a "not"
 _JOINED = re.compile(
     r"\d[^\s,;]{0,12}(?:\s*[,;]\s*(?:and|or)?|\s+(?:or|and|to|through|vs\.?|versus))\s*(?:[a-zA-Z]\w{0,2}\s*=\s*)?\Z"
     r"|\d[ \t]+\Z|\d\s+\d+\s+\Z",
@@ -198,9 +199,10 @@ def read_number(place: str) -> Number | None:
     no digit."""
     text = plain_digits(place)
     after = behind(_MARK, text)
-    if not re.search(r"\d", after):
+    numbers = _TO_LAST_DIGIT.match(after)
+    if numbers is None:
         return read_words(after)
-    if after is not text and not _CORRECTED.search(after):
+    if after is not text and not _CORRECTED.search(numbers[0]):
         end = _CLAUSE_END.search(after, len(after) - len(after.lstrip()))
         clause = after[: end.start()] if end else after
         if re.search(r"\d", clause):
@@ -216,7 +218,8 @@ def number_of(reference: str) -> Number | None:
 
 def _number_in(clause: str, whole: str) -> Number | None:
     """The number of the clause behind "answer is": after its last equals sign, else its first."""
-    rest = _DENIED.sub("", clause)
+    denied = _DENIED.match(clause)
+    rest = clause[denied.end() :] if denied and re.search(r"\bnot\b", denied[0], re.IGNORECASE) else clause
     left, _, right = rest.rpartition("=")
     rest = right if re.search(r"\d", right) else left
     for match in _TOKEN.finditer(rest):

@@ -21,7 +21,7 @@ from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadab
 MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
 MAX_FACTORIAL = 200
 POINTS, TRIES = 3, 8  # points at which two expressions must agree, of so many that are tried
-MAX_WORK = 5_000  # of a verdict: operations of a few microseconds each
+MAX_WORK = 3_000  # of a verdict: operations of a few microseconds each
 _WORK = dict.fromkeys(("call", "log", "root", "pow"), 20)  # of an operation that takes longer
 _WORK_BITS = 256  # of a fraction, that take as long as one more operation
 
