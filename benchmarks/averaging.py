@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.averaging_lm import Arm, Run, Task
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, table, write_row
 
 FOLDER = RESULTS / "averaging"
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "averaging.png"
@@ -91,8 +91,7 @@ def run_missing(part: str, task: Task, arms: Sequence[str], seeds: Sequence[int]
                 continue
             figures = Run(task, PARTS[part][1][name], seed).figures(lambda text: print(f"  {text}", flush=True))
             head = {"part": part, "arm": name, "seed": seed, "task": vars(task)}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(head | figures | {"machine": machine()}) + "\n")
+            write_row(path, head | figures | {"machine": machine()})
             keys = ("loss", "loss_of_mean", "spread_of_progress", "bytes", "peak_bytes_per_s", "cpu_s")
             print(f"{part}  {name}  seed {seed}  " + "  ".join(f"{key} {figures[key]:.4g}" for key in keys), flush=True)
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import machine, table
+from benchmarks.common import machine, table, write_row
 from benchmarks.intervals import interval
 from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, SHARE, TOGETHER
 from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
@@ -257,14 +257,13 @@ def main() -> None:
     if not args.report:
         torch.set_num_threads(1)
         world = World()
-        FOLDER.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * args.minutes
         for seed in args.seeds:
             for arm in args.arms:
                 path = path_of(arm, seed, args.rounds, args.rate)
                 if not path.exists() and time.monotonic() < until:
                     figures = run(world, arm, seed, args.rounds, args.rate)
-                    path.write_text(json.dumps(figures) + "\n")
+                    write_row(path, figures)
                     print({key: value for key, value in figures.items() if key != "machine"}, flush=True)
     print(report())
 

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -39,10 +39,17 @@ def folder_of(model: str) -> str:
 def write(name: str, figures: dict[str, Any]) -> Path:
     """Write `results/<name>.json`: the machine and the figures."""
     path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    write_row(path, {"machine": machine(), **figures}, indent=1)
     print(f"\nwritten to {path}")
     return path
+
+
+def write_row(path: Path, row: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write a row of a report as JSON, all of it or nothing: a cut one would count as there for `--missing`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.part")
+    half.write_text(json.dumps(row, indent=indent) + "\n")
+    half.replace(path)
 
 
 def table(columns: list[str], rows: list[list[Any]]) -> str:

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks import crew_kills as kills
 from benchmarks import crew_speed as speed
-from benchmarks.common import RESULTS, machine, median, table
+from benchmarks.common import RESULTS, machine, median, table, write_row
 from benchmarks.processes import mind_signals, other_load
 
 FOLDER = RESULTS / "crew"
@@ -59,8 +59,7 @@ Rounds = Sequence[Sequence[float]]
 
 
 def write(path: Path, figures: Row) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures | {"machine": machine()}) + "\n")
+    write_row(path, figures | {"machine": machine()})
     print(f"written to {path}", flush=True)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2ForCausalLM
 
-from benchmarks.common import RESULTS, machine, median, table
+from benchmarks.common import RESULTS, machine, median, table, write_row
 from benchmarks.real_model import config_of
 from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import NativeEngine
@@ -138,8 +138,7 @@ def keep(row: dict[str, Any], threads: int) -> list[dict[str, Any]]:
     same = (machine(), threads) == (older.get("machine"), older.get("threads"))
     rows = [r for r in older.get("rows", []) if same and (r["rows"], r["new"]) != (row["rows"], row["new"])] + [row]
     rows.sort(key=lambda r: (r["rows"], r["new"]))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "threads": threads, "rows": rows}, indent=1) + "\n")
+    write_row(path, {"machine": machine(), "threads": threads, "rows": rows}, indent=1)
     return rows
 
 

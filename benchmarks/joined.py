@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, spent, table
+from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import interval, value_at
 from benchmarks.overhead import LOCAL, commands, link_of, metrics
 from benchmarks.processes import mind_signals, tree
@@ -202,8 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if not path.exists():
                     nodes = run(SETTINGS[setting], kind, seed, args.nodes, CPU_S[setting])
                     row = {"setting": setting, "kind": kind, "seed": seed, "cpu_s": CPU_S[setting], "nodes": nodes}
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(row | {"machine": machine()}) + "\n")
+                    write_row(path, row | {"machine": machine()})
                     show(setting, kind, seed, nodes)
 
 

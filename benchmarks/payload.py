@@ -32,7 +32,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.intervals import interval
 from protocol.answer_form import AnswerKind
 from protocol.codec import sign_batch
@@ -246,8 +246,7 @@ def run_missing(args: argparse.Namespace) -> None:
                     continue
                 figures = run(payload, args.liars, gate == "on", seed, args.rounds, HONEST)
                 head = {"payload": payload, "liars": args.liars, "gate": gate, "seed": seed, "rounds": args.rounds}
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(head | figures | {"machine": machine()}, indent=1) + "\n")
+                write_row(path, head | figures | {"machine": machine()}, indent=1)
                 print(f"{path.stem}  {figures['windows'][-1]}  {figures['cpu_s']} CPU s", flush=True)
 
 

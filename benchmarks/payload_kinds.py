@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from benchmarks import payload
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.warm_starts import CACHE, now_and_then, taught
 from protocol.answer_form import AnswerKind
 from swarm_node.config import TaskConfig
@@ -134,8 +134,7 @@ def run(args: argparse.Namespace) -> None:
         figures = payload.run(shown, liars, True, seed, args.rounds, payload.HONEST, options(kind, seed))
         longest = max(longest, time.monotonic() - began)
         head = {"kind": kind, "payload": name, "liars": liars, "seed": seed, "rounds": args.rounds}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(head | figures | {"machine": machine()}, indent=1) + "\n")
+        write_row(file, head | figures | {"machine": machine()}, indent=1)
         print(f"{file.stem}  {figures['windows'][-1]}  {figures['cpu_s']} CPU s", flush=True)
     print(report(args.rounds))
 

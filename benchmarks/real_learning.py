@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from benchmarks import real_judge, real_trl
-from benchmarks.common import RESULTS, folder_of, machine
+from benchmarks.common import RESULTS, folder_of, machine, write_row
 from benchmarks.processes import end, mind_signals, other_load, tree
 from benchmarks.real_held_out import Asked, measure
 from benchmarks.real_report import report
@@ -287,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         rows.append(run(args, name, who, seed, part))
         if not args.quick:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(rows[-1]) + "\n")
+            write_row(file, rows[-1])
         print(report(rows), flush=True)
 
 

@@ -132,6 +132,7 @@ def run_ours(spec: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.decode import limit_of
     from swarm_node.cli.commands.bench_arms import endless_engine, our_steps, peak_bytes
     from swarm_node.config import RolloutsConfig
+    from swarm_node.policy.dtypes import name_of
     from swarm_node.policy.engines.native import NativeEngine
     from swarm_node.policy.loading import load_policy
     from swarm_node.types import Task
@@ -154,7 +155,7 @@ def run_ours(spec: dict[str, Any]) -> dict[str, Any]:
         "limit": answers / best.pass_s(answers),
         "limit_step_s": step_s,
         "checkpointing": policy.checkpointing is not None,
-        "dtype": str(policy.dtype).removeprefix("torch."),
+        "dtype": name_of(policy.dtype),
         "engine": type(policy.engine).__name__,
         "packing": policy.packing,
     }

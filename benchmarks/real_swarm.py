@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import real_judge, real_swarm_arms, real_swarm_link, real_swarm_supervised
-from benchmarks.common import RESULTS, folder_of, machine
+from benchmarks.common import RESULTS, folder_of, machine, write_row
 from benchmarks.processes import mind_signals, other_load
 from benchmarks.real_held_out import Asked
 from benchmarks.real_sets import NEW_TOKENS, path_of
@@ -165,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         rows.append(run(key, args))
         if not args.quick:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            file_of(*key).write_text(json.dumps(rows[-1]) + "\n")
+            write_row(file_of(*key), rows[-1])
         print(report(rows), flush=True)
 
 

@@ -48,7 +48,7 @@ import torch
 
 from benchmarks import recovery_costs as costs
 from benchmarks import recovery_rl as rl
-from benchmarks.common import RESULTS, machine, table
+from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.recovery_lm import Arm, Run, Task, failures
 
 FOLDER = RESULTS / "recovery"
@@ -152,8 +152,7 @@ def run_rl(rate: float, name: str, seed: int) -> dict[str, Any]:
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures | {"machine": machine()}) + "\n")
+    write_row(path, figures | {"machine": machine()})
 
 
 def load(part: str, rate: float) -> dict[str, dict[int, dict[str, Any]]]:

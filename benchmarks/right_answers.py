@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import RESULTS, machine, spent, table
+from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import interval
 from benchmarks.payload import ANSWERS, Liar
 from protocol.limits import GROUPS_PER_SLOT, SLOTS
@@ -236,8 +236,7 @@ def run_missing(arms: Sequence[str], seeds: Sequence[int], minutes: float) -> No
             if path.exists() or time.monotonic() > until:
                 continue
             figures = run(arm, seed)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(figures | {"machine": machine()}, indent=1) + "\n")
+            write_row(path, figures | {"machine": machine()}, indent=1)
             print(f"{path.stem}  pass@1 {figures['pass_1']:.3f}  {figures['cpu_s']} CPU s", flush=True)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, machine, write_row
 from benchmarks.sharing_arms import ARMS, Arm, Measured, Round, Stopwatch
 from benchmarks.sharing_settings import SETTINGS, Setting
 from protocol.transports.memory import LinkModel
@@ -210,8 +210,7 @@ def run_missing(settings: Sequence[str], arms: Sequence[str], seeds: Sequence[in
                     continue
                 figures = run(SETTINGS[setting], ARMS[arm], seed, peers, rounds or SETTINGS[setting].rounds)
                 row = {"setting": setting, "arm": arm, "seed": seed} | figures | {"machine": machine()}
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(row) + "\n")
+                write_row(path, row)
                 show(row)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, spent, table
+from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import first_reach
 from benchmarks.sharing_arms import ARMS, Arm
 from benchmarks.sharing_report import end_level, levels, paired, ranged, times
@@ -151,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     path = path_of(setting, kind, peers, seed)
                     if not path.exists():
                         row = row_of(setting, kind, peers, seed, SETTINGS[setting].rounds)
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        path.write_text(json.dumps(row) + "\n")
+                        write_row(path, row)
                         print(f"{setting} {kind} {peers} seed {seed}: {row['cpu_s']:.1f} CPU s a peer", flush=True)
 
 

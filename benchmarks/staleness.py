@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import sharing
-from benchmarks.common import RESULTS, machine, spent, table
+from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import interval
 from benchmarks.sharing_arms import Arm, Measured
 from benchmarks.sharing_settings import SETTINGS, Setting
@@ -183,8 +183,7 @@ def run_missing(setting: str, arms: Sequence[str], seeds: Sequence[int]) -> None
             if path.exists():
                 continue
             row = {"setting": setting, "arm": arm, "seed": seed} | run(SETTINGS[setting], ARMS[arm], seed)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(row | {"machine": machine()}) + "\n")
+            write_row(path, row | {"machine": machine()})
             show(row)
 
 

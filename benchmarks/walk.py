@@ -5,8 +5,8 @@
 
 `new --tasks small`, a bootstrap and two `join LINK`, as README types them, with the settings of an arm. A member is
 told to stop (SIGINT) once all its processes have taken `--cpu-s` CPU seconds since its first round: seven minutes of
-one core, less what the bootstrap takes. Its own held-out figures, before and after, are the row; `falls` says whether
-pass@8 fell by more than noise (the 95 % interval of the change is below 0).
+one core, less what the bootstrap takes. Its own held-out figures, before and after, are the row. The report says
+whether pass@8 falls by more than noise (the 95 % interval of the change is below 0), and whether pass@1 rises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.common import RESULTS, machine, spent, table
+from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.joined import stop_after
 from benchmarks.overhead import LOCAL, commands, link_of
 from benchmarks.processes import mind_signals
@@ -56,17 +56,29 @@ def run(arm: str, seed: int, cpu_s: float) -> list[Row]:
 
 
 def report() -> str:
-    """A Markdown table with a row for each member."""
-    rows, cpu_s = [], 0.0
+    """A Markdown table with a row for each member, and how many of them fell or rose in each arm."""
+    rows, cpu_s, judged = [], 0.0, dict[str, list[tuple[bool, bool]]]()
     for path in sorted(FOLDER.glob("*.json")):
         row = json.loads(path.read_text())
         cpu_s += row["cpu_s"] * len(row["nodes"])
         for name, node in zip(NAMES, row["nodes"], strict=True):
             change = [f"{before:.3f} -> {after:.3f}" for before, after in (node["pass_1"], node["pass_k"])]
             low, high = node["interval_k"]
-            rows.append([row["arm"], row["seed"], name, node["rounds"], *change, f"{low:+.3f} to {high:+.3f}"])
+            told = ["yes" if found else "no" for found in judge(node)]
+            judged.setdefault(row["arm"], []).append(judge(node))
+            rows.append([row["arm"], row["seed"], name, node["rounds"], *change, f"{low:+.3f} to {high:+.3f}", *told])
     columns = ["arm", "seed", "member", "rounds", "pass@1", "pass@8", "95 % interval of pass@8's change"]
-    return f"{table(columns, rows)}\n\n{spent(cpu_s)}"
+    text = table([*columns, "pass@8 falls", "pass@1 rises"], rows)
+    for arm, members in judged.items():
+        falls, rises = map(sum, zip(*members, strict=True))
+        text += f"\n\n{arm}: pass@8 falls for {falls}, pass@1 rises for {rises} of {len(members)} members."
+    return f"{text}\n\n{spent(cpu_s)}"
+
+
+def judge(node: Row) -> tuple[bool, bool]:
+    """Whether the pass@8 of a member fell by more than noise, and whether its pass@1 rose."""
+    before, after = node["pass_1"]
+    return node["interval_k"][1] < 0, after > before
 
 
 def main() -> None:
@@ -84,9 +96,8 @@ def main() -> None:
             if options.missing and path.exists():
                 continue
             nodes = run(arm, seed, options.cpu_s)
-            FOLDER.mkdir(parents=True, exist_ok=True)
             row = {"machine": machine(), "arm": arm, "seed": seed, "cpu_s": options.cpu_s, "nodes": nodes}
-            path.write_text(json.dumps(row, indent=1) + "\n")
+            write_row(path, row, indent=1)
             print(arm, seed, [(n["rounds"], n["pass_1"], n["pass_k"]) for n in nodes], flush=True)
     print(report())
 

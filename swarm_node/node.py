@@ -44,6 +44,7 @@ from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.grpo.replay import Replay
 from swarm_node.grpo.schedule import decay
 from swarm_node.grpo.trainer import Before, Trainer
+from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
@@ -143,7 +144,7 @@ class Node:
         return falls | {
             "policy.lora": policy.is_lora,
             "policy.device": policy.device.type,
-            "policy.dtype": str(policy.dtype).removeprefix("torch."),
+            "policy.dtype": name_of(policy.dtype),
             "rollouts.groups": self.config.rollouts.groups,
             "grpo.learning_rate": trainer.optimizer.learning_rate,
             "grpo.epsilon_low": low,

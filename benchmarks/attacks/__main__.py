@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE
 from benchmarks.attacks.swarm import Swarm, swarm, until
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, machine, write_row
 from benchmarks.processes import mind_signals
 
 ROOT = Path(__file__).parent.parent.parent
@@ -255,7 +255,7 @@ def main() -> None:
         print(f"== {name}: {json.dumps(row)}", flush=True)
         known = json.loads(path.read_text()) if path.exists() else {}
         known.setdefault(args.label, {})[name] = {**row, "machine": machine()}
-        path.write_text(json.dumps(known, indent=1) + "\n")
+        write_row(path, known, indent=1)
 
 
 if __name__ == "__main__":

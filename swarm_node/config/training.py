@@ -51,6 +51,12 @@ class PolicyConfig(Section):
     chat_template_kwargs: dict[str, object] = {}
     """Arguments of the chat template, as {enable_thinking = false}."""
 
+    @property
+    def prompt(self) -> list[object]:
+        """The values that make a prompt of a question. Checkpoints have them; those of chat templates only if set."""
+        templates = self.chat_template, self.chat_template_kwargs
+        return [self.system_prompt, self.prompt_template, *filter(None, templates)]
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_arguments(cls, value: dict[str, object]) -> dict[str, object]:
@@ -165,7 +171,8 @@ class RolloutsConfig(Section):
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
     """Length limit of a completion, in tokens. Unset, a policy of 20 million parameters or more is asked some questions
-    first, and takes the least of 32, 64, 128 and 256 at which a third of its answers end; a run keeps it."""
+    first, and takes the least of 32, 64, 128 and 256 at which a third of its answers end; a run keeps
+    it for the same questions and prompt."""
     max_prompt_tokens: PositiveInt = 2048
     """Tasks with longer prompts are skipped and counted."""
     temperature: float = Field(1.0, gt=0)

@@ -6,8 +6,9 @@ Loads no torch, since the dashboard imports it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import compress
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ import msgspec
 from swarm_node.observability.noise import interval, verdict
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
 from swarm_node.storage.rundir import RunDir
+
+SHOWN = 24  # first questions of which an evaluation keeps the first answer; tasks take turns, so these are of many
 
 
 class Held(msgspec.Struct):
@@ -60,6 +63,52 @@ class Evaluation(msgspec.Struct, frozen=True):
     def by(self, figure: str) -> list[float]:
         """That figure, pass_1 or reward, of each question; pass_1 is 0 where no checker judges."""
         return self.by_question if figure == "pass_1" else self.rewards
+
+
+def held_by_task(
+    names: Sequence[str],
+    labels: Sequence[str],
+    right: Sequence[float],
+    rewards: Sequence[float],
+    judged: Sequence[bool],
+) -> dict[str, Held]:
+    """Figures of questions by task label, in the order of `names`, then of `all`. Each question has a label, the share
+    of its right answers, their mean reward, and whether a checker judges them."""
+    table = {}
+    for name in [*names, "all"]:
+        mine = [i for i, label in enumerate(labels) if name in (label, "all")]
+        if not mine:
+            continue
+        shares = [right[i] for i in mine if judged[i]]
+        table[name] = Held(
+            len(mine),
+            pass_1=fmean(shares) if shares else None,
+            pass_k=fmean(share > 0 for share in shares) if shares else None,
+            reward=fmean(rewards[i] for i in mine),
+        )
+    return table
+
+
+def in_one(first: Evaluation, then: Evaluation) -> Evaluation:
+    """The figures of two parts of one evaluation, of which either may have asked nothing."""
+    if not (first.asked and then.asked):
+        return first if first.asked else then
+    both = "labels", "by_question", "rewards", "judged"
+    labels, right, rewards, judged = (getattr(first, name) + getattr(then, name) for name in both)
+    a, b = len(first.labels) / len(labels), len(then.labels) / len(labels)
+    return Evaluation(
+        held_by_task([*dict.fromkeys(labels)], labels, right, rewards, judged),
+        right,
+        labels,
+        (first.shown + then.shown)[:SHOWN],
+        rewards,
+        judged,
+        asked=first.asked + then.asked,
+        cut=a * first.cut + b * then.cut,
+        mixed=first.mixed + then.mixed,
+        tokens=a * first.tokens + b * then.tokens,
+        per_token_s=then.per_token_s,
+    )
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -149,17 +149,21 @@ def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tens
     return policy.base.get_output_embeddings()(hidden)
 
 
+def packed_row(probe: ProbeText, device: torch.device) -> tuple[list[int], dict[str, Tensor]]:
+    """One row [prompt, one, two], and the mask and the positions of a forward pass in which its answers are apart."""
+    p, a, b = len(probe.prompt), len(probe.one), len(probe.two)
+    mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool, device=device).tril()
+    mask[p + a :, p : p + a] = False
+    positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=device)
+    return probe.prompt + probe.one + probe.two, {"attention_mask": mask[None, None], "position_ids": positions}
+
+
 def _packed_agrees(policy: Policy, probe: ProbeText, rows: list[OwnNumbers]) -> bool:
     """Whether one row [prompt, one, two] with a block mask gives the numbers of the two rows apart."""
-    p, a, b = len(probe.prompt), len(probe.one), len(probe.two)
-    mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
-    mask[p + a :, p : p + a] = False
-    positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=policy.device)
-    ids = probe.prompt + probe.one + probe.two
+    p, a = len(probe.prompt), len(probe.one)
+    ids, options = packed_row(probe, policy.device)
     try:
-        packed = _head_of_backbone(
-            policy, ids, attention_mask=mask[None, None].to(policy.device), position_ids=positions
-        )
+        packed = _head_of_backbone(policy, ids, **options)
     except Exception as exc:  # many forward passes refuse such a mask, each in its own way
         if is_out_of_memory(exc):
             raise

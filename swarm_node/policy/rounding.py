@@ -8,6 +8,10 @@ weights. So a model is its own measure there: it is computed again with the outp
 random by up to half a unit in the last place (Monte Carlo arithmetic). That takes no second copy of the weights, holds
 for quantised ones, and moves SmolLM2-135M in bfloat16 1.5 to 2.4 times as far as it is from its float32 numbers.
 Another computation may be `FACTOR` times as far off as that.
+
+The limit: rows of a dozen or two tokens are compared. A fault that grows with the position can be as small there as
+rounding, and is taken, such as a rotary base half as large (`benchmarks.rounding`). What is known to show later only,
+as a window, is read from the model's config instead.
 """
 
 from __future__ import annotations

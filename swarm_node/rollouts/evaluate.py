@@ -16,7 +16,7 @@ from statistics import fmean
 
 from swarm_node.config import RewardsConfig, RolloutsConfig
 from swarm_node.config.figures import reports_reward
-from swarm_node.observability.evaluations import Evaluation, Held, Shown
+from swarm_node.observability.evaluations import SHOWN, Evaluation, Held, Shown, held_by_task
 from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
@@ -27,7 +27,6 @@ from swarm_node.types import Group, Task
 
 QUESTIONS_PER_SEED = 32
 PART = 8  # questions asked at a time by policies of SMALL parameters or more; smaller ones are asked 32
-SHOWN = 24  # first questions of which an evaluation keeps the first answer; tasks take turns, so these are of many
 SHOWN_CHARS = 300  # most characters kept of each of their texts
 NONE_HELD_OUT = (
     "no question is held out of training, so there are no held-out figures: one in five is, chosen by a hash of its "
@@ -77,6 +76,7 @@ def evaluation(asked: Asked, tasks: TaskSet) -> Evaluation:
 class Asked:
     """Questions that were asked, with their scored answers."""
 
+    before: int = 0  # number of the questions before these, which were asked at another time
     groups: list[Group] = field(default_factory=list)  # those too long are left out
     questions: int = 0  # asked, those too long included
     per_token_s: float = 0.0  # seconds of sampling for each token, the last time
@@ -132,12 +132,12 @@ def ask_in_parts(
     asked: Asked,
     most_s: float = math.inf,
 ) -> None:
-    """Ask these questions of `tasks`, and add the scored answers to `asked` after each part: the first part, and then
-    as many as `most_s` seconds allow."""
+    """Ask these questions of `tasks`, but for those `asked.before`, and add the scored answers to `asked` after each
+    part: the first part, and then as many as `most_s` seconds allow."""
     config, began = rollouts.model_copy(update={"group_size": samples}), time.monotonic()
     size = part_size(policy)
-    for start in range(0, len(held_out), size):
-        parts = start // size
+    for start in range(asked.before, len(held_out), size):
+        parts = (start - asked.before) // size
         if parts and (time.monotonic() - began) * (parts + 1) / parts > most_s:
             return
         part = list(held_out[start : start + size])
@@ -154,19 +154,8 @@ def _next_of(waiting: Iterator[Task], n: int) -> list[Task]:
 
 def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]:
     """Figures of scored groups, by label in the given order, then `all`."""
-    table = {}
-    for label in [*labels, "all"]:
-        mine = [g for g in groups if label in (g.task.label, "all")]
-        if not mine:
-            continue
-        right = [[r.correct for r in g.rollouts] for g in mine if _judged(g)]
-        table[label] = Held(
-            len(mine),
-            pass_1=fmean(map(fmean, right)) if right else None,
-            pass_k=fmean(map(any, right)) if right else None,
-            reward=fmean(fmean(r.reward for r in g.rollouts) for g in mine),
-        )
-    return table
+    right, rewards = ([fmean(getattr(r, key) for r in g.rollouts) for g in groups] for key in ("correct", "reward"))
+    return held_by_task(labels, [g.task.label for g in groups], right, rewards, [_judged(g) for g in groups])
 
 
 def titles(tables: Sequence[Mapping[str, Held]], samples: int, rewards: RewardsConfig) -> dict[str, str]:

@@ -50,7 +50,7 @@ from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, reach_of
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.page import History, page_directory, page_of, page_status
-from swarm_node.swarm.question_files import gather_files
+from swarm_node.swarm.question_files import gather_files, names_of_files
 from swarm_node.swarm.twins import check_twins
 
 MEMBERS_CHECK_S = 0.5
@@ -171,6 +171,9 @@ def _enter(
     own = config.tasks if "tasks" in config.model_fields_set else []
     give_what_is_here(config, manifest, transport, say, asked=True)
     files |= gather_files(manifest, swarm, run, own, say, transport)
+    if files:
+        names = names_of_files(manifest)
+        say(f"giving the swarm's questions to members that lack them: {', '.join(names[each] for each in files)}")
     return manifest, transport
 
 

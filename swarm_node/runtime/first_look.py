@@ -37,7 +37,8 @@ def first_look(
         if found.cut > MANY:
             yield f"most answers are cut off: with `--set rollouts.max_new_tokens={2 * most_tokens}` more of them end"
     elif samples > 1:
-        yield Warned(f"nothing can be learned like this: {_why_not(found, every.reward or value, most_tokens, member)}")
+        why = _why_not(found, every.reward or value, most_tokens, member)
+        yield Warned(f"none of the {n} questions asked so far teaches: {why}")
 
 
 def _why_not(found: Evaluation, reward: float, most_tokens: int, member: bool) -> str:

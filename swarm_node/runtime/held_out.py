@@ -18,7 +18,14 @@ import msgspec
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.figures import Figure, figure_of, reports_reward
 from swarm_node.errors import StopRequested
-from swarm_node.observability.evaluations import Evaluation, HeldOutRecord, before_and_after, question_pairs, record_of
+from swarm_node.observability.evaluations import (
+    Evaluation,
+    HeldOutRecord,
+    before_and_after,
+    in_one,
+    question_pairs,
+    record_of,
+)
 from swarm_node.observability.falling import EARLY_ROUNDS, PASS_K, remarks, withdrawn
 from swarm_node.observability.noise import interval
 from swarm_node.observability.progress import clock_face
@@ -97,6 +104,7 @@ class HeldOutFigures:
         config = self._config
         found: dict[str, Any] = {
             "tasks": self.tasks.names,
+            "prompt": config.policy.prompt,
             "answer": config.rewards.answer,
             "questions": config.eval.questions,
             "samples": config.eval.samples,
@@ -117,9 +125,10 @@ class HeldOutFigures:
         return before.table["all"].pass_1 if before.table and before.labels == last.labels else None
 
     def measure_before(self) -> dict[str, float]:
-        """Measure before the first round; the metrics, which are empty if no question is held out."""
+        """Measure before the first round; the metrics, which are empty if no question is held out. Goes on with what
+        an earlier start asked that did not get to a round."""
         settings = self._config.eval
-        if settings.questions == 0 or self.figures.asked:  # asked in an earlier start that did not get to a round
+        if settings.questions == 0 or self.figures.asked:
             return {}
         if self.tasks.held_out(1):
             self._show(f"held-out questions, before training (eval.before_s: {settings.before_s:g} s at most)")
@@ -197,22 +206,25 @@ class HeldOutFigures:
 
     def _measure(self, when: str, round: int, allowed: Allowed | None = None, most_s: float = math.inf) -> Evaluation:
         """Ask the questions and keep the figures. A signal ends the questions alone, so that complete figures stay, and
-        before training those of the questions that were asked. `allowed` replaces that of the run; `most_s`: see
-        `ask_in_parts`."""
+        before training those of the questions that were asked, with which the next start goes on. `allowed` replaces
+        that of the run; `most_s`: see `ask_in_parts`, for all starts together."""
         settings = self._config.eval
         if settings.questions == 0 or not self.tasks.held_out(1):
             return Evaluation()
-        questions, began = self.figures.asked or settings.questions, time.monotonic()
+        questions, kept = self.figures.asked or settings.questions, Evaluation() if round else self.figures.before
+        spent_s = self.figures.seconds if kept.asked else 0.0
+        began = time.monotonic() - spent_s
         self.doing = doing = f"held-out questions, {when}"
-        asked = Asked(progress=lambda: self._tell(doing, asked, questions, began, most_s))
+        asked = Asked(kept.asked, progress=lambda: self._tell(doing, asked, questions, began, most_s))
         parts = self._policy, self.tasks, self._config.rollouts, questions, settings.samples
         try:
             with (allowed or self._allowed)():
-                found = evaluate(*parts, asked, most_s)
+                found = in_one(kept, evaluate(*parts, asked, most_s - spent_s))
         except StopRequested:
             self._broken_off = True
             if round == 0:
-                self._keep(evaluation(asked, self.tasks), 0)
+                self._keep(in_one(kept, evaluation(asked, self.tasks)), 0)
+                self.figures.seconds = time.monotonic() - began
             raise
         finally:
             self.doing = ""
@@ -226,8 +238,9 @@ class HeldOutFigures:
     def _tell(self, doing: str, asked: Asked, questions: int, began: float, most_s: float) -> None:
         """Say in `doing` how many questions of an evaluation were asked, and how long the others take at most."""
         took = time.monotonic() - began
-        left_s = max(0.0, min(took * questions / asked.questions, most_s) - took)
-        self.doing = f"{doing}: {asked.questions} of at most {questions}, {clock_face(left_s)} left"
+        done = asked.before + asked.questions
+        left_s = max(0.0, min(took * questions / done, most_s) - took)
+        self.doing = f"{doing}: {done} of at most {questions}, {clock_face(left_s)} left"
 
     def _keep(self, now: Evaluation, round: int) -> None:
         if round == 0:

@@ -181,9 +181,10 @@ class RunState:
     def _resume_figures(self, round: int, state: dict[str, Any]) -> None:
         """Take over the held-out figures in the state of the checkpoint of `round`, unless questions are asked or
         judged otherwise now. Where nothing was trained yet, all are then measured anew."""
-        conditions = self.held_out.conditions  # versions without forms of answers had `any`
-        alike = {"answer": "any"} | state["held_out"] == conditions
-        if not round and not (alike and state.get("judged") == self._right_under()):
+        conditions, judged = self.held_out.conditions, state.get("judged", {})
+        earlier = {"answer": "any", "prompt": judged.get("prompt")}  # of versions whose conditions named neither
+        alike = earlier | state["held_out"] == conditions
+        if not round and not (alike and judged == self._right_under()):
             return
         if alike:
             self.held_out.restore(state)
@@ -192,7 +193,8 @@ class RunState:
         else:
             say(
                 Warned(
-                    "tasks or evaluation settings are not those this run began with: no figures from before training"
+                    "tasks, prompt or evaluation settings are not those this run began with: no figures from before "
+                    "training"
                 )
             )
         self.saved_figures = self.held_out.figures.before, self.held_out.figures.last
@@ -228,11 +230,9 @@ class RunState:
 
     def _right_under(self) -> dict[str, Any]:
         """Tasks, prompts and rewards, under which an answer that is kept is right, and held-out figures are alike."""
-        policy = self.config.policy
-        template = policy.chat_template, policy.chat_template_kwargs  # left out where unset, as in earlier checkpoints
         return {
             "tasks": self.node.tasks.names,
-            "prompt": [policy.system_prompt, policy.prompt_template, *filter(None, template)],
+            "prompt": self.config.policy.prompt,
             "rewards": self._rewards,
             **({"kinds": kinds} if (kinds := self.node.tasks.kinds) else {}),
         }

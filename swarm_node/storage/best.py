@@ -44,8 +44,12 @@ def read_best(run: Path, conditions: Mapping[str, Any] | None = None) -> Best | 
         return None
     if math.isinf(best.value):
         return None
-    if conditions is not None and best.conditions != msgspec.to_builtins(conditions):
-        return None
+    if conditions is not None:
+        asked = dict(msgspec.to_builtins(conditions))
+        if "prompt" not in best.conditions:  # an earlier version wrote it
+            asked.pop("prompt", None)
+        if best.conditions != asked:
+            return None
     is_name = NAME.fullmatch(best.checkpoint) is not None
     return best if is_name and (run / "checkpoints" / best.checkpoint).is_dir() else None
 

@@ -116,7 +116,8 @@ class RunSettings:
 
 def with_kept_choices(config: NodeConfig, run: RunDir) -> NodeConfig:
     """`config` with what an earlier start of this run has measured for the same model, trained in the same way: the
-    number format in place of `auto`, and the length of answers that nobody has set. Raises UserError."""
+    number format in place of `auto`, and, for the same questions, the length of answers that nobody has set. Raises
+    UserError."""
     if not run.exists:
         return config
     before, policy, rollouts = read_own(run.config), config.policy, config.rollouts
@@ -124,9 +125,14 @@ def with_kept_choices(config: NodeConfig, run: RunDir) -> NodeConfig:
         return config
     if policy.dtype == "auto":
         policy = policy.model_copy(update={"dtype": before.policy.dtype})
-    if "max_new_tokens" not in rollouts.model_fields_set:
+    if _asked(before) == _asked(config) and "max_new_tokens" not in rollouts.model_fields_set:
         rollouts = rollouts.model_copy(update={"max_new_tokens": before.rollouts.max_new_tokens})
     return config.model_copy(update={"policy": policy, "rollouts": rollouts})
+
+
+def _asked(config: NodeConfig) -> tuple[object, ...]:
+    """What a policy is asked, and in which form it is to answer: longer answers to other questions."""
+    return config.tasks, config.rewards.answer, config.rewards.kind, config.policy.prompt
 
 
 def not_used(settings: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from textwrap import shorten
 
 from protocol.answer_form import WRITTEN
@@ -19,9 +19,10 @@ from swarm_node.say import Say
 from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
+from swarm_node.swarm.question_files import names_of_files
 from swarm_node.tasks import TaskSet
 
-EXAMPLES = 3  # questions that are shown
+EXAMPLES = 3  # questions, and names of kinds and files, that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for
 QUESTION_CHARS = 60
 DECIDE_S = 5.0  # how long a user at a terminal has to refuse
@@ -98,12 +99,12 @@ def _declared_nothing(run: RunDir) -> bool:
 
 
 def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Say, memory: Memory) -> None:
-    """Say what the swarm is for: tasks with up to three examples, the form of answers, the model. Where the manifest
-    leaves the model open and the user chose none, propose one. Nothing is downloaded for that."""
+    """Say what the swarm is for: tasks with up to three examples, the form of answers, the model, and who gives model
+    and question files. Where the manifest leaves the model open and the user chose none, propose one. Nothing is
+    downloaded for that."""
     kinds = tasks.labels
-    listed = ", ".join(kinds[:EXAMPLES]) + (f" and {len(kinds) - EXAMPLES} more" if len(kinds) > EXAMPLES else "")
     one = len(kinds) == 1
-    lines = [f"its members train models on {len(kinds)} kind{'' if one else 's'} of questions: {listed}"]
+    lines = [f"its members train models on {len(kinds)} kind{'' if one else 's'} of questions: {_first(kinds)}"]
     examples: dict[str, str] = {}
     for task in tasks.sample(random.Random(0), DRAWN):
         if len(examples) < EXAMPLES:
@@ -111,11 +112,20 @@ def say_what_for(manifest: Manifest, tasks: TaskSet, config: NodeConfig, say: Sa
     lines += [f"  - {printable(label)}: {question}" for label, question in examples.items()]
     if manifest.answer != "any":
         lines.append(f"  - answers count only in the form {WRITTEN[manifest.answer].format('…')}")
-    if manifest.model is not None:
-        lines.append(f"  - its model is {manifest.model.name}, {manifest.model.bytes / 1e6:,.1f} MB")
+    if named := names_of_files(manifest):
+        givers = "their addresses or " if any(task.source for task in manifest.tasks) else ""
+        lines.append(f"  - its question files come from {givers}members: {_first([*named.values()])}")
+    if (model := manifest.model) is not None:
+        givers = "the hub or " if model.revision else ""
+        lines.append(f"  - its model is {model.name}, {model.bytes / 1e6:,.1f} MB, from {givers}members that have it")
     else:
         lines += _own_model(config, memory)
     say("\n".join(lines))
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:EXAMPLES]) + (f" and {len(names) - EXAMPLES} more" if len(names) > EXAMPLES else "")
 
 
 def _own_model(config: NodeConfig, memory: Memory) -> list[str]:

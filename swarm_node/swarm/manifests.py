@@ -115,12 +115,8 @@ def with_usual_columns(
                 f"{table.file} has several accepted answers to a question, and members read one of the kind text: "
                 "leave one, or name another kind, as --kind number"
             )
-        data = file.as_jsonl()
         copy = folder / f"{file.label}-questions.jsonl"
-        with os_errors_explained(copy):
-            if copy.exists() and copy.read_bytes() != data:
-                raise UserError(f"{copy} is to be {table.file} in the form that members read, but is another file")
-            copy.write_bytes(data)
+        _write_copy(copy, file.as_jsonl(), f"{table.file} in the form that members read")
         found.append(TaskConfig(file=str(copy), weight=table.weight, kind=file.kind))
     return found
 
@@ -135,12 +131,20 @@ def put_beside(manifest: Manifest, specs: Sequence[str | TaskConfig], folder: Pa
             continue
         data = read_questions(table.file)
         copy = folder / f"{_of_file(table, data, '').name}.jsonl"
+        if _write_copy(copy, data, f"{table.file}, which a bootstrap gives to members"):
+            made.append(copy)
+    return made
+
+
+def _write_copy(copy: Path, data: bytes, what: str) -> bool:
+    """Write a question file, all of it or nothing; False if it is there. UserError if another file has its name."""
+    with os_errors_explained(copy):
         if not copy.exists():
             write_new_file(copy, [data])
-            made.append(copy)
-        elif copy.read_bytes() != data:
-            raise UserError(f"{copy} is to be {table.file}, which a bootstrap gives to members, but is another file")
-    return made
+            return True
+        if copy.read_bytes() != data:
+            raise UserError(f"{copy} is to be {what}, but is another file")
+    return False
 
 
 def render(manifest: Manifest) -> bytes:

@@ -17,8 +17,9 @@ from benchmarks.real_judge import reward, right
 from benchmarks.real_learning import NODE, TRL
 from benchmarks.real_report import report
 from benchmarks.real_sets import NEW_TOKENS, QUESTIONS, SETS, pairs, path_of, text
-from swarm_node.config import RewardsConfig
+from swarm_node.config import RewardsConfig, load_config
 from swarm_node.tasks import load_tasks
+from tests.support.repository import ROOT
 
 MOST_BYTES = 60_000
 Row = dict[str, Any]
@@ -29,6 +30,11 @@ def test_the_stored_questions_are_those_that_the_seed_makes(name: str) -> None:
     stored = path_of(name).read_text()
     assert stored == text(name)
     assert len(stored) <= MOST_BYTES and len(pairs(name)) == QUESTIONS and name in NEW_TOKENS
+
+
+def test_the_demo_of_a_real_model_asks_the_sums() -> None:
+    [asked] = load_config(file=ROOT / "configs/demo-real.toml").tasks
+    assert ROOT / str(asked) == path_of("sums")
 
 
 @pytest.mark.parametrize("name", ["sums", "steps"])

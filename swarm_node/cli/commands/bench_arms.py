@@ -33,6 +33,7 @@ from swarm_node.grpo.memory import Fitting, hardware_of
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
+from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.engines.base import Engine
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.loading import load_base, load_policy, load_tokenizer, prepare
@@ -281,7 +282,7 @@ def _arm(
         device=torch.cuda.get_device_name(device) if is_gpu else device.type,
         device_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
         threads=torch.get_num_threads(),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         parameters=parameters,
         lora=lora,
         prompts=work.prompts,

@@ -30,6 +30,7 @@ from swarm_node.grpo.memory import fit_sampling, hardware_of
 from swarm_node.observability.evaluations import Held, newest_checkpoint
 from swarm_node.observability.legend import table_legend
 from swarm_node.policy.adapters import adapter_base
+from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import read_prompt_format
@@ -237,7 +238,7 @@ def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) ->
     """What two measurements must share to be compared, besides questions and samples."""
     has_template = bool(policy.tokenizer.chat_template)
     return {
-        "dtype": str(policy.dtype).removeprefix("torch."),
+        "dtype": name_of(policy.dtype),
         "prompt": config.policy.system_prompt if has_template else config.policy.prompt_template,
         "chat_template_kwargs": config.policy.chat_template_kwargs if has_template else {},
         "answer": config.rewards.answer,

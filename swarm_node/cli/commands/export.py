@@ -20,6 +20,7 @@ from swarm_node.config.own_code import without_foreign_code
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.memory import hardware_of
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
+from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.loading import Plan, load_policy, load_tokenizer
 from swarm_node.policy.merging import check_room_to_merge, dtype_of_base, merged_model
 from swarm_node.policy.policy import Policy, is_of_adapter, save
@@ -249,8 +250,8 @@ def _of_crew(runs: Sequence[RunDir], files: _Files) -> _Trained:
     staged = find_stages(runs, files.say)
     config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
     config = without_foreign_code(config, runs[0].config, staged.config, files.say)
-    in_words = str(staged.plan.dtype).removeprefix("torch.")
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": in_words})})
+    settings = config.policy.model_copy(update={"dtype": name_of(staged.plan.dtype)})
+    config = config.model_copy(update={"policy": settings})
     tensors = {name: tensor for stage in staged.stages for name, tensor in stage.items()}
 
     def load(policy: PolicyConfig, check: Callable[[Plan], None]) -> Policy:

@@ -35,6 +35,7 @@ from swarm_node.config.own_code import without_foreign_code
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
+from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import write_prompt_format
@@ -297,7 +298,7 @@ def _check_written(out: Path, cohort: Cohort) -> None:
     """Load the written model in the usual way. Raises UserError if it differs from the policy."""
     policy = cohort.policy
     changes = {"model": str(out), "revision": None, "lora": policy.is_lora, "device": "cpu"}
-    config = cohort.config.policy.model_copy(update=changes | {"dtype": str(policy.dtype).removeprefix("torch.")})
+    config = cohort.config.policy.model_copy(update=changes | {"dtype": name_of(policy.dtype)})
     again = load_policy(config, cohort.config.rollouts, lambda sentence: None).trainable_state()
     mine = policy.trainable_state()
     if mine.keys() != again.keys() or not all(torch.equal(mine[name].cpu(), again[name]) for name in mine):

@@ -102,6 +102,7 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     assert hub.announced[0].shards == []
     assert not opened[0].serve_relay
     assert output.err.count("first time in this swarm") == 1
+    assert output.err.count("giving the swarm's questions to members that lack them: q\n") == 1
     assert "This node relays nothing (--relay)" in output.err
     assert parse_manifest(hub.served[MANIFEST_METHOD]("", b""), manifest.swarm_id).tasks == manifest.tasks
     assert hub.served[FILE_METHOD]("", manifest.tasks[1].sha256.encode()) == QUESTIONS  # it lay beside the manifest

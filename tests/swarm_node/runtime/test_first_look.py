@@ -44,6 +44,7 @@ def test_three_questions_are_shown_with_their_answers() -> None:
 def test_the_setting_that_helps_is_named(more: dict[str, Any], words: str) -> None:
     last = look(**more)[-1]
     assert words in last and isinstance(last, Warned) == ("mixed" not in more)
+    assert last.startswith("none of the 20 questions asked so far teaches: ") == ("mixed" not in more)
 
 
 def test_a_member_s_owner_names_how_answers_are_read() -> None:

@@ -373,7 +373,7 @@ def test_what_was_asked_before_a_stop_is_kept(monkeypatch: pytest.MonkeyPatch) -
     ours = HeldOutFigures(settings(9), cast(Any, None), tasks, print, lambda round, found: None, True)
     with pytest.raises(StopRequested):
         ours.measure_before()
-    assert ours.figures.before.table["all"].questions == 2 and ours.figures.asked == 0, "asked anew by the next start"
+    assert ours.figures.before.table["all"].questions == 2 and ours.figures.asked == 0, "the next start asks the others"
     assert doing[1].startswith("held-out questions, before training: 2 of at most 14, ") and ours.doing == ""
 
 

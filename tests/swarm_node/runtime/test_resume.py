@@ -132,7 +132,7 @@ def test_a_checkpoint_has_the_settings_behind_its_weights() -> None:
     assert "model" not in newest_settings()["policy"], "which may lie elsewhere by then"
 
 
-NO_FIGURES = "tasks or evaluation settings are not those this run began with: no figures from before training"
+NO_FIGURES = "tasks, prompt or evaluation settings are not those this run began with: no figures from before training"
 
 
 @pytest.mark.parametrize(("form", "kept"), [("any", True), ("tags", False)])
@@ -157,6 +157,52 @@ def test_figures_from_before_forms_of_answers_stay(
     said = start(2, rewards={"answer": form}, **asks)
     assert json.loads(capsys.readouterr().out)["held_out_before"] == (first if kept else {})
     assert first and (NO_FIGURES in said) != kept
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({}, True),
+        ({"dtype": "float32"}, True),
+        ({"system_prompt": "Short."}, False),
+        ({"prompt_template": "{question} ="}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+    ids=str,
+)
+def test_figures_under_another_prompt_are_not_compared(
+    version: str,
+    changed: dict[str, Any],
+    kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Conditions of earlier versions do not name the prompt, but their checkpoints do."""
+    asks = {"eval": {"questions": 2, "samples": 2, "every": 1, "share": 1.0}}
+    save = CheckpointStore.save
+
+    def as_earlier(store: CheckpointStore, n: int, tensors: Any, state: dict[str, Any], best: Best | None) -> None:
+        held_out = {key: value for key, value in state["held_out"].items() if key != "prompt"}
+        best = best and msgspec.structs.replace(best, conditions=held_out)
+        save(store, n, tensors, state | {"held_out": held_out}, best)
+
+    with monkeypatch.context() as before:
+        if version == "earlier":
+            before.setattr(CheckpointStore, "save", as_earlier)
+        start(1, policy={"system_prompt": "Think first."}, **asks)
+    best = json.loads(Path("run/best.json").read_text())
+    assert ("prompt" in best["conditions"]) == (version == "this")
+    first = json.loads(capsys.readouterr().out)["held_out_before"]
+    resumed: list[Best | None] = []
+    measure = HeldOutFigures.measure_during
+    monkeypatch.setattr(
+        HeldOutFigures, "measure_during", lambda self, round: resumed.append(self.best) or measure(self, round)
+    )
+    said = start(2, policy={"system_prompt": "Think first."} | changed, **asks)
+    assert json.loads(capsys.readouterr().out)["held_out_before"] == (first if kept else {})
+    assert first and (NO_FIGURES in said) != kept
+    assert [each is not None and each.round == 1 for each in resumed] == [kept]
 
 
 MEASURES = "held-out questions, before training"

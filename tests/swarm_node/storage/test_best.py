@@ -62,6 +62,12 @@ def test_figures_of_other_questions_do_not_count(store: CheckpointStore) -> None
     assert read_best(Path("run"), {"questions": 9}) is None
 
 
+def test_a_file_of_an_earlier_version_names_no_prompt(store: CheckpointStore) -> None:
+    save(store, 1, 0.25)
+    assert read_best(Path("run"), {"questions": 8, "prompt": ["Short.", "{question}"]}) is not None
+    assert read_best(Path("run"), {"questions": 9, "prompt": ["Short.", "{question}"]}) is None
+
+
 def test_a_file_of_an_earlier_version_goes_by_pass_1(store: CheckpointStore) -> None:
     save(store, 1, 0.25)
     document = json.loads(Path("run", BEST).read_text())

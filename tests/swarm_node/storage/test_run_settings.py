@@ -296,10 +296,21 @@ def test_a_chosen_dtype_stays_as_long_as_the_same_is_trained(sets: list[str], dt
 
 @pytest.mark.parametrize(
     ("sets", "length"),
-    [([], 32), (["policy.model=starter"], 256), (["rollouts.max_new_tokens=100"], 100)],
+    [
+        ([], 32),
+        (["policy.dtype=float16"], 32),
+        (["policy.model=starter"], 256),
+        (["rollouts.max_new_tokens=100"], 100),
+        (['tasks=["words.jsonl"]'], 256),
+        (["rewards.answer=tags"], 256),
+        (["rewards.kind=number"], 256),
+        (["policy.system_prompt=Explain."], 256),
+        (["policy.prompt_template=Q: {question}"], 256),
+        (["policy.chat_template_kwargs={enable_thinking=true}"], 256),
+    ],
     ids=str,
 )
-def test_a_chosen_length_of_answers_stays_as_long_as_the_same_is_trained(sets: list[str], length: int) -> None:
+def test_a_chosen_length_of_answers_stays_as_long_as_the_same_is_asked(sets: list[str], length: int) -> None:
     own = {"policy": {"model": "org/m"}}
     a_run(own, own | {"rollouts": {"max_new_tokens": 32}})
     config = load_run_config(read_layers(None, {}, {"run_dir": "r"}, [*sets], ()), False, print)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol.manifest import ManifestModel
+from protocol.manifest import ManifestModel, ManifestTask
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.swarm.introduction import say_what_for
 from swarm_node.tasks import load_tasks
@@ -45,7 +45,19 @@ def test_the_form_of_answers_is_shown() -> None:
 
 def test_a_swarm_s_own_model_is_named() -> None:
     with_model = replace(PLAIN, model=ManifestModel("Qwen/Qwen3-0.6B", "ab" * 32, 1_500_000_000))
-    assert "its model is Qwen/Qwen3-0.6B, 1,500.0 MB" in told(["gcd"], manifest=with_model)
+    assert "its model is Qwen/Qwen3-0.6B, 1,500.0 MB, from members that have it" in told(["gcd"], manifest=with_model)
+
+
+def test_who_gives_model_and_question_files_is_said() -> None:
+    of_the_hub = ManifestModel("Qwen/Qwen3-0.6B", "ab" * 32, 1_500_000_000, "c" * 40)
+    files = [ManifestTask(sha256=f"{n:064x}", name=name, bytes=1) for n, name in enumerate(("sums", "words", "a", "b"))]
+    said = told(["gcd"], manifest=replace(PLAIN, model=of_the_hub, tasks=files[:2]))
+    assert "1,500.0 MB, from the hub or members that have it" in said
+    assert "its question files come from members: sums, words" in said
+    sourced = [*files[:3], replace(files[3], source="https://example.org/b.jsonl")]
+    said = told(["gcd"], manifest=replace(PLAIN, tasks=sourced))
+    assert "its question files come from their addresses or members: sums, words, a and 1 more" in said
+    assert "question files" not in told(["gcd"])
 
 
 @pytest.mark.parametrize(

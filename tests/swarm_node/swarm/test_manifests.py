@@ -28,6 +28,7 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
 from swarm_node.tasks.reasoning_gym import ReasoningGym
+from tests.support.disks import file_size_limit
 from tests.support.fake_transport import address
 from tests.support.model_folders import make_model
 
@@ -55,6 +56,23 @@ def test_a_written_manifest_reads_back_the_same() -> None:
     assert (file.name, file.bytes, file.licence, file.source) == ("my-sums", len(QUESTIONS), "CC-BY-4.0", "")
     assert file.sha256 == hashlib.sha256(QUESTIONS).hexdigest()
     assert time.strptime(read.created, "%Y-%m-%dT%H:%M:%SZ")
+
+
+def test_a_copy_whose_writing_broke_off_is_written_again() -> None:
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n} for n in range(60)]
+    Path("mine.json").write_text(json.dumps(rows))
+    folder = Path("swarm").absolute()
+    folder.mkdir()
+    with file_size_limit(100), pytest.raises(UserError):
+        with_usual_columns(["mine.json"], folder, lambda sentence: None)
+    assert list(folder.iterdir()) == []
+    [table] = with_usual_columns(["mine.json"], folder, lambda sentence: None)
+    assert (
+        isinstance(table, TaskConfig)
+        and table.file is not None
+        and len(Path(table.file).read_text().splitlines()) == 60
+    )
+    assert with_usual_columns(["mine.json"], folder, lambda sentence: None) == [table], "the same copy may be there"
 
 
 def test_new_says_who_gives_questions_and_model() -> None:
