@@ -5,7 +5,8 @@
     share(k, x)   part of own groups of kind k whose right answers are longer than the reference answer by x or more,
                   among the latest that teach something; PRIOR more are added in the proportions of all kinds
     E(k)          share(k, .) n(k)                      n(k): groups of kind k admitted lately, with the new one
-    room          E + SLACK sqrt(E) + PLACES            E: E(k) in kind k; the sum of E(k) in all kinds together
+    room          E + SLACK sqrt(E) + PLACES            E: E(k) in kind k; the sum of E(k) in all kinds together;
+                                                        for an answer, as if one own task more had it
 
 A group is admitted if, with it, as many groups of its answer, and of each length up to its own, were admitted lately as
 there is room for, in its kind and in all kinds. A right answer can do harm by the question it answers, or by its
@@ -45,7 +46,7 @@ PRIOR = 8  # groups of all kinds that are added to a kind's lengths, because gro
 SLACK = 2.0
 """Standard deviations by which a number of admitted groups may exceed own proportions: chance then keeps out few groups
 of honest peers, and an answer of 10 % of all tasks may be 12 % of what is admitted."""
-PLACES = 3  # groups of an answer, or a length, that no own group has
+PLACES = 1  # groups that are admitted of anything
 SPARE = 64  # own tasks for one group that is longer than own proportions allow
 FINENESS = 20.0  # lengths are told apart to one token below 20 tokens, and to 5 % above
 BINS = 256
@@ -125,8 +126,11 @@ class Balance:
         in_kind = admitted[kind]
         in_all = sum((admitted[each] for each in bounded), np.zeros_like(in_kind))
         expected = {each: shares[each] * (admitted[each][GROUPS] + (each == kind)) for each in bounded}
-        fits = in_kind + 1 <= _room(expected[kind])
-        return fits & (in_all + 1 <= _room(sum(expected.values(), np.zeros_like(in_kind))))
+        expected_in_all = sum(expected.values(), np.zeros_like(in_kind))
+        tasks = sum(asked[each][GROUPS] for each in bounded)
+        expected[kind][ANSWER] += (in_kind[GROUPS] + 1) / asked[kind][GROUPS]  # as if one own task more had it
+        expected_in_all[ANSWER] += (in_all[GROUPS] + 1) / tasks
+        return (in_kind + 1 <= _room(expected[kind])) & (in_all + 1 <= _room(expected_in_all))
 
     def _shares(self, answer: int | None, asked: dict[str, Numbers]) -> dict[str, Numbers]:
         """By kind, the shares of own groups with `answer` and of each length or more; 1 while lengths are unknown."""

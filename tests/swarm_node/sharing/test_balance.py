@@ -88,7 +88,7 @@ def test_no_number_of_groups_or_keys_makes_room(peers: list[str]) -> None:
 
 
 def test_honest_groups_are_admitted_as_before() -> None:
-    found = admitted(lambda rng: honest(rng, 1)[0])
+    found = admitted(lambda rng: honest(rng, 1)[0], n=2000)
     assert len(found) > 0.93 * 2000
     assert fmean(map(length, found)) == pytest.approx(fmean(LENGTHS), rel=0.02)
 
@@ -122,7 +122,7 @@ def test_kinds_have_answers_and_lengths_of_their_own() -> None:
     riddles = [one(rng.choice(["yes", "no"]), 40, "riddle") for _ in range(1000)]
     assert sum(map(balance.admits, riddles)) > 930
     assert sum(balance.admits(one(rng.choice(ANSWERS), 40)) for _ in range(200)) <= 8, "long in the other kind"
-    assert sum(balance.admits(one("yes", 2)) for _ in range(50)) <= PLACES, "an answer of the other kind"
+    assert sum(balance.admits(one("yes", 2)) for _ in range(50)) <= 4, "an answer of the other kind"
 
 
 def test_an_answer_takes_no_room_from_one_kind_for_another() -> None:
@@ -152,7 +152,7 @@ def test_an_answer_that_no_task_had_is_rare_though_few_groups_teach() -> None:
     balance = make(own)
     came = [one("rare" if i % 2 else str(rng.randrange(9999)), 2) for i in range(1800)]
     found = [each for each in came if balance.admits(each)]
-    assert len(found) > 880 and sum(each.task.answer == "rare" for each in found) <= PLACES
+    assert len(found) > 880 and sum(each.task.answer == "rare" for each in found) <= 4
 
 
 def test_a_node_whose_groups_hardly_teach_knows_its_lengths() -> None:
