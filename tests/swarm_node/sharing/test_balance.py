@@ -90,7 +90,7 @@ def test_no_number_of_groups_or_keys_makes_room(peers: list[str]) -> None:
 def test_honest_groups_are_admitted_as_before() -> None:
     found = admitted(lambda rng: honest(rng, 1)[0], n=2000)
     assert len(found) > 0.93 * 2000
-    assert fmean(map(length, found)) == pytest.approx(fmean(LENGTHS), rel=0.02)
+    assert fmean(map(length, found)) == pytest.approx(fmean(LENGTHS), rel=0.03)
 
 
 def test_where_nothing_is_known_all_are_admitted() -> None:
