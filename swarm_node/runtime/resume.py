@@ -34,6 +34,9 @@ from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
+    from swarm_node.sharing import Balance
+    from swarm_node.sharing.teaching import Teaching
+    from swarm_node.swarm.uses import Uses
 
 STALE_S = 600.0  # a node whose checkpoint is older looks for a peer of its cohort that is ahead
 
@@ -78,8 +81,7 @@ class RunState:
                 "trainer": numbers,
                 "replay": self._replay(),
                 "tally": msgspec.to_builtins(self.tally),
-                "teaching": None if self.node.member is None else self.node.member.teaching.state(),
-                "uses": None if self.node.member is None else self.node.member.uses.state(),
+                **{name: part.state() for name, part in self._parts_of_member().items()},
                 "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.node.policy.version,
                 "settings": self.own.of_weights,
@@ -98,6 +100,15 @@ class RunState:
         """Save figures that were measured before training, if a checkpoint shows those of an earlier start."""
         if self.saved is not None:
             self.save()
+
+    def _parts_of_member(self) -> dict[str, Teaching | Uses | Balance]:
+        """What a checkpoint keeps of this node's membership, by its name there."""
+        member = self.node.member
+        if member is None:
+            return {}
+        balance = member.replay_buffer.balance
+        found: dict[str, Teaching | Uses | Balance] = {"teaching": member.teaching, "uses": member.uses}
+        return found if balance is None else found | {"balance": balance}
 
     def _has(self, figures: tuple[Evaluation, Evaluation]) -> bool:
         """Whether the last checkpoint is of this round and has these figures."""
@@ -149,10 +160,9 @@ class RunState:
         with suppress(KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
             figures = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
             self.tally, self.cost.costs = figures
-        if self.node.member is not None:
+        for name, part in self._parts_of_member().items():
             with suppress(KeyError, msgspec.ValidationError):  # of another version: counted from here on
-                self.node.member.teaching.load(state["teaching"])
-                self.node.member.uses.load(state["uses"])
+                part.load(state[name])
         if self.crew is None:
             self.node.policy.load_trainable_state(checkpoint.tensors["policy"])
             self.node.trainer.load_state_dict(checkpoint.tensors["optimizer"], state["trainer"])

@@ -1,128 +1,217 @@
 """Others' groups are admitted in the proportions of own ones: their reference answers, and how long right answers are.
 
-    share(a)   (own groups with reference answer a + 1) / (own groups + 1), among the latest, or among the latest that
-               teach something, whichever is larger; or 2 v - 1 if that is more, v: its share in all that came lately
-    room(a)    share(a) n + SLACK sqrt(share(a) n) + 1            n: groups admitted lately, with the new one
-    share(x)   likewise, of groups whose right answers are longer than the reference answer by x or more, among the
-               latest own groups that teach something
+    share(k, a)   part of reference answer a among the latest own tasks of kind k, or among those of own groups that
+                  teach something, whichever is larger
+    share(k, x)   part of own groups of kind k whose right answers are longer than the reference answer by x or more,
+                  among the latest that teach something; PRIOR more are added in the proportions of all kinds
+    E(k)          share(k, .) n(k)                      n(k): groups of kind k admitted lately, with the new one
+    room          E + SLACK sqrt(E) + PLACES            E: E(k) in kind k; the sum of E(k) in all kinds together;
+                                                        for an answer, as if one own task more had it
 
 A group is admitted if, with it, as many groups of its answer, and of each length up to its own, were admitted lately as
-there is room for. A right answer can do harm by the question it answers, or by its length, however plainly it is
-written: liars answer only questions with one answer, which then spreads, or write each answer as long as the gate
-lets them, and what honest nodes take up opens the next step. Room does not depend on the sender, so new keys do not
-help, and several answers, or lengths, have only the room of each of them.
+there is room for, in its kind and in all kinds. A right answer can do harm by the question it answers, or by its
+length, however plainly it is written: liars answer only questions with one answer, which then spreads, or write each
+answer as long as the gate lets them, and what honest nodes take up opens the next step.
 
-If own answers are shorter than those of most groups that come, these are heard all the same: of n groups of which a
-part l < 1/2 lies and a part t of the others has the length, v <= l + (1 - l) t, so 2 v - 1 <= t.
+Kinds with fewer than LEAST own tasks count as one kind. While they have fewer together, nothing of them is counted or
+refused, so specialists hear the other kinds. For every SPARE own tasks one group is admitted whose length has no room,
+so longer answers are heard a little where own ones are short.
+
+Nothing depends on who sends, or on what most groups have: keys cost nothing, and one of them can send more than all
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from protocol.topics import number
 from swarm_node.grpo.advantage import is_judged
 from swarm_node.tasks.taskset import has_signal
-from swarm_node.types import Group, Task
+from swarm_node.types import Group
 
-LATEST = 1024  # tasks, and groups that came or were admitted, that are remembered: some forty rounds
+LATEST = 1024  # own tasks, and admitted groups, that are remembered: of the latter some forty rounds
 TEACHING = 512  # own groups with different rewards that are remembered
 LEAST = 32  # own tasks, or groups, below which there is nothing to compare with
+PRIOR = 8  # groups of all kinds that are added to a kind's lengths, because groups that teach are few
 SLACK = 2.0
 """Standard deviations by which a number of admitted groups may exceed own proportions: chance then keeps out few groups
 of honest peers, and an answer of 10 % of all tasks may be 12 % of what is admitted."""
+PLACES = 1  # groups that are admitted of anything
+SPARE = 64  # own tasks for one group that is longer than own proportions allow
 FINENESS = 20.0  # lengths are told apart to one token below 20 tokens, and to 5 % above
 BINS = 256
 ROUNDING = 1e-9  # rewards that differ by less are equal
+REST = ""  # the kinds with too few own tasks, as one
+GROUPS, ANSWER, LENGTHS = 0, 1, 2  # places in the numbers of a kind: groups, with one answer, of each length or more
+
+Numbers = NDArray[np.float64]
+
+
+class One(msgspec.Struct, array_like=True, frozen=True):
+    """What is remembered of a group."""
+
+    label: str
+    answer: int | None  # hash of the reference answer
+    length: Annotated[int, msgspec.Meta(ge=-1, lt=BINS)]  # bin; -1 = an own group without a right answer
+
+
+class BalanceState(msgspec.Struct):
+    """Own groups, the oldest first."""
+
+    asked: list[One] = []
+    taught: list[One] = []
 
 
 class Balance:
-    """What came and what was admitted lately, beside own tasks and answers."""
+    """What was admitted lately, beside own tasks and answers."""
 
     def __init__(self, tokens: Callable[[str], int]) -> None:
         """`tokens` gives the number of tokens of an answer."""
         self._tokens = lru_cache(maxsize=1024)(tokens)
-        self._asked, self._taught = _Lately(LATEST), _Lately(TEACHING)
-        self._came, self._admitted = _Lately(LATEST), _Lately(LATEST)
+        self._asked, self._taught, self._admitted = _Lately(LATEST), _Lately(TEACHING), _Lately(LATEST)
+        self._spare = 0.0  # longer groups that may be admitted now
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Take in own scored groups."""
         for group in groups:
-            self._asked.add(group.task.answer, 0)
-            if has_signal(group.rollouts):
-                self._taught.add(group.task.answer, self._length(group))
+            teaches = has_signal(group.rollouts)
+            one = self._one(group, teaches or _has_right(group))
+            self._asked.add(one)
+            if teaches:
+                self._taught.add(one)
+            self._spare = min(1.0, self._spare + 1 / SPARE)
 
     def admits(self, group: Group) -> bool:
-        """Whether there is room for a foreign scored group. It counts as one that came, and as admitted if so."""
-        answer, length = group.task.answer, self._length(group)
-        self._came.add(answer, length)
-        if not (self._has_room_for_answer(answer) and self._has_room_for_length(length)):
+        """Whether there is room for a foreign scored group, which counts as admitted then."""
+        one = self._one(group)
+        kind, asked = self._kind(one.label), self._numbers(self._asked, one.answer)
+        if asked[kind][GROUPS] < LEAST:
+            return True
+        has_room = self._has_room(one, kind, asked)
+        if one.answer is not None and not has_room[ANSWER]:
             return False
-        self._admitted.add(answer, length)
+        if not has_room[LENGTHS : LENGTHS + one.length + 1].all():
+            if self._spare < 1:
+                return False
+            self._spare -= 1
+            one = msgspec.structs.replace(one, length=0)  # takes no room of the others
+        self._admitted.add(one)
         return True
 
-    def _has_room_for_answer(self, answer: str | None) -> bool:
-        known = [lately for lately in (self._asked, self._taught) if len(lately) >= LEAST]
-        own = [(lately.answers[answer] + 1) / (len(lately) + 1) for lately in known]
-        if answer is None or not own:
-            return True
-        share = max(*own, self._most_have(self._came.answers[answer]))
-        return bool(self._admitted.answers[answer] + 1 <= self._room(share))
+    def state(self) -> Any:
+        """What a checkpoint keeps, as JSON carries it: own groups."""
+        return msgspec.to_builtins(BalanceState(list(self._asked.groups), list(self._taught.groups)))
 
-    def _has_room_for_length(self, length: int) -> bool:
-        if len(self._taught) < LEAST:
-            return True
-        own, came, admitted = (lately.tails[: length + 1] for lately in (self._taught, self._came, self._admitted))
-        share = np.maximum(own / len(self._taught), self._most_have(came))
-        return bool((admitted + 1 <= self._room(share)).all())
+    def load(self, state: Any) -> None:
+        """Go on from the state in a checkpoint. Raises msgspec.ValidationError if it is of another version."""
+        kept = msgspec.convert(state, BalanceState)
+        for lately, ones in ((self._asked, kept.asked), (self._taught, kept.taught)):
+            for one in ones[-LATEST:]:
+                lately.add(one)
 
-    def _most_have(self, came: Any) -> Any:
-        """2 v - 1 for numbers of groups that came; below 0 while few have."""
-        return 2 * came / max(len(self._came), 2 * LEAST) - 1
+    def _has_room(self, one: One, kind: str, asked: dict[str, Numbers]) -> NDArray[np.bool_]:
+        """Whether there is room for one more group of `kind`, by the places of `Numbers`."""
+        bounded = [each for each, numbers in asked.items() if numbers[GROUPS] >= LEAST]
+        admitted, shares = self._numbers(self._admitted, one.answer), self._shares(one.answer, asked)
+        in_kind = admitted[kind]
+        in_all = sum((admitted[each] for each in bounded), np.zeros_like(in_kind))
+        expected = {each: shares[each] * (admitted[each][GROUPS] + (each == kind)) for each in bounded}
+        expected_in_all = sum(expected.values(), np.zeros_like(in_kind))
+        tasks = sum(asked[each][GROUPS] for each in bounded)
+        expected[kind][ANSWER] += (in_kind[GROUPS] + 1) / asked[kind][GROUPS]  # as if one own task more had it
+        expected_in_all[ANSWER] += (in_all[GROUPS] + 1) / tasks
+        return (in_kind + 1 <= _room(expected[kind])) & (in_all + 1 <= _room(expected_in_all))
 
-    def _room(self, share: Any) -> Any:
-        """How many admitted groups there is room for, by their share: a number, or an array of any shape."""
-        expected = share * (len(self._admitted) + 1)
-        return expected + SLACK * np.sqrt(expected) + 1
+    def _shares(self, answer: int | None, asked: dict[str, Numbers]) -> dict[str, Numbers]:
+        """By kind, the shares of own groups with `answer` and of each length or more; 1 while lengths are unknown."""
+        taught = self._numbers(self._taught, answer)
+        own = taught if len(self._taught.groups) >= LEAST else asked
+        usual = sum(own.values(), np.zeros(LENGTHS + BINS))
+        shares = dict[str, Numbers]()
+        for kind, tasks in asked.items():
+            mine, teaching = own[kind], taught[kind]
+            if usual[LENGTHS] >= LEAST:
+                share = (mine + PRIOR * usual / usual[LENGTHS]) / (mine[LENGTHS] + PRIOR)
+            else:
+                share = np.ones_like(usual)
+            share[ANSWER] = max(tasks[ANSWER] / tasks[GROUPS], teaching[ANSWER] / max(teaching[GROUPS], LEAST))
+            shares[kind] = share
+        return shares
+
+    def _numbers(self, lately: _Lately, answer: int | None) -> dict[str, Numbers]:
+        """By kind, the groups, those with `answer`, and those of each length or more."""
+        found: dict[str, Numbers] = defaultdict(lambda: np.zeros(LENGTHS + BINS))
+        for label, counts in lately.labels.items():
+            kind = found[self._kind(label)]
+            kind += counts.numbers
+            kind[ANSWER] += counts.answers[answer]
+        return found
+
+    def _kind(self, label: str) -> str:
+        own = self._asked.labels.get(label)
+        return label if own is not None and own.numbers[GROUPS] >= LEAST else REST
+
+    def _one(self, group: Group, is_right: bool = True) -> One:
+        answer = group.task.answer
+        hashed = None if answer is None else number("answer", answer) % 2**32
+        return One(group.task.label, hashed, self._length(group) if is_right else -1)
 
     def _length(self, group: Group) -> int:
         """The bin of the mean number of tokens by which the best answers are longer than the reference answer."""
         judged = [r for r in group.rollouts if is_judged(r)]
         best = max((r.reward for r in judged), default=0.0) - ROUNDING
         mean = fmean(len(r.token_ids) for r in judged if r.reward >= best) if judged else 0.0
-        return min(BINS - 1, int(FINENESS * math.log1p(max(0.0, mean - self._needed(group.task)))))
+        needed = self._tokens(group.task.answer) if group.task.answer else 0
+        return min(BINS - 1, int(FINENESS * math.log1p(max(0.0, mean - needed))))
 
-    def _needed(self, task: Task) -> int:
-        return self._tokens(task.answer) if task.answer else 0
+
+class _Counts:
+    """Groups of one label: their numbers, but for those with one answer, and how many have each reference answer."""
+
+    def __init__(self) -> None:
+        self.numbers: Numbers = np.zeros(LENGTHS + BINS)
+        self.answers: Counter[int | None] = Counter()
 
 
 class _Lately:
-    """The latest groups: how many have each reference answer, and how many have each length or more."""
+    """The latest groups, and their numbers by label."""
 
     def __init__(self, most: int) -> None:
-        self._groups: deque[tuple[str | None, int]] = deque()
+        self.groups: deque[One] = deque()
+        self.labels: dict[str, _Counts] = {}
         self._most = most
-        self.answers: Counter[str | None] = Counter()
-        self.tails = np.zeros(BINS)
 
-    def __len__(self) -> int:
-        return len(self._groups)
+    def add(self, one: One) -> None:
+        self.groups.append(one)
+        self._count(one, 1)
+        if len(self.groups) > self._most:
+            self._count(self.groups.popleft(), -1)
 
-    def add(self, answer: str | None, length: int) -> None:
-        self._groups.append((answer, length))
-        self._count(answer, length, 1)
-        if len(self._groups) > self._most:
-            answer, length = self._groups.popleft()
-            self._count(answer, length, -1)
+    def _count(self, one: One, sign: int) -> None:
+        counts = self.labels.setdefault(one.label, _Counts())
+        counts.numbers[GROUPS] += sign
+        counts.numbers[LENGTHS : LENGTHS + one.length + 1] += sign
+        counts.answers[one.answer] += sign
+        if not counts.answers[one.answer]:
+            del counts.answers[one.answer]
+        if not counts.numbers[GROUPS]:
+            del self.labels[one.label]
 
-    def _count(self, answer: str | None, length: int, sign: int) -> None:
-        self.answers[answer] += sign
-        if not self.answers[answer]:
-            del self.answers[answer]
-        self.tails[: length + 1] += sign
+
+def _room(expected: Numbers) -> Numbers:
+    return expected + SLACK * np.sqrt(expected) + PLACES
+
+
+def _has_right(group: Group) -> bool:
+    """Whether any answer is right, where rewards do not differ: rewards may all be negative."""
+    return any(r.reward > 0 for r in group.rollouts if is_judged(r))

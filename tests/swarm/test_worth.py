@@ -89,6 +89,9 @@ def test_a_resumed_member_goes_on_counting(peer: MakePeer, manifest: Manifest, t
     assert state_of(resumed, store, tmp_path).resume()
     store.close()
     assert after.state() == before.state()
+    proportions, resumed_ones = (member(one).replay_buffer.balance for one in (first, resumed))
+    assert proportions is not None and resumed_ones is not None and proportions.state()["asked"]
+    assert resumed_ones.state() == proportions.state()
 
 
 def test_a_run_leaves_its_last_status(peer: MakePeer, manifest: Manifest, tmp_path: Path) -> None:
