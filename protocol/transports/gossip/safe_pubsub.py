@@ -313,7 +313,7 @@ class SafePubsub(Pubsub):
 
     def _unread(self, peer: ID) -> int:
         """Bytes that came from a peer and that are no whole frame, or of which nothing has been read."""
-        unread = sum(connection.unread() for connection in self._connections(peer))
+        unread: int = sum(connection.unread() for connection in self._connections(peer))
         return unread + sum(reader.bytes for reader in self._reading.get(peer, ()))
 
     def kept(self) -> dict[ID, int]:
