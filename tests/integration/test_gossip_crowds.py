@@ -13,7 +13,6 @@ import pytest
 from protocol.transports.gossip.places import MAX_BUFFERED
 from tests.support.gossip_peers import (
     HANG_S,
-    TOPIC,
     Peer,
     connect_all,
     needs_proc,
