@@ -39,7 +39,9 @@ OTHER_WAIT_S = 300.0  # longest wait between tries of any other peer
 FEW_WAIT_S = 30.0
 """The same while too few peers are connected: a peer that was heard of is found in a minute, whoever else is gone."""
 WANTED = 8  # connections below which members are dialled although somebody already leads to them
-MAX_DHT_DIALS = 4  # peers handed out at a time, bootstrap peers not counted
+MAX_DHT_DIALS = 4
+"""Peers handed out at a time, bootstrap peers not counted. Half of these places are for peers that were connected once:
+anybody can have any number of fresh peers heard of."""
 MAX_KNOWN_PEERS = 256
 """Peers whose addresses are kept from round to round: all bootstrap peers, then peers that were connected once, up to
 half, then peers with a card; in each group, the latest heard of. A flood of cards does not push out peers that
@@ -247,7 +249,8 @@ class PeerTable:
             and any(self._may(address, now) for address in self.addresses_of(peer))
         ]
         others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
-        chosen = first + others[:MAX_DHT_DIALS]
+        proven = [peer for peer in others if due[peer].worked][: MAX_DHT_DIALS // 2]
+        chosen = first + list(dict.fromkeys(proven + others))[:MAX_DHT_DIALS]
         for peer in chosen:
             due[peer].tries.note(now, BOOTSTRAP_WAIT_S if due[peer].given else OTHER_WAIT_S, self._rng)
         return {peer: self.addresses_of(peer) for peer in chosen}

@@ -137,6 +137,9 @@ class Transport(Protocol):
         """A peer was heard of through others, and says that it can be reached at these addresses. If it has no card
         here yet, it is dialled: those others may be gone the next moment."""
 
+    def meet(self, cards: Mapping[str, PeerCard]) -> None:
+        """Peer id -> card that this peer signed: they came from elsewhere, and count like cards that were looked up."""
+
     def members(self) -> Mapping[str, PeerCard]:
         """Peer id -> card, for other peers' cards that have not expired, as of the last lookup. Never waits."""
 

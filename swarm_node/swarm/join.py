@@ -84,7 +84,7 @@ def join_swarm(
             with waiting(), visitor(swarm, config.network, say) as visit:
                 network_s = time.monotonic() - began
                 left_s = None if config.minutes is None else max(0.0, 60 * config.minutes - network_s)
-                manifest = fetch_manifest(visit, swarm, say, left_s)
+                manifest = fetch_manifest(visit, swarm, say, left_s, met)
                 met |= first_members(visit)
         except PeerUnreachable as error:  # only with `minutes`: without, it waits on
             ends = "1 minute is" if config.minutes == 1 else f"{config.minutes:g} minutes are"
@@ -99,8 +99,7 @@ def join_swarm(
         raise UserError(str(error)) from error
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
-    for peer, card in met.items():
-        transport.hear(peer, card.addresses)
+    transport.meet(met)
     files: dict[str, Path] = {}
     serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
     transport.announce(arriving(config, manifest.swarm_id))

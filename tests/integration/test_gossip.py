@@ -219,7 +219,13 @@ def test_peers_that_dial_each_other_are_linked() -> None:
 
 
 def test_hostile_messages_are_refused_and_counted() -> None:
-    refused = {"garbage": "frame", "forged": "forged", "wrong_swarm": "swarm", "far_future": "future"}
+    refused = {
+        "garbage": "frame",
+        "forged": "forged",
+        "wrong_swarm": "swarm",
+        "far_future": "future",
+        "resets": "flood",
+    }
 
     async def run() -> None:
         async with swarm(2, shards=2) as peers:

@@ -22,9 +22,12 @@ from tests.support.gossip_peers import (
     until_all_heard,
     until_stat,
 )
+from tests.support.waiting import until_async
 
 KEYS = 4
 """That flood at a time; the connection of each may have `MAX_BUFFERED` lying unread."""
+MOST_BYTES = 384 * 2**20
+"""Between what a gossip process of a hundred MB takes with all that may lie unread, and what ends it (512 MiB)."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,5 +100,26 @@ def test_a_flood_costs_its_senders_only(kind: str) -> None:
             assert rss(hub.pid) < size + 2 * KEYS * MAX_BUFFERED  # a buffer that grows is copied
             await until_all_heard(peers, await talk(peers, 6, 5000))
             assert all(peer.restarts == 0 for peer in peers)
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+@needs_proc
+def test_who_takes_memory_costs_no_neighbour_its_link() -> None:
+    """Sixty keys hold 150 MB of frames without an end, and read slowly when the neighbour brings large messages."""
+
+    async def run() -> None:
+        async with swarm(1, max_connections=128) as (hub,), swarm(1, first=1, dial_only=True) as (neighbour,):
+            await get_in(neighbour, hub)
+            async with crowd(hub, "hoards", 60, 0):
+                await until_stat(hub, lambda stat: stat.bytes_in > 60 * 2 * 2**20)
+                for _ in range(15):
+                    said = neighbour.say(450_000)
+                    await until_async(lambda said=said: said in hub.heard, HANG_S)
+                    await until_stat(hub, lambda stat: neighbour.gossip_id in stat.peers)  # it never dials again
+                stat = await hub.stat()
+            assert hub.restarts == 0 and stat.rejected["memory"] + stat.rejected["flood"] > 0
+            assert rss(hub.pid) < MOST_BYTES
 
     asyncio.run(run())

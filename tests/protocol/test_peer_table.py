@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -179,6 +180,29 @@ def test_a_flood_of_names_pushes_out_nobody_with_a_card() -> None:
         assert peers.hear(f"x{i}", [address(f"x{i}")], NOW + i / 100)
     assert len(peers) == MAX_KNOWN_PEERS
     assert peers.addresses_of("member") and peers.addresses_of("boot")
+
+
+def test_fresh_names_do_not_hold_up_who_worked() -> None:
+    peers, tried = table(), []
+    peers.learn([address("friend")], NOW)
+    peers.set_connected(["friend"], NOW)
+    peers.set_connected([], NOW)
+    for second in range(120):
+        for i in range(2 * MAX_DHT_DIALS):
+            peers.hear(f"x{second}-{i}", [address(f"x{second}-{i}")], NOW + second)
+        if "friend" in peers.to_dial(NOW + second):
+            tried.append(second)
+    assert tried[0] == 0 and max(b - a for a, b in pairwise([*tried, 120])) <= FEW_WAIT_S + 1
+
+
+def test_those_who_worked_do_not_hold_up_fresh_names() -> None:
+    peers, gone = table(), [f"gone{i}" for i in range(50)]
+    peers.learn(map(address, gone), NOW)
+    peers.set_connected(gone, NOW)
+    peers.set_connected([], NOW)
+    for second in range(1, 120):
+        peers.hear(f"x{second}", [address(f"x{second}")], NOW + second)
+        assert f"x{second}" in peers.to_dial(NOW + second)
 
 
 def test_a_peer_s_own_addresses_come_first() -> None:

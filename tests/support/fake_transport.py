@@ -69,6 +69,9 @@ class FakeTransport:
 
     def hear(self, peer: str, addresses: Sequence[str]) -> None: ...
 
+    def meet(self, cards: Mapping[str, PeerCard]) -> None:
+        self.cards.update(cards)
+
     def left(self) -> Mapping[str, PeerCard]:
         return {}
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Collection
 from functools import lru_cache, partial
+from heapq import nsmallest
 from statistics import median
 
 import msgspec
@@ -160,6 +161,17 @@ class CardStorage:
         """The cards of a bucket that have not run out."""
         self._drop_old(key, now)
         return [(peer, value, expiration) for peer, (value, expiration, _) in self._buckets.get(key, {}).items()]
+
+    def some(self, most: int, now: float) -> list[bytes]:
+        """At most `most` signed cards that have not run out: of connected peers first, else drawn by chance. Any thread
+        may call this."""
+        held = [item for bucket in list(self._buckets.values()) for item in list(bucket.items())]
+        drawn = [
+            (peer not in self.connected, self._rng.random(), value)
+            for peer, (value, expiration, _) in held
+            if expiration > now
+        ]
+        return [_bytes_decoder.decode(value) for *_, value in nsmallest(most, drawn)]
 
     def _has_room(self, key: bytes, now: float) -> bool:
         bucket = self._buckets[key]

@@ -15,7 +15,7 @@ from libp2p.pubsub.score import ScoreParams, TopicScoreParams
 from libp2p.pubsub.utils import safe_bytes_from_hex
 from libp2p.rcmgr import Direction
 
-from protocol.transports.gossip.frames import FrameCache
+from protocol.transports.gossip.frames import FrameCache, FrameQueue
 from protocol.transports.gossip.pipe import MAX_CONNECTIONS
 
 MIN_DIALLED = 2  # peers that this node dialled, in each mesh
@@ -136,12 +136,11 @@ class HubGossipSub(GossipSub):
     def _give(self, peer: ID, message_id: bytes) -> None:
         assert self.pubsub is not None
         queue = self.pubsub.peer_queues.get(peer)
-        if queue is not None:
+        if isinstance(queue, FrameQueue):
             self.recent.give(peer, message_id, queue)
 
-    def remove_peer(self, peer_id: ID) -> None:
-        super().remove_peer(peer_id)
-        self.recent.forget(peer_id)
+    async def flush_pending_messages(self, peer_id: ID) -> None:
+        """Disabled: it would write past the peer's queue."""
 
     def has(self, peer: ID, message_id: bytes) -> None:
         """`peer` sent us this message: it need not be sent there."""

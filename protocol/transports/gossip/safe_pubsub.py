@@ -3,9 +3,12 @@
 undecodable frame or key, error in a handler       ended the whole service    the peer is banned
 message ids and topics invented by a peer          kept for ever              stripped before the library sees them
 addresses in peer records, peer exchange           stored, dialled            stripped too
-two tasks that write to one stream                 frames interleave          one lock a stream
+tasks that write past a peer's queue               frames interleave          disabled
 a message named many times in one request          built as often             put into a peer's queue once (`frames`)
 a peer that subscribes again and again             built as often             the same
+a peer that resets our stream again and again      given all, each time       the same; banned after a minute's streams
+a large message, while many peers read slowly      three copies a peer        all write the same bytes
+frames of which the end never comes                kept, in no count          count as unread
 many messages that are let in                      each kept for 30 s         forgotten after five heartbeats
 a peer that stops reading                          blocks after 32 messages   its connection is closed
 data beyond the window, streams without end        buffered                   its connection is closed
@@ -20,10 +23,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import trio
 from google.protobuf.message import DecodeError
@@ -31,14 +33,14 @@ from libp2p.abc import IHost, INetStream
 from libp2p.exceptions import ParseError
 from libp2p.io.exceptions import IOException, MessageTooLarge
 from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.stream.exceptions import StreamClosed, StreamReset
 from libp2p.peer.id import ID
 from libp2p.pubsub import pubsub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import signature_validator
-from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from protocol.transports.gossip.frames import FrameQueue
+from protocol.transports.gossip.frames import FrameQueue, FrameReader
 from protocol.transports.gossip.gate import HARMLESS, GossipGate
 from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
@@ -59,7 +61,8 @@ WATCH_S, BUFFERS_S = 1.0, 0.1
 """Time between two checks of peers; and of all unread bytes, while these are more than a quarter of the limit. Some 5
 MB can arrive within the shorter time, and less than three quarters of the limit within the longer one."""
 MAX_ALL_BUFFERED = 128 * 2**20
-"""Unread bytes of all connections together. With 100 MB of its own, the process stays below `MAX_SIDECAR_RSS`."""
+"""Unread bytes of all connections together, with the frames of which the end has not come. With 100 MB of its own, the
+process stays below `MAX_SIDECAR_RSS`."""
 MAX_GOSSIP_STREAMS = 3
 """Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
 MAX_STREAMS = 64  # streams of a connection; an honest one has three or four
@@ -102,9 +105,8 @@ class SafePubsub(Pubsub):
         self.gate, self.deliver = gate, deliver
         self.rejected = tcp.rejected
         self.banned: OrderedDict[ID, float] = OrderedDict()
-        self._write_locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
         self._stuck: dict[ID, tuple[object, float]] = {}
-        self._reading: Counter[ID] = Counter()  # gossip streams of each peer
+        self._reading: dict[ID, set[FrameReader]] = {}  # the gossip streams of each peer
 
     # ------------------------------------------------------------ from peers
 
@@ -113,21 +115,13 @@ class SafePubsub(Pubsub):
         peer = stream.muxed_conn.peer_id
         if self.is_banned(peer):
             return await self.hang_up(peer)
-        if self._reading[peer] >= MAX_GOSSIP_STREAMS:
+        readers, reader = self._reading.setdefault(peer, set()), FrameReader(stream)
+        if len(readers) >= MAX_GOSSIP_STREAMS:
             return await self.ban(peer, "flood")
-        self._reading[peer] += 1
+        readers.add(reader)
         try:
             while self.manager.is_running and not self.is_banned(peer):
-                data = await read_varint_prefixed_bytes_limited(stream, self.max_inbound_rpc_size)
-                rpc = rpc_pb2.RPC()
-                rpc.ParseFromString(data)
-                self._sanitise(rpc)
-                for message in rpc.publish:
-                    await self.push_msg(peer, message)
-                for subscription in rpc.subscriptions:
-                    self.handle_subscription(peer, subscription)
-                if rpc.HasField("control"):
-                    await self.router.handle_rpc(rpc, peer)
+                await self._take(peer, await reader.next(self.max_inbound_rpc_size))
                 await trio.lowlevel.checkpoint()
         except (MessageTooLarge, ParseError, DecodeError) as error:
             log.info("bad frame from %s: %r", peer, error)
@@ -139,8 +133,21 @@ class SafePubsub(Pubsub):
             log.warning("frame from %s: %r", peer, error)
             await self.ban(peer, "frame")
         finally:
-            self._reading[peer] -= 1
-            self._reading += Counter()  # forgets zeros
+            readers.discard(reader)
+            if not self._reading.get(peer):
+                self._reading.pop(peer, None)
+
+    async def _take(self, peer: ID, frame: bytes) -> None:
+        """Handle a frame; afterwards nothing here holds it. Raises DecodeError, and what the library does about it."""
+        rpc = rpc_pb2.RPC()
+        rpc.ParseFromString(frame)
+        self._sanitise(rpc)
+        for message in rpc.publish:
+            await self.push_msg(peer, message)
+        for subscription in rpc.subscriptions:
+            self.handle_subscription(peer, subscription)
+        if rpc.HasField("control"):
+            await self.router.handle_rpc(rpc, peer)
 
     def _sanitise(self, rpc: Any) -> None:
         """Strip fields that are not used, and bound the others."""
@@ -225,13 +232,23 @@ class SafePubsub(Pubsub):
 
     # ------------------------------------------------------------ to peers
 
-    async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
-        """One message at a time on a stream, whole or not at all."""
-        async with self._write_locks.setdefault(stream, trio.Lock()):
-            if await super().write_msg(stream, rpc_msg):
-                return True
-        await stream.reset()
-        return False
+    async def write_msg(self, stream: INetStream, rpc_msg: bytes) -> bool:  # type: ignore[override]
+        """Write a frame of a peer's queue, and reset the stream if that fails. The library copies it three times."""
+        try:
+            await stream.write(rpc_msg)
+        except (StreamClosed, StreamReset) as error:
+            log.debug("a frame was not written: %r", error)
+            self._handle_dead_peer(stream.muxed_conn.peer_id)
+            await stream.reset()
+            return False
+        return True
+
+    def _schedule_peer_stream_retry(self, peer_id: ID) -> None:
+        """Open another stream to a connected peer, in place of one that broke: it counts as one that the peer opens."""
+        if self.tcp.streams.take(str(peer_id), trio.current_time(), 1):
+            super()._schedule_peer_stream_retry(peer_id)
+        else:
+            self.tcp.flooding[peer_id] = self.address(peer_id)
 
     # ------------------------------------------------------------ who may stay
 
@@ -247,7 +264,8 @@ class SafePubsub(Pubsub):
         await self.hang_up(peer)
 
     async def hang_up(self, peer: ID) -> None:
-        """Close all connections with `peer`, without waiting for it."""
+        """Close all connections with `peer`, without waiting for it. What it sent counts no more."""
+        self._reading.pop(peer, None)
         for connection in self._connections(peer):
             connection.drop_unread()
             await self.tcp.hang_up(connection.get_remote_address())
@@ -295,10 +313,12 @@ class SafePubsub(Pubsub):
         return max(streams, default=0) > MAX_STREAMS or self._unread(peer) > MAX_BUFFERED
 
     def _unread(self, peer: ID) -> int:
-        return sum(connection.unread() for connection in self._connections(peer))
+        """Bytes that came from a peer and that are no whole frame, or of which nothing has been read."""
+        unread: int = sum(connection.unread() for connection in self._connections(peer))
+        return unread + sum(reader.bytes for reader in self._reading.get(peer, ()))
 
     def kept(self) -> dict[ID, int]:
-        """Bytes kept for each connected peer: frames that wait for it, and what it sent and nothing here has read."""
+        """Bytes kept for each connected peer: frames that wait for it, and what it sent and is unread."""
         queues = self.peer_queues
         return {
             peer: self._unread(peer) + (queues[peer].bytes if peer in queues else 0)
@@ -307,8 +327,10 @@ class SafePubsub(Pubsub):
 
     def kept_once(self) -> int:
         """The same of all peers together, where a frame that waits for several counts once."""
-        frames = {id(frame): frame.ByteSize() for queue in self.peer_queues.values() for frame in queue.frames()}
-        return sum(frames.values()) + sum(map(self._unread, self.host.get_connected_peers()))
+        queues = list(self.peer_queues.values())
+        frames = {id(frame): len(frame) for queue in queues for frame in queue.frames()}
+        unread = sum(map(self._unread, self.host.get_connected_peers()))
+        return sum(frames.values()) + sum(queue.copied() for queue in queues) + unread
 
     async def _bound_buffers(self) -> bool:
         """Ban peers while too much lies unread of all; whether more than a quarter of that lies there."""

@@ -46,10 +46,11 @@ SIDECAR_DIAL_S = 10.0
 MAX_SIDECAR_DIALS = 64  # dials under way at a time. The node asks again for the others.
 MAX_SIDECAR_RSS = 512 * 2**20  # a healthy process takes 90 to 150 MB
 HIGH_RSS, GROWTH_BYTES = MAX_SIDECAR_RSS // 2, 4 * 2**20
-"""Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the peer for which the most
-is kept: frames that it asked for and does not read, or bytes of it that nobody has read. If less is kept for all peers
-than one connection has brought since then, that connection goes. So peers that take memory go one after another, and
-the other links live, also the one over which a message came that many ask for."""
+"""Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES`, however slowly, hangs up on the peer for which the most is
+kept: frames that it asked for and does not read, or bytes of it that nobody has read. If one connection has brought
+more since the last check than is kept for all peers, that connection goes, provided that the process grew so much since
+then. So peers that take memory go one after another, and the other links live, also the one over which a message came
+that many ask for."""
 MEMORY_S = 1.0  # time between two checks of memory; some 50 MB can arrive in it
 
 log = logging.getLogger("gossip")
@@ -187,17 +188,18 @@ class Sidecar:
 
     async def _watch_memory(self) -> None:
         """End the process when it has grown too far; before that, the connections under which it grows."""
-        before = own_rss()
+        before = level = own_rss()
         while True:
             await trio.sleep(MEMORY_S)
             now, brought = own_rss(), self.tcp.heaviest()
             heaviest = self._heaviest(*brought) if now > HIGH_RSS else None
             if now > MAX_SIDECAR_RSS:
                 raise MemoryError(f"grown to {now >> 20} MiB{'' if heaviest is None else heaviest.words}")
-            if heaviest is not None and now - before > GROWTH_BYTES:
+            if heaviest is not None and now - (level if heaviest.keeps else before) > GROWTH_BYTES:
                 self.tcp.refuse("memory", heaviest.address)
                 await heaviest.hang_up()
-            before = now
+                level = now
+            before, level = now, max(HIGH_RSS, min(level, now))
 
     def _heaviest(self, wire: Wire | None, brought: int) -> Heaviest | None:
         """The connection that takes the most memory. `wire` `brought` the most bytes since the last check."""
@@ -206,11 +208,11 @@ class Sidecar:
             peer = max(kept, key=lambda peer: kept[peer])
             address = self.pubsub.address(peer)
             words = f", {kept[peer] >> 20} of them for {address[0] if address else 'a peer'}"
-            return Heaviest(address, words, partial(self.pubsub.hang_up, peer))
+            return Heaviest(address, words, partial(self.pubsub.hang_up, peer), keeps=True)
         if wire is None:
             return None
         words = f"; {wire.address[0]} sent the most in the last second" if wire.address else ""
-        return Heaviest(wire.address, words, wire.close)
+        return Heaviest(wire.address, words, wire.close, keeps=False)
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,7 @@ class Heaviest:
     address: tuple[str, int] | None  # of its other end
     words: str  # about that, behind the memory of the process
     hang_up: Callable[[], Awaitable[None]]
+    keeps: bool  # whether by what is kept for it, not by what it brought
 
 
 def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:

@@ -182,6 +182,10 @@ class MemoryTransport:
         if peer not in self.members():
             self.table.hear(peer, addresses, self._network.clock.now())
 
+    def meet(self, cards: Mapping[str, PeerCard]) -> None:
+        for peer, card in cards.items():
+            self.table.see(peer, card, self._network.clock.now())
+
     def members(self) -> Mapping[str, PeerCard]:
         now = self._network.clock.now()
         return {

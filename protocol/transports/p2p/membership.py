@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,6 +127,12 @@ class Membership:
         """See `Transport.hear`."""
         if self.table.hear(peer, addresses, time.time()):
             self._wake.set()
+
+    def meet(self, cards: Mapping[str, PeerCard]) -> None:
+        """See `Transport.meet`."""
+        for peer, card in cards.items():
+            self.table.see(peer, card, time.time())
+        self._wake.set()
 
     def on_restart(self) -> None:
         """Forget what depended on the connections of the last p2pd: a new one runs."""

@@ -19,6 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from protocol.codec import sign_card
 from protocol.dials import Dials
 from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.first_cards import CARDS_METHOD, MAX_FIRST_CARDS, write_cards
 from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S
 from protocol.messages import PeerCard
@@ -77,6 +78,7 @@ class HivemindPlane:
         self.connections = Connections(self.daemon, dials, self.refusals, self._storage)
         self.streams = PeerStreams(self, swarm, services)
         services.answers.servers[METHOD] = self._whereabouts.serve
+        services.answers.servers[CARDS_METHOD] = self._give_cards
 
     async def close(self) -> None:
         """Stop p2pd, whatever state it is in, within a bounded time."""
@@ -164,6 +166,9 @@ class HivemindPlane:
         search = dht.find_cards([self.validator.keys[bucket] for bucket in buckets], members, self._direct(members))
         found, now = await self.daemon.bounded(search, P2PD_CALL_S), time.time()
         return dict(self.validator.card(value) for value, expiration in found.values() if expiration > now)
+
+    def _give_cards(self, caller: str, payload: bytes) -> bytes:
+        return write_cards(self._storage.some(MAX_FIRST_CARDS, time.time()))
 
     def _direct(self, members: int) -> list[str]:
         return direct(list(self.connections.serving), self._bootstrap, members, self._rng)

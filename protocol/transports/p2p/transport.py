@@ -159,6 +159,9 @@ class P2PTransport:
         if peer not in self._membership.members:
             self._soon(self._membership.hear, peer, addresses)
 
+    def meet(self, cards: Mapping[str, PeerCard]) -> None:
+        self._soon(self._membership.meet, cards)
+
     def members(self) -> Mapping[str, PeerCard]:
         return self._membership.members
 

@@ -3,9 +3,9 @@
     request = method | frame          answer = status | frame                                       as in `stream`
 
 A request takes a place after it was read (`places`). Answers of `LARGE_METHODS` have few places of their own and all
-others are short, so memory is bounded and large answers never stand in the way of short ones; the manifest has places
-that no other method may take. A peer that takes an answer too slowly is dropped. Servers and long hashes run in
-threads: the loop goes on.
+others are short, so memory is bounded and large answers never stand in the way of short ones. The manifest, and the
+cards that come with it, have places that no other method may take. A peer that takes an answer too slowly is dropped.
+Servers and long hashes run in threads: the loop goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from protocol.errors import RemoteProtocolError
+from protocol.first_cards import CARDS_METHOD
 from protocol.limits import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.transports.base import Server
@@ -33,7 +34,7 @@ from protocol.transports.streams.stream import (
 LARGE_METHODS = frozenset({FILE_METHOD})
 """Methods whose answers may have `MAX_RESPONSE_BYTES`; all others have `MAX_SHORT_BYTES`."""
 MAX_SHORT_BYTES = 2**20  # largest answer that a caller accepts by default
-PROMPT_METHODS = frozenset({MANIFEST_METHOD})
+PROMPT_METHODS = frozenset({MANIFEST_METHOD, CARDS_METHOD})
 """Methods with places of their own: their answers are small and ready, and a newcomer can do nothing without them."""
 MAX_PROMPT = 32
 """Answers to `PROMPT_METHODS` at once, of 64 KiB each; one more, and the oldest of the busiest address makes room."""

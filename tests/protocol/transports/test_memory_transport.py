@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
@@ -225,6 +226,16 @@ def test_members_find_each_other_through_one_bootstrap_soon() -> None:
     world.run(20.0)
     for node in nodes:
         assert members(node) == {f"n{i}" for i in range(8)} - {node.peer_id}
+
+
+def test_who_is_met_by_its_card_is_found_without_a_bootstrap() -> None:
+    world = World()
+    nodes = [world.join(name) for name in ("a", "b")]
+    world.run(20.0)
+    assert not members(nodes[0])
+    nodes[0].meet({"b": replace(card("b"), created=world.clock.now(), addresses=nodes[1].addresses)})
+    world.run(20.0)
+    assert [members(node) for node in nodes] == [{"b"}, {"a"}]
 
 
 def test_another_swarm_is_not_seen() -> None:

@@ -144,6 +144,16 @@ def test_large_swarms_look_less_often() -> None:
     assert len(strangers._waits) == MAX_REMEMBERED
 
 
+def test_cards_from_elsewhere_are_as_good_as_found_ones() -> None:
+    gossip_id, now = "12D3KooWA5QapJCxXj1sqbLndrL9jm3UKnHvuuBprxM6pjmCh6R1", membership.time.time()
+    way, gossip = "/ip4/8.8.8.8/tcp/1/p2p/one", f"/ip4/8.8.8.8/tcp/2/p2p/{gossip_id}"
+    node: Any = SimpleNamespace(table=PeerTable("me", random.Random(0)), _wake=asyncio.Event())
+    Membership.meet(node, {"one": replace(card(), addresses=[way], gossip=[gossip], gossip_id=gossip_id)})
+    assert node._wake.is_set() and node.table.members(now).keys() == {"one"}
+    assert node.table.to_dial(now) == {"one": [way]}
+    assert node.table.gossip_to_dial([0], 8, [], now) == {gossip_id: [gossip]}
+
+
 class Relays:
     """Two relays, connected at an address each; those in `reaches` can connect to port 5 of a node with an address."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 import swarm_node
-from protocol.manifest import Manifest, ManifestModel, ManifestTask
+from protocol.codec import sign_card
+from protocol.first_cards import CARDS_METHOD, write_cards
+from protocol.identity import Identity
+from protocol.manifest import MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask
 from swarm_node.config import (
     AveragingConfig,
     NetworkConfig,
@@ -28,8 +31,9 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.introduction import DECIDE_S
 from swarm_node.swarm.join import join_swarm, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
+from swarm_node.swarm.manifests import render
 from swarm_node.tasks.one_turn import FORM_PROMPTS
-from tests.support.fake_transport import FakeTransport, address
+from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.manifests import PLAIN
 
 
@@ -152,6 +156,19 @@ def test_a_run_of_an_earlier_version_hears_of_declaring_once(run: RunDir, declar
     run.config.write_text(dump_own(config, config))
     assert not say_what_leaves(swarm, config, run, said.append, trains)
     assert len(said) == (declare and trains)
+
+
+def test_members_are_met_with_the_manifest(monkeypatch: pytest.MonkeyPatch, run: RunDir) -> None:
+    """Whole cards: where they gossip as well."""
+    hub, transport = {MANIFEST_METHOD: lambda caller, payload: render(PLAIN)}, FakeTransport()
+    theirs = replace(card(), swarm=PLAIN.swarm_id, gossip=[address(3)], gossip_id=peer_id(3))
+    answer = write_cards([sign_card(theirs, Identity.generate(bytes([2] * 32)))])
+    visit = FakeTransport({peer_id(1): hub | {CARDS_METHOD: lambda caller, payload: answer}})
+    monkeypatch.setattr("swarm_node.swarm.join.visitor", lambda *arguments: nullcontext(visit))
+    monkeypatch.setattr("swarm_node.swarm.join.open_transport", lambda *arguments: transport)
+    with ExitStack() as stack:
+        join_swarm(Swarm(PLAIN.swarm_id, None, [address(1)]), NodeConfig(), run, lambda line: None, stack)
+    assert transport.members()[peer_id(2)] == theirs
 
 
 @pytest.mark.parametrize("own", [{}, {"answer": "boxed", "partial": True}])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from protocol.codec import sign_card
 from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
+from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, MAX_FIRST_CARDS, write_cards
+from protocol.identity import Identity
 from protocol.manifest import MANIFEST_METHOD, Manifest
+from protocol.messages import PeerCard
 from protocol.transports.base import Server
 from swarm_node.errors import UserError
 from swarm_node.swarm import lookup
@@ -37,6 +42,33 @@ def test_any_member_may_give_the_right_manifest() -> None:
     manifest = fetch_manifest(transport, swarm, lambda sentence: None)
     assert manifest.swarm_id == PLAIN.swarm_id
     assert manifest.bootstrap == [address(1)]
+
+
+def signed(number: int, swarm: str = PLAIN.swarm_id) -> bytes:
+    return sign_card(replace(card(), swarm=swarm), Identity.generate(bytes([number] * 32)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "known"),
+    [
+        (write_cards([signed(2), signed(3)]), {2, 3}),
+        (write_cards([signed(2), signed(3)[:-1] + b"\0", signed(4, "ab" * 32), b""]), {2}),
+        (write_cards([signed(i) for i in range(2, 3 + MAX_FIRST_CARDS)]), set()),
+        (bytes(MAX_FIRST_BYTES + 1), set()),
+        (b"\xff", set()),
+        (None, set()),  # a member of an earlier version
+    ],
+)
+def test_cards_come_with_the_manifest(answer: bytes | None, known: set[int]) -> None:
+    serves: dict[str, Server] = {MANIFEST_METHOD: lambda caller, payload: render(PLAIN)}
+    if answer is not None:
+        serves[CARDS_METHOD] = lambda caller, payload: answer
+    transport, met = FakeTransport({peer_id(1): serves}), dict[str, PeerCard]()
+    swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}")
+    assert fetch_manifest(transport, swarm, lambda sentence: None, met=met).swarm_id == PLAIN.swarm_id
+    assert met.keys() == {peer_id(number) for number in known}
+    fetch_manifest(transport, swarm, lambda sentence: None)
+    assert transport.asked[peer_id(1), CARDS_METHOD] == 1  # only who joins needs them
 
 
 @pytest.mark.usefixtures("clock")
