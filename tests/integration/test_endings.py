@@ -22,8 +22,9 @@ pytestmark = pytest.mark.long
 
 REWARDS = '''
 import time
+from pathlib import Path
 
-KEPT = []
+KEPT, METRICS = [], Path(__file__).parent / "run/metrics.jsonl"
 
 def greedy(completions, **columns):
     """Takes memory without end, a little at a time."""
@@ -31,7 +32,9 @@ def greedy(completions, **columns):
     return [float(len(each)) for each in completions]
 
 def deaf(completions, **columns):
-    """Takes much memory at once, and ends for nobody."""
+    """After a round, takes much memory at once, and ends for nobody."""
+    if not METRICS.read_bytes():
+        return [float(len(each)) for each in completions]
     KEPT.append(b"x" * 2**31)
     print("deaf from here on", flush=True)
     while True:
