@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 
 class _Tensor(msgspec.Struct):
     """An entry of the header of a safetensors file."""
 
-    shape: Annotated[list[Annotated[int, Meta(ge=0, le=2**40)]], Meta(max_length=8)] = []
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=2**40)]], Meta(max_length=8)]
 
 
 def starter_path() -> str:
@@ -169,5 +169,6 @@ def _values(file: Path) -> int:
         length = int.from_bytes(opened.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError
-        header = msgspec.json.decode(opened.read(length), type=dict[str, _Tensor])
-    return sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
+        header = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    return sum(math.prod(msgspec.json.decode(entry, type=_Tensor).shape) for entry in header.values())
