@@ -12,9 +12,14 @@ from __future__ import annotations
 MAX_DETAIL_CHARS = 400  # longest description of a peer's mistake
 
 
+def visible(text: str) -> str:
+    """`text`, which a stranger may have written, with ? for each control character of terminals and end of a line."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def printable(text: str) -> str:
     """`text`, which a stranger may have written, as one line without control characters of terminals."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return visible(" ".join(text.split()))
 
 
 class ProtocolError(Exception):

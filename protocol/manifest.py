@@ -23,6 +23,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import CHARS_PER_TOKEN, MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS, MAX_TOKENS
 from protocol.messages import Address, Hash64
 from protocol.model_listing import MAX_MODEL_BYTES
+from protocol.plain_toml import MAX_DOTS
 
 LINK_SCHEME = "swarm"
 ID_CHARS = 64
@@ -32,7 +33,6 @@ MANIFEST_METHOD = "manifest"  # request that any member answers with its manifes
 FILE_METHOD = "file"
 """Request, payload = sha256 in hexadecimal, that a member answers with a question file of the manifest."""
 
-MAX_DOTS = 200  # dots in one line, enough for 64 addresses. tomllib takes half a minute over a key of 30,000 parts.
 
 Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
 """A number that is neither infinite nor NaN, because JSON, and so the id, cannot tell those apart."""

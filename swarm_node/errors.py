@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+USER_ERROR = 2  # exit code after any other UserError, the same as for a wrong option
 TEMPORARY = 75  # exit code after a TemporaryError: EX_TEMPFAIL of sysexits.h
 
 

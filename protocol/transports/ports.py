@@ -138,6 +138,8 @@ def lost_port(listen: str, wanted: int, file: Path) -> int:
 
 def read_ports(file: Path) -> dict[int, int]:
     """Wanted -> got; empty if there is no such file, or a damaged one."""
+    if not file.is_file():  # a pipe would wait for ever
+        return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[int, int])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

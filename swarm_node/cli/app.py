@@ -17,18 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
-from protocol.errors import printable
+from protocol.errors import printable, visible
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.began import where_it_began
 from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
 from swarm_node.config.keys import VARIABLE_PREFIX
-from swarm_node.errors import TEMPORARY, NobodyReached, PluginError, SwarmNodeError, TemporaryError
+from swarm_node.errors import TEMPORARY, USER_ERROR, NobodyReached, PluginError, SwarmNodeError, TemporaryError
 from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.utf8 import check_utf8
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
-USER_ERROR = 2  # exit code for mistakes that only the user can correct, the same as for a wrong option
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
         "local": train.local,
@@ -104,7 +103,7 @@ def _tell(error: SwarmNodeError, command: str, values: Mapping[str, Any]) -> Non
     one of them."""
     message = printable(f"{error}{where_it_began(str(error), values)}")
     for line in error.trace if isinstance(error, PluginError) else []:
-        typer.echo("".join(c if c.isprintable() else "?" for c in line), err=True)
+        typer.echo(visible(line), err=True)
     show = early_log(command, values)
     if show is None:
         typer.echo(f"swarm-node: {message}", err=True)

@@ -7,6 +7,7 @@ A function of a command has one parameter for each of its own options, made with
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import logging
@@ -26,7 +27,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from protocol.errors import printable
+from protocol.errors import printable, visible
 from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers
@@ -88,7 +89,7 @@ def note(sentence: str, err: bool = True) -> None:
     """Show a sentence about what a command does, unless --quiet or its level says otherwise. `err`: on standard error,
     not on standard output."""
     if is_shown(level_of(sentence)):
-        typer.echo(sentence, err=err)
+        typer.echo(visible(sentence), err=err)
 
 
 def log_of(config: NodeConfig, err: bool) -> Show | None:
@@ -139,6 +140,10 @@ def to_show(error: BaseException) -> SwarmNodeError | None:
         return UserError(f"no permission for {error.filename}: change its owner or mode, or choose another directory")
     if isinstance(error, OSError) and error.errno in FULL:
         return explained(error, Path("a file"))
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"the name {str(error.filename)[:80]}… is too long for a file: give another")
+    if type(error) is RuntimeError and "home directory" in str(error):  # of `Path.expanduser`
+        return UserError("a path in the settings or the files begins with ~ and a user whom this machine does not have")
     return blamed(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -168,4 +169,5 @@ def sweep(
 
 def print_config(config: NodeConfig, json_output: bool) -> None:
     """Print the configuration as TOML or JSON."""
-    typer.echo(config.model_dump_json(indent=2) + "\n" if json_output else dump_toml(config), nl=False)
+    as_json = json.dumps(config.model_dump(mode="json"), indent=2)
+    typer.echo(f"{as_json}\n" if json_output else dump_toml(config), nl=False)

@@ -12,7 +12,6 @@ version's defaults do not change a run.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
@@ -21,6 +20,7 @@ from textwrap import shorten
 from pydantic import ValidationError
 
 from protocol.errors import printable
+from protocol.plain_toml import parsed_toml
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
@@ -70,10 +70,10 @@ def read_toml(file: Path, what: str) -> Table:
     try:
         if file.exists() and (not file.is_file() or file.stat().st_size > MAX_BYTES):
             raise UserError(f"cannot read {what} {file}: it is no file, or has more than {MAX_BYTES:,} bytes")
-        return tomllib.loads(file.read_bytes().decode())
+        return parsed_toml(file.read_bytes().decode())
     except OSError as error:
         raise UserError(f"cannot read {what} {file}: {error.strerror}") from None
-    except (ValueError, RecursionError, MemoryError) as error:  # MemoryError: a name with 40,000 dots
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid TOML: {error or 'too deep'}") from None
 
 

@@ -1,7 +1,9 @@
 """Code that the settings of a run name: it runs only if this user named it.
 
-    start    config.toml gets `# code: MARK`, a digest of its code's names under a secret of this user
+    start    config.toml gets `# code: MARK`, a digest of its code's names and places under a secret of this user
     later    what config.toml names runs if that mark is right, or if the user names it again
+
+The place of a module is the current directory, where Python looks for it first.
 
 A run directory may be a stranger's, and its code would have all rights of whoever goes on with the run or measures it.
 """
@@ -9,6 +11,7 @@ A run directory may be a stranger's, and its code would have all rights of whoev
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import shlex
@@ -77,12 +80,13 @@ def own_code(file: Path, own: NodeConfig) -> set[str]:
 
 def check_code(file: Path, own: NodeConfig, config: NodeConfig, named: Mapping[str, Any]) -> None:
     """Raise UserError if a start with the settings `config` would run code that only the run's config.toml names, and
-    another user or machine started that run. `own`: see `own_code`; `named`: the settings that the user gives."""
+    nothing shows that this user started that run here. `own`: see `own_code`; `named`: the settings that the user
+    gives."""
     foreign = code_in(config) - code_in(named)
     if foreign and not foreign <= own_code(file, own):
         raise UserError(
-            f"{file} names code, and nothing shows that you started this run on this machine: "
-            f"{', '.join(sorted(foreign))}; look at it, and if you trust it name it yourself: "
+            f"{file} names code, and nothing shows that you started this run on this machine, in this directory"
+            f"{_no_secret()}: {', '.join(sorted(foreign))}; look at it, and if you trust it name it yourself: "
             f"--config {shlex.quote(str(file))}"
         )
 
@@ -117,13 +121,24 @@ def without_foreign_code(config: NodeConfig, file: Path, own: NodeConfig, say: C
 
 
 def _digest(code: Iterable[str]) -> str:
-    """The digest of the names of code; those of files with the place where they are. Raises OSError."""
-    names = sorted(str(Path(each).expanduser().absolute()) if ".py:" in each else each for each in code)
-    return hmac.new(_secret(), "\n".join(names).encode("utf-8", "surrogatepass"), "sha256").hexdigest()
+    """The digest of the names of code with the places where it is looked for. Raises OSError."""
+    here = os.getcwd()
+    named = sorted((str(Path(each).expanduser().absolute()), "") if ".py:" in each else (here, each) for each in code)
+    return hmac.new(_secret(), json.dumps(named).encode(), "sha256").hexdigest()
+
+
+def _no_secret() -> str:
+    """Why no run here has a mark; empty if one may have."""
+    try:
+        _secret()
+    except OSError as error:
+        return f" ({error})"
+    return ""
 
 
 def _secret() -> bytes:
-    """This user's secret on this machine, made at its first use. Raises OSError."""
+    """This user's secret on this machine, made at its first use. Raises OSError, also if another user may have made or
+    read it."""
     from huggingface_hub.constants import HF_HOME
 
     file = Path(HF_HOME) / "swarm-node" / f"secret-{os.getuid()}"  # users may share that directory
@@ -135,7 +150,8 @@ def _secret() -> bytes:
         with suppress(FileExistsError):  # another process was first
             os.link(made, file)
         made.unlink()
-    found = file.read_bytes()
-    if len(found) != SECRET_BYTES:
-        raise OSError(f"{file} is no secret")
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        status, found = os.fstat(opened.fileno()), opened.read(SECRET_BYTES + 1)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or len(found) != SECRET_BYTES:
+        raise OSError(f"{file} is no secret of this user")
     return found

@@ -17,8 +17,9 @@ from swarm_node.config.section import Section
 
 
 def dump_toml(config: NodeConfig) -> str:
-    """The whole configuration as TOML that `load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The whole configuration as TOML that `load_config` reads back to an equal one, without control characters."""
+    text = tomli_w.dumps(config.model_dump(exclude_none=True))
+    return "".join(c if c.isprintable() or c == "\n" else f"\\U{ord(c):08X}" for c in text)
 
 
 def config_reference() -> str:

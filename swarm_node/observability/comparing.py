@@ -34,6 +34,7 @@ from swarm_node.observability.tally import Tally
 from swarm_node.observability.thinning import rounds_of
 from swarm_node.storage.best import read_best
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.plain_files import as_a_node_writes
 from swarm_node.storage.run_settings import KEPT as KEPT_NAME
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
@@ -239,6 +240,11 @@ def _chosen(key: str, value: Any, text: str, in_effect: Mapping[str, Any]) -> st
 
 def read_run(path: Path) -> RunFigures:
     """The figures of the run in a directory. Raises UserError if it is not one, or has no round yet."""
+    with as_a_node_writes(path):
+        return _read_run(path)
+
+
+def _read_run(path: Path) -> RunFigures:
     run = RunDir(path)
     if not run.exists:
         wants = "name directories that have a config.toml, as runs/local"

@@ -15,6 +15,7 @@ import msgspec
 
 from swarm_node.observability.noise import interval, verdict
 from swarm_node.storage.names import MAX_STATE_BYTES, NAME, order
+from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import RunDir
 
 SHOWN = 24  # first questions of which an evaluation keeps the first answer; tasks take turns, so these are of many
@@ -164,9 +165,7 @@ def newest_checkpoint(run: RunDir) -> tuple[int, dict[str, Any]]:
     """(round, state) of the newest checkpoint, whose digests are not checked; 0 and empty if it cannot be read."""
     try:
         named = sorted((path for path in run.checkpoints.iterdir() if NAME.fullmatch(path.name)), key=order)
-        with open(named[-1] / "state.json", "rb") as file:
-            document = json.loads(file.read(MAX_STATE_BYTES))
-        state = document["state"]
+        state = json.loads(read_plain(named[-1] / "state.json", MAX_STATE_BYTES))["state"]
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):  # it may be removed meanwhile
         return 0, {}
     return order(named[-1])[0], state if isinstance(state, dict) else {}

@@ -30,6 +30,7 @@ from swarm_node.storage.rundir import explained, os_error_text, os_errors_explai
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 MAX_INT = 2**63
+MAX_LINE_BYTES = 64 << 20  # a longer line is none of a node
 CHUNK_BYTES = 64 << 10  # bytes read at a time from the end of a file: some tens of lines
 
 
@@ -151,7 +152,9 @@ def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
     with _reading(path), open_plain(path) as file:
         left = os.fstat(file.fileno()).st_size - start
         file.seek(start)
-        for line in file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise not_a_record(path)
             left -= len(line)
             if left < 0 or not line.endswith(b"\n"):  # its rest may come while this is read
                 return
@@ -214,10 +217,12 @@ def record_in(line: bytes) -> dict[str, Any] | None:
 def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """(start, line) of each whole line, the last one first. Raises UserError if the file cannot be read."""
     with _reading(path), open_plain(path) as file:
-        start = file.seek(0, os.SEEK_END)
-        read, torn = b"", True  # `read` begins at `start`
+        start = end = file.seek(0, os.SEEK_END)
+        read, torn = b"", True  # `read` begins at `start`, and is part of a line that ends at `end`
         while start > 0:
-            size = min(CHUNK_BYTES, start)
+            if end - start > MAX_LINE_BYTES:
+                raise not_a_record(path)
+            size = min(max(CHUNK_BYTES, len(read)), start)
             start -= size
             file.seek(start)
             read = file.read(size) + read
@@ -227,6 +232,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
             while (cut := read.rfind(b"\n", 0, -1) + 1) > 0:
                 yield start + cut, read[cut:]
                 read = read[:cut]
+            end = end if torn else start + len(read)
         if read:
             yield 0, read
 

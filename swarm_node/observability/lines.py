@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
 
+from protocol.errors import visible
+
 LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 """Names of levels in the log; a library may rename those of `logging` for the whole process, as hivemind does."""
 
@@ -41,7 +43,7 @@ def shown_as_lines(log_format: str, node: str, stream: TextIO) -> Show | None:
             lasting.write(json_line(node, text, kind, level))
         else:
             now = _now()
-            lasting.write("".join(f"{now} {level.upper():7} {line}\n" for line in text.split("\n")))
+            lasting.write("".join(f"{now} {level.upper():7} {visible(line)}\n" for line in text.split("\n")))
         lasting.flush()
 
     return show

@@ -37,6 +37,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from protocol.errors import printable, visible
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
 from swarm_node.observability.tally import ENOUGH_ROUNDS, Buckets
@@ -173,7 +174,7 @@ class ProgressDisplay:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
         """Print a table: the first column left, the others right, floats with three decimals. Without room for it,
         print its rows as sentences."""
-        cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+        cells = [[f"{cell:.3f}" if isinstance(cell, float) else visible(str(cell)) for cell in row] for row in rows]
         widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
         if self._as_lines or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
             named = ([f"{column} {cell}" for column, cell in zip(columns, row, strict=True)] for row in cells)
@@ -238,12 +239,12 @@ class ProgressDisplay:
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
     def _print(self, text: str, indent: int = 0) -> None:
+        lines = [visible(line) for line in text.split("\n")]
         if self._on_terminal:
             wide = max(indent + 10, self._console.width)
-            lines = [wrapped(line, wide, indent) for line in text.split("\n")]
-            self._console.print(Text("\n".join(lines)), soft_wrap=True)
+            self._console.print(Text("\n".join(wrapped(line, wide, indent) for line in lines)), soft_wrap=True)
         else:
-            self._plain(text)
+            self._plain("\n".join(lines))
 
     def view(self) -> Group:
         """The lines that stay on a terminal, none wider than it. Also called from Rich's thread."""
@@ -333,8 +334,7 @@ class ProgressDisplay:
         if self._last is None:
             return ""
         when, text = self._last
-        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        line = f"{_age(self._clock() - when)} ago: {words}"
+        line = f"{_age(self._clock() - when)} ago: {printable(text)}"
         return line if cell_len(line) <= self._console.width else ""  # the whole sentence stands above
 
     def _fitting(self, texts: Sequence[str]) -> str:

@@ -19,6 +19,8 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
+from protocol.errors import visible
+
 LINK = "swarm://"
 COMMAND = re.compile(r"`([^`]*swarm-node [^`]*)`")
 STARTS = re.compile(r"\s*(next +)?(\S*/)?(python\S* -m swarm_node|swarm-node) ")
@@ -39,7 +41,7 @@ def wrapped(line: str, width: int, indent: int = 0) -> str:
 def for_stream(line: str, stream: TextIO, indent: int = 0) -> str:
     """`line`, in which a stranger may have written, as it goes to `stream`: without control characters, and broken at
     the width of the terminal if it is one."""
-    line = "".join(character if character.isprintable() else "?" for character in line)
+    line = visible(line)
     return wrapped(line, shutil.get_terminal_size().columns, indent) if stream.isatty() else line
 
 

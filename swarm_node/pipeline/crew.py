@@ -223,7 +223,7 @@ class CrewNode:
             config.pipeline.stall_s,
             plan.term * TURNS,
         )
-        self.driver = driver = Driver(calls, self._mend, config.pipeline.swap)
+        self.driver = driver = Driver(calls, self._mend, config.pipeline.swap, self.say)
         self._aftermath.note_holders()
         tokenizer = load_tokenizer(config.policy)
         longest_row = config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens

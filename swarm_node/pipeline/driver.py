@@ -16,7 +16,8 @@ stage makes it once; a stage that was lost before goes without. A stage itself s
 A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up.
 
 A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others'. The
-stage is named, and lost if it says so `TRIES` times within `RECENT` steps.
+stage is named, and lost if it says so `TRIES` times within `RECENT` steps, or `OFTEN` times within `LONG`. What is
+merely unusual is used, and the stage is named: a long gradient makes the step of all stages short.
 """
 
 from __future__ import annotations
@@ -41,33 +42,44 @@ from swarm_node.pipeline.messages import StageLost, StageMessage
 from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
+from swarm_node.say import Say, Warned
 from swarm_node.types import Sampling
 
 T = TypeVar("T")
 TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up; see also `RECENT`
 RECENT = 10  # steps within which a stage is lost that says `TRIES` times what cannot be
+OFTEN, LONG = 10, 100  # as `TRIES` and `RECENT`, of a stage that says it now and then
 MOST_SQUARES = 1e6  # times their median that a stage's squares may be: its norm is a thousand times the others'
+UNUSUAL_SQUARES = 1e3  # times their median from which on a stage is named
 MOST_USUAL = 1e24  # squares that are usual in no training
 
 
 class Driver:
     """Drives the stages of a crew; to a trainer it is the optimiser of all of them."""
 
-    def __init__(self, calls: StageCalls, on_lost: Callable[[StageLost], None], swapped: bool = False) -> None:
+    def __init__(
+        self,
+        calls: StageCalls,
+        on_lost: Callable[[StageLost], None],
+        swapped: bool = False,
+        say: Say = lambda sentence: None,
+    ) -> None:
         """`on_lost` makes the crew whole again; it may change the stages held here. `swapped`: odd microbatches take
-        another order of stages (CheckFree+)."""
+        another order of stages (CheckFree+). `say` is told of stages whose gradients are unusual."""
         self.calls = calls
         self.workers = calls.workers
         self.stages = calls.stages
         self.on_lost = on_lost
         self.swapped = swapped
+        self._say = say
         self.spoiled = False  # whether the loss had a gradient that is not finite
         self.updates = calls.workers[0].updates  # updates that the crew has made
         self.total = calls.turn  # number of the sum that gradients are added to
         self.decay = 1.0  # factor of the schedule on the learning rate
         self.unusable = ""  # see `AnyOptimizer`
         self._refusals = 0  # turns that ended in one, since the last update or generation
-        self._doubted: deque[Collection[int]] = deque(maxlen=RECENT)  # by step: stages that said what cannot be
+        self._doubted: deque[Collection[int]] = deque(maxlen=LONG)  # by step: stages that said what cannot be
+        self._unusual: deque[Collection[int]] = deque(maxlen=RECENT)  # by step: stages whose gradients were unusual
 
     # ----------------------------------------------------------------- after a loss
 
@@ -251,14 +263,27 @@ class Driver:
                 squares[answer[0].stage] = answer[0].squares
         doubtful = impossible(squares, self.workers)
         self._doubted.append(doubtful.keys() - self.workers.keys())
-        lost = {stage for stage in doubtful if sum(stage in each for each in self._doubted) == TRIES}
+        lost = {stage for stage in doubtful if self._is_doubted(stage)}
         if lost:
             self._doubted.clear()
             raise StageLost(lost, " and ".join(f"it says {doubtful[stage]}" for stage in sorted(lost)))
         self.unusable = "; ".join(f"stage {stage} says {what}" for stage, what in sorted(doubtful.items()))
         if self.spoiled and not doubtful:
             self.unusable = f"the loss over what stage {self.stages - 1} computed has a gradient that is not finite"
+        self._tell_unusual(squares)
         return math.nan if self.unusable else math.sqrt(math.fsum(filter(None, squares.values())))
+
+    def _is_doubted(self, stage: int) -> bool:
+        """Whether a stage said too often what cannot be."""
+        said = [stage in each for each in self._doubted]
+        return sum(said[-RECENT:]) >= TRIES or sum(said) >= OFTEN
+
+    def _tell_unusual(self, squares: Mapping[int, float | None]) -> None:
+        """Name the stages whose gradients are unusual, unless they were in the last steps, too."""
+        found = {} if self.unusable else impossible(squares, self.workers, UNUSUAL_SQUARES)
+        for stage in sorted(found.keys() - {stage for each in self._unusual for stage in each}):
+            self._say(Warned(f"stage {stage} says {found[stage]}: the steps of all stages are shorter for it"))
+        self._unusual.append(found.keys())
 
     def _apply(self, scale: float, rate: float) -> None:
         """Have every stage make the next update; a stage that is rebuilt meanwhile only counts it.
@@ -285,17 +310,17 @@ class Driver:
                 rebuilt |= self.again(lost)
 
 
-def impossible(squares: Mapping[int, float | None], own: Collection[int]) -> dict[int, str]:
+def impossible(squares: Mapping[int, float | None], own: Collection[int], most: float = MOST_SQUARES) -> dict[int, str]:
     """Stages that say of their gradient what cannot be, and what they say.
 
     `squares`: of the gradient of each stage, None if it is not finite; those of the stages in `own` are computed here,
-    and hold for usual whatever others say."""
+    and hold for usual whatever others say. `most`: times the usual ones that squares may be."""
     known = {stage: square for stage, square in squares.items() if square is not None}
     median = median_low([square for square in known.values() if square] or [0.0])
     usual = min(MOST_USUAL, max([median, *(square for stage, square in known.items() if stage in own)]))
     said = {stage: "that its gradient is not finite" for stage in squares.keys() - known.keys()}
     for stage, square in known.items():
-        if square > MOST_SQUARES * usual:
+        if square > most * usual:
             said[stage] = f"that its gradient has norm {math.sqrt(square):.2g}, where {math.sqrt(usual):.2g} is usual"
     return said
 

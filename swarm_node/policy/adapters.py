@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from hashlib import sha256
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.architecture import entry, without_adapter
+from swarm_node.policy.vetting import read_json
 
 ALL_LINEAR = "all-linear"
 
@@ -28,17 +30,14 @@ def adapter_base(path: str) -> str | None:
     file = Path(path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return None
-    try:
-        base = json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base = None
+    base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(
             f"{file} does not name its base model: set base_model_name_or_path in it to the directory of the base or "
             "its name on the hub"
         )
     beside = file.parent / base
-    return str(beside) if base.startswith(".") and not Path(base).is_dir() and beside.is_dir() else base
+    return str(beside) if base.startswith(".") and not os.path.isdir(base) and os.path.isdir(beside) else base
 
 
 def trains_layers(folder: str) -> bool:

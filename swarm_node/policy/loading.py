@@ -264,7 +264,8 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
         base, revision = path, config.revision
         model_config = _vetted_config(base, revision)
     else:
-        vetting.check_adapter(Path(path).expanduser())
+        with refusing("the adapter", path):
+            vetting.check_adapter(Path(path).expanduser())
         with naming_base(path, adapter):
             base, revision = located(adapter, say), None
             model_config = _vetted_config(base, revision)
@@ -301,15 +302,16 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     path = located(config.model)
     revision = config.revision if adapter_base(path) is None else None
     others = [file for name in TOKEN_FILES if (file := _file(path, revision, name)) is not None]
-    settings = [vetting.read_json(file) for file in others if file.name == TOKEN_FILES[0]]
-    named = settings[0].get("fast_tokenizer_files") if settings else []
-    names = {"tokenizer.json", *(map(str, named) if isinstance(named, list) else [])}
-    fast = [file for name in names if (file := _file(path, revision, name)) is not None]
-    growth = max(map(check_tokenizer_file, fast), default=MAX_GROWTH)
-    for file in others:
-        check_tokens(file, growth)
-    tokenizer = _load(AutoTokenizer, path, revision)
-    check_tokenizer(tokenizer, config.model)
+    with refusing("Tokenizer", path):
+        settings = [vetting.read_json(file) for file in others if file.name == TOKEN_FILES[0]]
+        named = settings[0].get("fast_tokenizer_files") if settings else []
+        names = {"tokenizer.json", *(map(str, named) if isinstance(named, list) else [])}
+        fast = [file for name in names if (file := _file(path, revision, name)) is not None]
+        growth = max(map(check_tokenizer_file, fast), default=MAX_GROWTH)
+        for file in others:
+            check_tokens(file, growth)
+        tokenizer = _load(AutoTokenizer, path, revision)
+        check_tokenizer(tokenizer, config.model)
     return tokenizer
 
 
@@ -353,7 +355,8 @@ def _vetted_config(base: str, revision: str | None) -> Any:
             check_no_adapter(path)
     file = _file(base, revision, "config.json")
     if file is not None:
-        vetting.check_config(file)
+        with refusing("Config", path):
+            vetting.check_config(file)
     return _load(AutoConfig, base, revision)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from swarm_node.errors import UserError
 from swarm_node.policy.gguf_files import smollm2, store
@@ -14,12 +17,19 @@ from swarm_node.policy.gguf_files.header import read_header
 from swarm_node.policy.gguf_files.naming import gguf_at
 from swarm_node.say import Say, Warned
 from swarm_node.storage.hub import hub_answers
+from swarm_node.storage.plain_files import open_plain
 
 STARTER = "starter"  # the name of the model that this package contains
 SMOLLM2 = smollm2.SMOLLM2
 CONFIGS = ("config.json", "adapter_config.json")
 LORA_ABOVE = 100_000_000  # parameters above which an adapter is trained unless told otherwise
 MAX_HEADER_BYTES = 32 * 2**20  # JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes
+
+
+class _Tensor(msgspec.Struct):
+    """An entry of the header of a safetensors file."""
+
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=2**40)]], Meta(max_length=8)]
 
 
 def starter_path() -> str:
@@ -149,15 +159,16 @@ def parameters(path: str) -> int | None:
         return None
     try:
         return sum(map(_values, files))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # told by the one who loads it
+    except (OSError, ValueError, RecursionError):  # told by the one who loads it
         return None
 
 
 def _values(file: Path) -> int:
     """Values of all tensors in a safetensors file: eight bytes with the length of the header, then the header."""
-    with file.open("rb") as opened:
+    with open_plain(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError
-        header = json.loads(opened.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        header = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    return sum(math.prod(msgspec.json.decode(entry, type=_Tensor).shape) for entry in header.values())

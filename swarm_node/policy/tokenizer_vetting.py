@@ -9,7 +9,6 @@ looked at again, as transformers makes parts from other files, too. Both raise U
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.tokenizing import guarded, longest_token
 from swarm_node.policy.vetting import read_json
 from swarm_node.say import in_short
+from swarm_node.storage.plain_files import read_plain
 
 MAX_FILE_BYTES = 64 * 2**20  # the longest known tokenizer.json, of 262,144 tokens, has 33 MB
 MAX_PART_BYTES = 2 * 2**20  # the table of a SentencePiece normalizer has 0.4 MB
@@ -79,6 +79,27 @@ class _Added(msgspec.Struct):
     normalized: bool = True
 
 
+class _Special(msgspec.Struct):
+    ids: list[int]
+
+
+class _Part(msgspec.Struct):
+    """What is looked at of a part, or of a sequence of parts."""
+
+    type: str
+    normalizers: list[_Part] = []
+    pretokenizers: list[_Part] = []
+    processors: list[_Part] = []
+    decoders: list[_Part] = []
+    pattern: dict[str, str] = {}  # its kind, Regex or String -> the text
+    content: str = ""
+    prepend: str = ""
+    precompiled_charsmap: str = ""
+    single: list[dict[str, Any]] = []
+    pair: list[dict[str, Any]] = []
+    special_tokens: dict[str, _Special] = {}
+
+
 class _File(msgspec.Struct):
     """What is looked at; the vocabulary is passed over."""
 
@@ -95,7 +116,7 @@ def check_tokenizer_file(file: Path) -> float:
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{file} is larger than {MAX_FILE_BYTES // 2**20} MiB, which no tokenizer is")
-        found = msgspec.json.decode(file.read_bytes(), type=_File)
+        found = msgspec.json.decode(read_plain(file, MAX_FILE_BYTES), type=_File)
         raw = {kind: bytes(getattr(found, kind)) for kind in KINDS}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {file}: {in_short(error)}") from error
@@ -148,9 +169,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """A loaded tokenizer; `name` is the model's. One that is written in Python has no parts."""
     if (longest := longest_token(tokenizer)) > MAX_TOKEN_CHARS:
         raise UserError(f"{name}: a token has {longest} characters, allowed are {MAX_TOKEN_CHARS}{ADVICE}")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(f"{name}: model_max_length of its tokenizer is no number{ADVICE}")
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is not None and type(core.model).__name__ == "Unigram":
-        longest = max(map(len, core.get_vocab(with_added_tokens=False)))
+        longest = max(map(len, core.get_vocab(with_added_tokens=False)), default=0)
         if longest > MAX_PIECE_CHARS:
             raise UserError(
                 f"{name}: a token has {longest} characters, allowed are {MAX_PIECE_CHARS} of Unigram{ADVICE}"
@@ -166,14 +189,14 @@ def _check_parts(where: str, raw: Mapping[str, bytes]) -> float:
         if len(data) > MAX_PART_BYTES:
             raise UserError(f"{where}: its {kind} is larger than {MAX_PART_BYTES // 2**20} MiB{ADVICE}")
         try:
-            parts = list(_parts(json.loads(data), kind))
+            parts = list(_parts(msgspec.json.decode(data, type=_Part | None), kind))
             if len(parts) > MAX_PARTS:
                 raise ValueError(f"has {len(parts)} parts, allowed are {MAX_PARTS}")
             if sum(_is_known(part) for part in parts) > 1:
                 raise ValueError("has two regular expressions that may take long")
             growth[kind] = math.prod(_growth(part, KINDS[kind][1]) for part in parts)
-            growth[kind] *= max((UNICODE.get(part["type"], 1) for part in parts), default=1)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            growth[kind] *= max((UNICODE.get(part.type, 1) for part in parts), default=1)
+        except (ValueError, RecursionError) as error:
             detail = " ".join(f"{error}".split()) if type(error) is ValueError else "is not as the library writes it"
             raise UserError(f"{where}: its {kind} {detail}{ADVICE}") from error
     for found, most in ((growth["normalizer"] * growth["pre_tokenizer"], MAX_GROWTH), (growth["decoder"], MAX_DECODED)):
@@ -182,60 +205,65 @@ def _check_parts(where: str, raw: Mapping[str, bytes]) -> float:
     return growth["normalizer"]
 
 
-def _parts(value: Any, kind: str) -> Iterator[dict[str, Any]]:
+def _parts(part: _Part | None, kind: str) -> Iterator[_Part]:
     """The parts of a sequence, in order."""
-    if value is None:
+    if part is None:
         return
-    if value["type"] != "Sequence":
-        yield value
+    if part.type != "Sequence":
+        yield part
         return
-    for each in value[KINDS[kind][0]]:
+    for each in getattr(part, KINDS[kind][0]):
         yield from _parts(each, kind)
 
 
-def _growth(part: dict[str, Any], known: Mapping[str, int]) -> float:
+def _growth(part: _Part, known: Mapping[str, int]) -> float:
     """Characters that a part makes of one at most. ValueError if it may take endless time or memory."""
-    name = part["type"]
+    name = part.type
     if name not in known:
         raise ValueError(f"has a part of the unknown type {ascii(name)[:60]}")
     if name == "TemplateProcessing":
         _check_template(part)
     if name == "Precompiled":
-        return _longest_mapped(part["precompiled_charsmap"])
+        return _longest_mapped(part.precompiled_charsmap)
     if name == "Prepend":
-        if len(part["prepend"]) > MAX_TEXT:
+        if len(part.prepend) > MAX_TEXT:
             raise ValueError(f"adds a text longer than {MAX_TEXT} characters")
-        return 1 + len(part["prepend"])  # added tokens cut a text into pieces, and each gets it
+        return 1 + len(part.prepend)  # added tokens cut a text into pieces, and each gets it
     if name not in ("Split", "Replace"):
         return known[name]
-    ((way, pattern),) = part["pattern"].items()
+    if len(part.pattern) != 1:
+        raise ValueError("has a pattern that is not as the library writes it")
+    ((way, pattern),) = part.pattern.items()
     if way == "Regex" and not is_harmless(pattern):
         raise ValueError(f"has the regular expression {ascii(pattern[:80])}, which may take too long for some texts")
     if name == "Split":
         return 1
-    content = part["content"]
+    content = part.content
     length = 1 if way == "Regex" else len(pattern)
+    if not pattern:
+        raise ValueError("replaces a text of no characters")
     if len(content) > MAX_REPLACED * length:
         raise ValueError(f"replaces {ascii(pattern[:40])} by a text more than {MAX_REPLACED} times as long")
     return 1 + len(content) if way == "Regex" else max(1.0, len(content) / length)
 
 
-def _is_known(part: Mapping[str, Any]) -> bool:
-    return part["type"] in ("Split", "Replace") and part["pattern"].get("Regex") in KNOWN
+def _is_known(part: _Part) -> bool:
+    return part.type in ("Split", "Replace") and part.pattern.get("Regex") in KNOWN
 
 
-def _check_template(part: dict[str, Any]) -> None:
-    tokens = part["special_tokens"].values()
-    if max(len(part["single"]), len(part["pair"])) > MAX_ADDED or any(len(each["ids"]) > MAX_ADDED for each in tokens):
+def _check_template(part: _Part) -> None:
+    added: list[Sequence[Any]] = [part.single, part.pair, *(each.ids for each in part.special_tokens.values())]
+    if max(map(len, added)) > MAX_ADDED:
         raise ValueError(f"adds more than {MAX_ADDED} tokens to a text")
-    if any(sum("Sequence" in piece for piece in part[way]) > most for way, most in (("single", 1), ("pair", 2))):
-        raise ValueError("repeats a text")
+    texts = [sum("Sequence" in piece for piece in way) for way in (part.single, part.pair)]
+    if texts[0] != 1 or texts[1] > 2:
+        raise ValueError("repeats a text" if max(texts) > 1 else "leaves out the text")
 
 
 def _longest_mapped(table: str) -> float:
     """Characters that a table of SentencePiece makes of one. It has 4 bytes with the size of a trie, the trie, and the
     texts with a zero byte after each."""
-    data = base64.b64decode(table)
+    data = base64.b64decode(table.encode())
     start = 4 + int.from_bytes(data[:4], "little")
     longest = max(map(len, data[start:].split(b"\0")))
     if longest > MAX_MAPPED_BYTES:

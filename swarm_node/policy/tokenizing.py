@@ -90,7 +90,7 @@ def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 @guarded("its vocabulary")
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
+    return max(map(len, tokenizer.get_vocab()), default=0)
 
 
 @guarded("its vocabulary")
@@ -113,7 +113,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[int]) -> t
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[int]:
     """All ids that end a completion, of the embedding's `rows`: those of the generation config and the tokenizer's."""
     configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
+    listed = configured if isinstance(configured, list) else [configured]
+    ids = {i for i in listed if isinstance(i, int)}
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:

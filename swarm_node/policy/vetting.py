@@ -29,6 +29,7 @@ from protocol.limits import MAX_LAYERS
 from swarm_node.errors import UserError
 from swarm_node.policy.model_path import MAX_HEADER_BYTES
 from swarm_node.say import in_short
+from swarm_node.storage.plain_files import read_plain
 
 MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
 MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each
@@ -93,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise UserError(f"{file} is larger than {MAX_JSON_BYTES // 2**20} MiB, which no config is")
-        found = json.loads(file.read_text("utf-8"))
+        found = json.loads(read_plain(file, MAX_JSON_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {file}: {in_short(error)}") from error
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from types import FrameType
 
 from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
-from swarm_node.errors import TEMPORARY, UserError
+from swarm_node.errors import TEMPORARY, USER_ERROR, TemporaryError, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.pause import Machine, on_battery, quiet
 from swarm_node.runtime.shutdown import Stopper
@@ -169,7 +169,9 @@ class ResourceLimits:
         self, config: ResourcesConfig, run: RunDir, say: Say, member: bool = False, machine: Machine | None = None
     ) -> None:
         self.reason = ""  # why the node is paused; empty = it is not
-        self.over = ""  # why the node had to leave, if it took too much memory; else empty
+        self.over: UserError | None = None  # why the node had to leave, if it took too much memory
+        self.gets_on: Callable[[], bool] = lambda: False
+        """Returns whether this start has done a round. If none is, the next start would end in the same way."""
         self._paused_s = 0.0
         self._waits_since: float | None = None
         self._config = config = config.in_force()
@@ -197,6 +199,11 @@ class ResourceLimits:
         """Raise UserError if a round that takes `bytes` in all would take more memory than the limit."""
         if too_much := self._memory.exceeded_by(bytes):
             raise UserError(f"a round takes about {too_much}")
+
+    def check_kept(self) -> None:
+        """Raise the UserError for which the node had to leave, if it took too much memory."""
+        if self.over is not None:
+            raise self.over
 
     @property
     def threads(self) -> int:
@@ -256,11 +263,14 @@ class ResourceLimits:
         while not ended.wait(PAUSE_CHECK_S if self._memory else MACHINE_CHECK_S):
             try:
                 self.look(ended)
-                exceeded = "" if self.over else self._memory.exceeded()
+                exceeded = self._memory.exceeded() if self.over is None else ""
             except OSError as error:  # too many open files, for one
                 once("look", Warned(f"limits and pauses wait until this machine can be looked at again: {error}"))
                 continue
             if exceeded and not ended.is_set():
-                self.over = f"the node took {exceeded}; what it had learned is saved"
-                stop.notice(MEMORY_LEAVE_S, exit_code=TEMPORARY)
+                over, code, then = UserError, USER_ERROR, "this start did no round, and the next would do none"
+                if self.gets_on():
+                    over, code, then = TemporaryError, TEMPORARY, "what it had learned is saved"
+                self.over = over(f"the node took {exceeded}; {then}")
+                stop.notice(MEMORY_LEAVE_S, exit_code=code)
                 self._say(Failed(self.over))

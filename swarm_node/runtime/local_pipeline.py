@@ -24,6 +24,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.errors import USER_ERROR
 from swarm_node.runtime.callbacks import Manner, TrainResult
 from swarm_node.runtime.children import close_input, end_children, start_child
 from swarm_node.runtime.pipeline_run import run_crew
@@ -42,7 +43,6 @@ RESTART_S, MAX_RESTART_S = 1.0, 60.0
 """
 ENDED_RESTART_S = 10.0
 """A process that ended well restarts no sooner: it may have heard that the run is over before this one has."""
-USER_ERROR = 2  # exit code of a process whose output ends with what the user has to do
 
 
 def run_local_crew(config: NodeConfig, run: RunDir, manner: Manner) -> TrainResult:

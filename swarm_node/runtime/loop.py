@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import StopRequested, TemporaryError
+from swarm_node.errors import StopRequested
 from swarm_node.grpo.memory import Estimate, Fitting, check_plan, hardware_of
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
@@ -143,6 +143,7 @@ class Run:
         self.records = RunRecords(config, run, self.node.round, self.console.health, stack, decode)
         self.state.catch_up()
         self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
+        self.limits.gets_on = lambda: self.node.round > self.began_at
         if crew is None:
             self.checkpoints.check_room(self.state.checkpoint_bytes, best=self.held_out.keeps_best)
         if resumed:
@@ -220,8 +221,7 @@ class Run:
         if self.crew is None:
             stop.safe()
         finish_mirror(self._mirror, stop)
-        if self.limits.over:
-            raise TemporaryError(self.limits.over)
+        self.limits.check_kept()
 
     def _rounds(self) -> None:
         """Do the rounds that are left, until the time is over. Raises StopRequested."""

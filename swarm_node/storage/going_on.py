@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from protocol.plain_toml import parsed_toml
 from swarm_node.say import own_command
 from swarm_node.storage.names import newest_round
 from swarm_node.storage.plain_files import read_plain
@@ -49,9 +49,9 @@ def going_on(run: RunDir, settings: Mapping[str, Any] | None = None) -> GoingOn:
     paths = [each.get("path") for each in functions if isinstance(each, dict)] if isinstance(functions, list) else []
     if given := [path for path in paths if isinstance(path, str) and of_a_program(path)]:
         return GoingOn(instead=f"start the program again that gave it the reward function {given[0]!r}")
-    gone = next((name for name in _needed(table) if not Path(name).expanduser().exists()), None)
+    gone = next((name for name in _needed(table) if not _is_there(name)), None)
     if gone is not None:
-        there = "" if Path(gone).expanduser().is_absolute() else ", or go to the directory where it began"
+        there = "" if gone.startswith(("/", "~")) else ", or go to the directory where it began"
         return GoingOn(instead=f"put {gone!r} back, which its settings name{there}")
     done = newest_round(run.checkpoints) or 0
     return GoingOn(f"resume {run.quoted}" + (f" --rounds {2 * done}" if 0 < _total(table) <= done else ""))
@@ -76,7 +76,7 @@ def of_a_program(path: str) -> bool:
 def _read(run: RunDir) -> dict[str, Any] | None:
     """Its config.toml; None if that cannot be read."""
     try:
-        return tomllib.loads(read_plain(run.config, MAX_CONFIG_BYTES).decode())
+        return parsed_toml(read_plain(run.config, MAX_CONFIG_BYTES).decode())
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -102,6 +102,13 @@ def _needed(table: Mapping[str, Any]) -> Iterator[str]:
             name = task.get("file") if isinstance(task, dict) else task
             if isinstance(name, str) and ":" not in name and Path(name).suffix:
                 yield name
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # a name that is too long, or of a user who is not here
+        return False
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -6,11 +6,14 @@ import math
 from datetime import datetime
 from pathlib import Path
 
+from swarm_node.storage.plain_files import open_plain
+
 
 def pause_asked(path: Path, now: float) -> str:
     """Why the file `path` (RUN/paused) pauses the node; empty = it does not. A file that cannot be read has no end."""
     try:
-        text = path.read_bytes()[:64].decode(errors="replace").strip()
+        with open_plain(path) as file:
+            text = file.read(64).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
     except OSError:

@@ -6,8 +6,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
+
+from swarm_node.errors import UserError
+from swarm_node.say import in_short
 
 
 def open_plain(path: Path) -> BufferedReader:
@@ -26,3 +32,26 @@ def read_plain(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
+
+
+@contextmanager
+def as_a_node_writes(run: Path) -> Iterator[None]:
+    """Within it, values of a run's files of other types or sizes than a node writes raise UserError: the run may be
+    somebody else's, or of another version."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        files, what = f"swarm.json, metrics.jsonl or a checkpoint of {run}", f"{type(error).__name__}: {error}"
+        raise UserError(f"{files} is not as a node of this version writes it ({in_short(what)})") from error
+
+
+def check_plain(own: Path, key: Path) -> None:
+    """Raise UserError unless `own`, which is of a run, is a file or a directory, and all below it: what the run writes
+    would go elsewhere. A directory itself may be a link, and so may the file `key`, which is only read."""
+    if own.is_symlink() and (own.is_dir() or (own == key and own.is_file())):
+        return
+    below = (Path(folder, name) for folder, *names in os.walk(own) for name in chain(*names))
+    for path in (own, *below):
+        with suppress(FileNotFoundError):  # a node that runs there removes some
+            if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                raise UserError(f"{path} is no file, but a link, a pipe, a device or the like: remove it")

@@ -49,7 +49,7 @@ from typing import Any
 from swarm_node.errors import SwarmNodeError, TemporaryError, UserError
 from swarm_node.storage.lock_file import holder_of, lock_for_this
 from swarm_node.storage.nearby import names_near
-from swarm_node.storage.plain_files import read_plain
+from swarm_node.storage.plain_files import check_plain, read_plain
 
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
@@ -199,9 +199,12 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _check_content(self) -> None:
-        others = {name for name in os.listdir(self.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
-        if not self.exists and others:
+        names = set(os.listdir(self.path))
+        ours = {name for name in names if HALF_WRITTEN.fullmatch(name)} | names & RUN_FILES
+        if not self.exists and names - ours:
             raise UserError(f"{self.path} holds other things than a run; choose another --run-dir")
+        for own in (self.path / name for name in sorted(ours)):
+            check_plain(own, self.identity)
 
     def _used(self) -> UserError:
         return TemporaryError(
@@ -343,7 +346,8 @@ def _replace(path: Path, text: str, safely: bool) -> None:
     """Replace a file in one step, so that readers see the old or the new content. `safely`: sync it to disk."""
     temporary = path.with_suffix(".tmp")
     try:
-        with open(temporary, "w") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        with open(descriptor, "w") as file:  # a stranger's run may have a link or a pipe there
             file.write(text)
             if safely:
                 file.flush()

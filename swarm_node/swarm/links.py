@@ -23,11 +23,12 @@ from protocol.hosts import is_public
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
 from protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
 from protocol.messages import PeerCard
-from protocol.peers import is_relayed, parse_cache
+from protocol.peers import MAX_CACHE_BYTES, is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned
 from swarm_node.storage.nearby import names_near
+from swarm_node.storage.plain_files import open_plain, read_plain
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
@@ -104,7 +105,8 @@ def swarm_to_join(config: NodeConfig, say: Say | None = None) -> Swarm:
 
 def cached_addresses(run: RunDir) -> list[str]:
     try:
-        return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
+        cached = parse_cache(read_plain(run.peers, MAX_CACHE_BYTES))
+        return [address for peer in cached for address in peer.addresses]
     except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without them as well
         return []
 
@@ -119,9 +121,9 @@ def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
 def _joined_by(run: RunDir) -> str:
     """The name by which `run` joined its swarm; empty if that is not known."""
     try:
-        with run.swarm.open("rb") as file:
+        with open_plain(run.swarm) as file:
             return str(json.loads(file.readline(MAX_MANIFEST_BYTES).removeprefix(b"# joined by ")))
-    except (OSError, ValueError):  # no manifest, or one without such a line
+    except (OSError, ValueError, RecursionError):  # no manifest, or one without such a line
         return ""
 
 
@@ -133,7 +135,7 @@ def with_bootstrap(manifest: Manifest, peers: Sequence[str]) -> Manifest:
 def kept_manifest(run: RunDir) -> Manifest | None:
     """The manifest in the run directory, if it is there and valid."""
     try:
-        return parse_manifest(run.swarm.read_bytes())
+        return parse_manifest(read_plain(run.swarm, MAX_MANIFEST_BYTES))
     except (OSError, RemoteProtocolError):  # none yet, or damaged: it is only a copy
         return None
 

@@ -55,7 +55,7 @@ def gather_files(
             continue
         path = run.files / task.sha256[:16] / f"{names[task.sha256]}.jsonl"
         with os_errors_explained(path):
-            at_hand = path.exists() and _is(task, path.read_bytes())
+            at_hand = path.is_file() and path.stat().st_size == task.bytes and _is(task, path.read_bytes())
         if not at_hand:
             given = _own_files(own) if given is None else given
             data = given.get(task.sha256) or _beside(task, swarm, say) or _from_source(task, say, until)

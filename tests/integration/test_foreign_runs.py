@@ -4,7 +4,9 @@ terminal as a control sequence."""
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +36,12 @@ def a_run(folder: Path) -> Path:
 
 
 def pipe(name: str) -> Change:
-    return lambda run: ((run / name).unlink(missing_ok=True), os.mkfifo(run / name))
+    def do(run: Path) -> None:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+
+    return do
 
 
 def device(name: str) -> Change:
@@ -42,9 +49,43 @@ def device(name: str) -> Change:
 
 
 def text(name: str, content: str) -> Change:
-    return lambda run: (run / name).write_text(content)
+    def do(run: Path) -> None:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(content)
+
+    return do
 
 
+def status(**odd: object) -> Change:
+    """Other values in swarm.json."""
+    return lambda run: (run / "swarm.json").write_text(json.dumps(json.loads((run / "swarm.json").read_text()) | odd))
+
+
+def alone(*changes: Change) -> Change:
+    """These changes to a run that was never in a swarm."""
+    return lambda run: ((run / "swarm.json").unlink(), [change(run) for change in changes])
+
+
+def task(name: str) -> Change:
+    """Another task in config.toml."""
+    return lambda run: (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace('"small"', json.dumps(name))
+    )
+
+
+def sparse(name: str) -> Change:
+    """A file of 1 TiB that takes no room, with one whole line at its end."""
+
+    def do(run: Path) -> None:
+        with (run / name).open("wb") as file:
+            file.write(b"{}\n")
+            file.seek(2**40)
+            file.write(b'\n{"round": 1, "reward": 0.5}\n')
+
+    return do
+
+
+STATE = "checkpoints/round-00000001/state.json"
 TYPES = {"role": 5, "swarm": None, "time": "x", "peers": [1], "traffic": "y", "received": 3, "refused": {}}
 CHANGES: dict[str, Change] = {
     **{f"pipe {name}": pipe(name) for name in ("config.toml", "events.jsonl", "lock", "metrics.jsonl", "swarm.json")},
@@ -54,6 +95,24 @@ CHANGES: dict[str, Change] = {
     "toml long": text("config.toml", "# " + "x" * 2**21),
     "json brackets": text("swarm.json", "[" * 100_000),
     "json types": text("swarm.json", json.dumps(TYPES)),
+    **{f"pipe {name}": pipe(name) for name in (STATE, "paused", "waits", "health.json", "best.json", "samples.jsonl")},
+    "state of odd types": text(
+        STATE, json.dumps({"state": {"tally": 1, "held_out": [], "held_out_figures": {"round": "x"}}})
+    ),
+    "state brackets": text(STATE, '{"state":' * 5000),
+    "time of 400 digits": status(time=10**400),
+    "time before all": status(time=-math.inf),
+    "no time": status(time=math.nan),
+    "crew of no layers": status(
+        crew={"whole": 1, "lead": None, "name": "", "count": 1, "updates": 1, "stages": [{"layers": []}], "held": []}
+    ),
+    "traffic without end": status(traffic={"restarts/gossip": math.inf, "bytes_in": 10**400}),
+    "round that is a text": alone(text("metrics.jsonl", '{"round": "x"}\n')),
+    "reward that is a table": alone(text("metrics.jsonl", '{"round": 1, "reward": {}}\n')),
+    "home of nobody": task("~nobody-here/x.jsonl"),
+    "long name": task("x" * 300 + ".jsonl"),
+    "zero byte": task("a\0.jsonl"),
+    **{f"sparse {name}": sparse(name) for name in ("events.jsonl", "metrics.jsonl", "samples.jsonl")},
     "number of 400 digits": text("metrics.jsonl", f'{{"round": 1{"0" * 400}, "reward": 1{"0" * 400}}}\n'),
 }
 
@@ -85,10 +144,83 @@ def test_no_control_character_reaches_the_terminal(tmp_path: Path) -> None:
         assert not any(character in shown for character in "\x1b\x07\x9b\u202e\u2066\u200b"), words
 
 
+PROMPT = "\\u009b31m\\u202e"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one round, in whose settings there is a reward function, and a key of no version."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    words = ["local", "--tasks", "small", "--rounds", "1", "--run-dir", str(run), "--set", "eval.questions=0"]
+    sets = [word for each in ("groups=2", "max_new_tokens=8") for word in ("--set", f"rollouts.{each}")]
+    assert CliRunner().invoke(app, [*words, *sets]).exit_code == 0
+    settings = (run / "config.toml").read_text()
+    function = '[{ path = "\\u001b]0;owned\\u0007\\u202ex.py:f" }]'
+    for before, after in (
+        ("functions = []", f"functions = {function}"),
+        ('system_prompt = ""', f'system_prompt = "{PROMPT}"'),
+    ):
+        assert before in settings
+        settings = settings.replace(before, after)
+    (run / "config.toml").write_text(f'"\\u001b[2J\\u009b" = 1\n{settings}')
+    return run
+
+
+COMMANDS = {
+    "compare": "compare {run} {run}",
+    "doctor": "doctor {run}",
+    "eval": "eval {run} --questions 7",
+    "export": "export {run} {out}",
+    "merge": "merge {run} {other} --out {out} --questions 0",
+    "merge with questions": "merge {run} {other} --out {out} --questions 14",
+    "resume": "resume {run}",
+    "resume that shows settings": "resume {run} --dry-run --set rewards.functions=[]",
+    "resume that shows them as JSON": "resume {run} --dry-run --json --set rewards.functions=[]",
+    "samples": "samples {run}",
+    "status": "status -v {run}",
+}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_no_command_prints_what_a_strangers_settings_say(command: str, trained: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    words = COMMANDS[command].format(run=trained, other=other, out=tmp_path / "out").split()
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code in (0, 1, 2) and not any(character in shown.output for character in "\x1b\x07\x9b\u202e")
+    if command not in ("compare", "samples", "status"):
+        assert "left out: ?[2J?" in shown.output
+    if "shows" in command:
+        assert "\\u009b" in shown.output.lower().replace("\\u0000", "\\u")
+    if command in ("eval", "merge with questions"):
+        assert "?]0;owned??x.py:f" in shown.output
+
+
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "metrics.tmp", "config.tmp", "peers.new"])
+def test_a_strangers_run_writes_no_file_elsewhere(name: str, trained: Path, tmp_path: Path) -> None:
+    """`resume` of a directory in which one of the run's own files is a link."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(trained, run)
+    mine.write_text("mine")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(mine)
+    done = CliRunner().invoke(app, ["resume", str(run), "--rounds", "2", "--set", "rewards.functions=[]"])
+    assert done.exit_code == 2 and f"{run / name} is no file, but a link" in done.output, done.output
+    assert mine.read_text() == "mine"
+
+
 def test_the_page_reads_no_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="pipe"):
         Tail(tmp_path / "metrics.jsonl").read()
+
+
+def test_the_page_passes_over_holes(tmp_path: Path) -> None:
+    sparse("metrics.jsonl")(tmp_path)
+    tail = Tail(tmp_path / "metrics.jsonl")
+    _, records = tail.read()
+    while tail.behind:
+        records += tail.read()[1]
+    assert records == [{}, {"round": 1, "reward": 0.5}] and tail.damaged == [2]
 
 
 @pytest.mark.parametrize("key", ["licence", "source"])

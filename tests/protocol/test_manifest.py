@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, JoinLink, Manifest, ManifestTask, parse_link, parse_manifest
+from protocol.manifest import MAX_FILES_BYTES, JoinLink, Manifest, ManifestTask, parse_link, parse_manifest
+from protocol.plain_toml import MAX_DOTS
 from tests.support.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"

@@ -135,6 +135,16 @@ def _no_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def _word_pieces(folder: Path) -> Path:
+    """The pieces are another model's: the token for what they lack is not among them."""
+    file = put(folder) / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    pieces = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    parts["model"] = pieces | {"max_input_chars_per_word": 100, "vocab": parts["model"]["vocab"]}
+    file.write_text(json.dumps(parts))
+    return folder
+
+
 def _named_templates(folder: Path) -> Path:
     (put(folder) / "chat_template.jinja").unlink()
     named = [{"name": "rag", "template": TEMPLATE}, {"name": "tool_use", "template": TEMPLATE}]
@@ -154,6 +164,8 @@ def adapter(folder: Path, base: object = None, **lora: Any) -> Path:
 
 
 MLX = {"group_size": 64, "bits": 4}
+ROPE = {"rope_type": "longrope", "rope_theta": 1e308, "short_factor": [1e-300] * 8, "long_factor": [1e-300] * 8}
+"""Angles of positions that are not finite."""
 MODELS: dict[str, Callable[[Path], object]] = {
     "ok": put,
     "thinks": lambda folder: put(folder, template=THINKING),
@@ -175,6 +187,8 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "infinite": lambda folder: weights(put(folder), _infinite_embedding),
     "huge": lambda folder: weights(put(folder), _huge),
     "own_code": _own_code,
+    "rope": lambda folder: altered(put(folder), "config.json", rope_parameters=ROPE),
+    "word_pieces": _word_pieces,
     "unknown_type": lambda folder: altered(put(folder), "config.json", model_type="of_tomorrow"),
     "no_tokenizer": _no_tokenizer,
     "compiled": lambda folder: weights(put(folder), _prefixed("_orig_mod.")),

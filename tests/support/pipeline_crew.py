@@ -158,7 +158,8 @@ class Crew:
                 worker.keep_reference()
         self.own = {k: worker for k, worker in self.workers.items() if self.peer(k) == 0}
         calls = StageCalls(self, self.own, self.codec, self.refuse, patience_s=0.2)
-        self.driver = Driver(calls, self.mend, self.swapped)
+        self.said: list[str] = []
+        self.driver = Driver(calls, self.mend, self.swapped, self.said.append)
         self.policy = StagedPolicy(self.driver, load_tokenizer(self.config), self.config, lambda line: None)
         self.policy.packing = True
         self.trainer = Trainer(self.policy, self.grpo, SAMPLING, lambda line: None, optimizer=self.driver)

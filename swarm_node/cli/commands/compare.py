@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from protocol.errors import visible
 from swarm_node.observability.comparing import Comparison, figure_rows
 
 
@@ -43,7 +44,7 @@ def show(comparison: Comparison) -> None:
     if comparison.differences:
         settings = [[key, *texts] for key, texts in comparison.different_texts.items()]
         for line in comparison.meanings:
-            print(line)
+            print(visible(line))
         print_table("settings that differ", ["", *heads], settings)
     elif len(comparison.groups) > 1:
         print("the settings differ in nothing but the seed")
@@ -53,15 +54,15 @@ def show(comparison: Comparison) -> None:
     title = "figures, with half of the 95 % interval over seeds" if several else "figures"
     print_table(title, ["", *heads], list(figure_rows(comparison)))
     for remark in [*comparison.not_comparable, *comparison.changed]:
-        print(remark)
+        print(visible(remark))
 
 
 def print_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column left, the others right."""
-    heading = Text(title, style="bold")
+    heading = Text(visible(title), style="bold")
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if number else "left", overflow="fold")
+        table.add_column(Text(visible(column)), justify="right" if number else "left", overflow="fold")
     for row in cells:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, map(visible, row)))
     Console(highlight=False, markup=False).print(table)

@@ -16,12 +16,13 @@ import msgspec
 import typer
 
 from protocol.answer_form import AnswerForm
-from protocol.errors import PeerUnreachable, printable
+from protocol.errors import PeerUnreachable, printable, visible
 from protocol.transports.ports import read_ports
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.status import read_status
+from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
@@ -54,14 +55,14 @@ def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
     run = RunDir(target) if target and Path(target).is_dir() else None
     swarm = _swarm_of(run) if run else find_swarm(target or config.swarm) if target or config.swarm else None
     if run is not None and run.exists:
-        config = read_own(run.config, lambda text: typer.echo(text, err=True))
+        config = read_own(run.config, note)
     checks = []
     for check in _as_far_as_possible(_checks(target, config, run, swarm)):
         checks.append(check)
         if not json_output:
-            typer.echo(f"{check.verdict:<4}  {check.name:<10}  {check.detail}")
+            typer.echo(visible(f"{check.verdict:<4}  {check.name:<10}  {check.detail}"))
             if check.remedy:
-                typer.echo(f"{'':18}-> {check.remedy}")
+                typer.echo(visible(f"{'':18}-> {check.remedy}"))
     if json_output:
         typer.echo(json.dumps({"checks": msgspec.to_builtins(checks)}, indent=2))
     failed = any(check.verdict == "fail" for check in checks)

@@ -16,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from protocol.errors import visible
 from swarm_node.cli.commands.export import Which, policy_of_run, settings_in, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RewardsConfig, RolloutsConfig, TaskConfig
@@ -146,9 +147,9 @@ def _show(
     rewards: Mapping[str, Mapping[str, float | None]],
 ) -> None:
     names = titles([table], samples, config)
-    shown = Table("task", "questions", *names.values(), title=title, box=SIMPLE_HEAD)
+    shown = Table("task", "questions", *names.values(), title=visible(title), box=SIMPLE_HEAD)
     for label, held in told(table).items():
-        shown.add_row(label, str(held.questions), *cells(held, names))
+        shown.add_row(visible(label), str(held.questions), *cells(held, names))
     console = Console(highlight=False, markup=False)
     console.print(shown)
     console.print(table_legend([*names.values()], samples))

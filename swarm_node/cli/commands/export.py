@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from protocol.errors import visible
 from swarm_node.cli.commands.export_card import about_run, base_of, name_base
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
 from swarm_node.config.figures import WORDS
@@ -101,7 +102,7 @@ def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tu
         raise UserError(f"no checkpoint of {run.path} can be used; the newest, {newest}: {why}")
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
-    return checkpoint, settings_in(checkpoint.state, config)
+    return _with_weights(run, checkpoint), settings_in(checkpoint.state, config)
 
 
 def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
@@ -117,13 +118,19 @@ def best_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tupl
         told = f"best held-out {WORDS[best.figure]} {best.value:.3f}, after round {best.round}"
         start = _at_start(checkpoint, best)
         say(told if start is None or best.value >= start else Warned(f"{told}: below the start's {start:.3f}"))
-        return checkpoint, settings_in(checkpoint.state, config)
+        return _with_weights(run, checkpoint), settings_in(checkpoint.state, config)
     if tried is not None:
         raise UserError(f"the best checkpoint of {run.path}, {problem}; leave out --checkpoint to take the newest")
     raise UserError(
         f"{run.path} has no best checkpoint: it has measured no held-out questions while it trained (eval.every); "
         "leave out --checkpoint to take the newest"
     )
+
+
+def _with_weights(run: RunDir, checkpoint: Checkpoint) -> Checkpoint:
+    if "policy" not in checkpoint.tensors:
+        raise UserError(f"the checkpoint of {run.path} after round {checkpoint.round} has no weights of a policy")
+    return checkpoint
 
 
 def settings_in(state: Mapping[str, Any], config: NodeConfig) -> NodeConfig:
@@ -147,7 +154,9 @@ def _at_start(checkpoint: Checkpoint, best: Best) -> float | None:
 
 def _foreign(state: dict[str, Any]) -> str | None:
     model = state.get("model")
-    return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
+    if not isinstance(model, dict) or not {"base", "start"} <= model.keys():
+        return "it names no model"
+    return None if isinstance(state.get("policy_version"), int) else "it names no version of the policy"
 
 
 def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
@@ -312,7 +321,7 @@ def _save(policy: Policy, dtype: str | None, out: Path) -> None:
 def _print(sentence: str, quiet: bool) -> None:
     level = level_of(sentence)
     if level >= logging.WARNING if quiet else is_shown(level):
-        print(sentence)
+        print(visible(sentence))
 
 
 def loaded_with(path: Path, is_lora: bool) -> str:

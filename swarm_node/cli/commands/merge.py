@@ -23,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from protocol.errors import visible
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.evaluate import say_trained, with_named_functions
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
@@ -136,7 +137,7 @@ def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
     if request.json_output:
         print(json.dumps(msgspec.to_builtins(result)))
     else:
-        print_result(result, Console())
+        print_result(result, Console(highlight=False, markup=False))
     kind, out = "runs" if cohort.rounds else "members", request.out
     say(f"merged {len(cohort.weights)} {kind} into {out}; load it with {loaded_with(out, cohort.policy.is_lora)}")
     if result.better:
@@ -322,7 +323,7 @@ def print_result(result: Merged, console: Console) -> None:
     titles = "source", behind, *names.values()
     shown = Table(*titles, title=f"{result.questions} held-out questions", box=SIMPLE_HEAD)
     for name, held in result.runs.items():
-        shown.add_row(name, str(counts[name]), *cells(held["all"], names))
+        shown.add_row(visible(name), str(counts[name]), *cells(held["all"], names))
     shown.add_row("mean of these", "", f"{result.mean:.3f}", end_section=True)
     shown.add_row(f"merged ({result.method})", "", *cells(result.merged["all"], names))
     console.print(shown)

@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 from protocol.manifest import LINK_SCHEME
+from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
@@ -40,7 +41,7 @@ def show_pages(
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-page-")))
             pages = [
-                stack.enter_context(looked_at(named, network, folder / str(number), _say))
+                stack.enter_context(looked_at(named, network, folder / str(number), note))
                 for number, named in enumerate(swarms)
             ]
             paths = [*pages, *paths]
@@ -50,10 +51,6 @@ def show_pages(
 def _is_swarm(named: str) -> bool:
     """Whether an argument names a swarm rather than a directory."""
     return named.startswith((f"{LINK_SCHEME}:", "https://")) or (named.endswith(".toml") and not Path(named).is_dir())
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def listens_at(listen: str) -> tuple[str, int | None]:

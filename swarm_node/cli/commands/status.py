@@ -23,6 +23,7 @@ from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
+from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.ending import ENDS, TAIL_BYTES, last_words
@@ -34,7 +35,7 @@ from swarm_node.say import is_shown
 from swarm_node.storage.best import read_best
 from swarm_node.storage.going_on import going_on
 from swarm_node.storage.pausing import pause_asked
-from swarm_node.storage.plain_files import read_plain
+from swarm_node.storage.plain_files import as_a_node_writes, read_plain
 from swarm_node.storage.rundir import MAX_STATUS_BYTES, RunDir
 from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -52,28 +53,24 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`. Raises UserError,
     and typer.Exit with code 1 if no member of a swarm is reached."""
     if target is None or Path(target).is_dir():
-        found = _of_run(RunDir(target) if target else _newest())
+        run = RunDir(target) if target else _newest()
+        with as_a_node_writes(run.path):
+            found = _of_run(run)
+            lines = _lines(found, json_output)
     else:
         found = _of_swarm(target, network)
-    if json_output:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        for line in _lines(found):
-            typer.echo(for_stream(line, sys.stdout, LABEL))
+        lines = _lines(found, json_output)
+    for line in lines:
+        typer.echo(line)
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
-    """The lines that tell what was found. Raises UserError if a run's swarm.json has values of other types than a node
-    writes: it may be somebody else's, or of another version."""
-    try:
-        return [*status_lines(found, time.time(), is_shown(logging.DEBUG))]
-    except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        if found["run"] is None or found["swarm"] is None:
-            raise
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"swarm.json of {found['run']} is not as a node of this version writes it ({what})") from error
+def _lines(found: Mapping[str, Any], json_output: bool) -> list[str]:
+    """What is printed of what was found."""
+    if json_output:
+        return [json.dumps(found, indent=2)]
+    return [for_stream(line, sys.stdout, LABEL) for line in status_lines(found, time.time(), is_shown(logging.DEBUG))]
 
 
 def read_status(run: RunDir) -> dict[str, Any] | None:
@@ -184,7 +181,7 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     answering = dial(addresses)
     reached = {"answered": any(answering.values()) or not answering, "connected": False}  # none is tried if all relay
     if reached["answered"]:
-        with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
+        with visitor(swarm, network, note) as transport:
             members = look_around(transport, PATIENT_S)
             reached["connected"] = bool(members) or transport.stats().get("connections/dht", 0) > 0
             swarm = _with_manifest(swarm, transport) if members else swarm

@@ -37,7 +37,7 @@ from swarm_node.config.loading import load_run_config
 from swarm_node.config.own import HOW_LONG, read_toml
 from swarm_node.config.section import Section
 from swarm_node.config.trl_names import trl_hint
-from swarm_node.errors import TEMPORARY, UserError
+from swarm_node.errors import TEMPORARY, USER_ERROR, UserError
 from swarm_node.install import extra_command
 from swarm_node.observability.comparing import half_95, read_run
 from swarm_node.observability.evaluations import newest_checkpoint
@@ -48,7 +48,6 @@ from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 LEAVE_S = 20.0  # time that a run has to save when the sweep is stopped
 MAX_SLUG = 60  # most characters of the settings in a directory's name
-USER_ERROR = 2  # exit code of a run that needs its user
 
 
 class SearchRange(Section):

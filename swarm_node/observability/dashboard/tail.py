@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Tail:
                     self._offset = stat.st_size - self._last - 1
                     self._skipping = True
                     self.from_start = False
+            if self._skipping and (data_at := _data_after(descriptor, self._offset, stat.st_size)) > self._offset:
+                self._offset, self._mark = data_at, b""
             data = os.pread(descriptor, CHUNK, self._offset)
         return void, self._records(data)
 
@@ -83,3 +86,11 @@ class Tail:
             else:
                 self.damaged.append(self._lines)
         return records
+
+
+def _data_after(descriptor: int, offset: int, size: int) -> int:
+    """Where the next bytes of a file are that are not a hole: it may have 1 TiB of them, and take no room."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:  # only a hole is left, or the file system does not tell
+        return size if error.errno == errno.ENXIO else offset

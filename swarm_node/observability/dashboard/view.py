@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.plain_toml import parsed_toml
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded_value, cut_text, within
 from swarm_node.observability.dashboard.tail import Tail
@@ -99,7 +99,7 @@ class View:
             self._in_use = self._held.held()
             self._waits = cut_text(_why_paused(self.run)) if self._in_use else ""
             self._problems = {}
-            if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
+            if (config := self._changed(self.run.config, CONFIG_BYTES, parsed_toml)) is not None:
                 self._config = config
             if (status := self._changed(self.run.status, MAX_STATUS_BYTES, msgspec.json.decode)) is not None:
                 self.status = self._public(status)

@@ -6,7 +6,6 @@ own), `round` (of the run) and `time`. Counts of updates order only the files of
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,9 +17,10 @@ import msgspec
 from torch import Tensor
 
 from protocol.lineage import NO_RUN, Lineage, read_lineage, shared
+from swarm_node.errors import SwarmNodeError
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.membership.actions import Spans
-from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint, read_state
 from swarm_node.storage.names import NAME
 
 
@@ -61,9 +61,9 @@ def newest(files: Sequence[StageFile]) -> StageFile | None:
 def _read(path: Path, stage: int, updates: int, number: int) -> StageFile:
     place: dict[str, Any] = {"path": path, "stage": stage, "updates": updates, "number": number}
     try:
-        state = {**json.loads((path / "state.json").read_bytes())["state"]}
+        state = read_state(path / "state.json")
         return msgspec.convert({**state, **place, "torn": False, "run": read_lineage(state.get("run"))}, StageFile)
-    except (OSError, ValueError, KeyError, TypeError):  # of another version, torn, or just pruned
+    except (SwarmNodeError, ValueError, KeyError, TypeError):  # of another version, torn, or just pruned
         return StageFile(**place, torn=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,9 +68,8 @@ def test_own_runs_go_on_and_strangers_do_not(name: str, monkeypatch: pytest.Monk
     another(monkeypatch)
     with pytest.raises(UserError) as refused:
         again()
-    assert f"run/config.toml names code, and nothing shows that you started this run on this machine: {code}" in str(
-        refused.value
-    )
+    why = "run/config.toml names code, and nothing shows that you started this run on this machine, in this directory"
+    assert f"{why}: {code}" in str(refused.value)
     assert code_in(again(**CODE[name])) == {code}, "the user names it"
     given = read_layers(RUN, {}, {"run_dir": "run"}, (), ())
     assert code_in(load_run_config(given, False, print)) == {code}, "as the message says"
@@ -95,6 +95,51 @@ def test_a_mark_is_of_this_code_at_this_place(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir("elsewhere")
     with pytest.raises(UserError, match="evil.py:f"):
         again()
+
+
+def test_a_module_is_another_in_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rewards:f` is what the current directory has of that name."""
+    asked = started({"rewards": {"functions": [{"path": "rewards:f"}]}})
+    assert code_in(again()) == {"rewards:f"}
+    returned = Path("returned")
+    returned.mkdir()
+    (returned / "rewards.py").write_text(EVIL)
+    Path("run").rename(returned / "run")
+    monkeypatch.chdir(returned)
+    with pytest.raises(UserError, match="rewards:f"):
+        again()
+    assert code_in(again(rewards=asked.rewards.model_dump())) == {"rewards:f"}, "the user names it"
+
+
+def test_a_secret_that_another_user_may_have_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(CODE["loss"])
+    (secret,) = Path("home/swarm-node").iterdir()
+    content, kept = secret.read_bytes(), Path("kept")
+
+    def is_taken() -> bool:
+        started(CODE["loss"])
+        return MARK in RUN.read_text()
+
+    assert is_taken()
+    secret.chmod(0o644)
+    assert not is_taken(), "others can read it"
+    with pytest.raises(UserError, match=f"in this directory .*{secret.name} is no secret of this user.*evil.py:f"):
+        again()
+    secret.unlink()
+    kept.write_bytes(content)
+    kept.chmod(0o600)
+    secret.symlink_to(kept.resolve())
+    assert not is_taken(), "a link"
+    secret.unlink()
+    os.mkfifo(secret, 0o600)
+    assert not is_taken(), "a pipe"
+    secret.unlink()
+    kept.rename(secret)
+    assert is_taken()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    secret.rename(secret.with_name(f"secret-{owner + 1}"))
+    assert not is_taken(), "of another owner"
 
 
 def test_runs_without_code_have_no_mark_and_no_secret() -> None:

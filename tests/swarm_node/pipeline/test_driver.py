@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 
 import pytest
 import torch
 from msgspec import structs
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Apply, Backward, Forward, LossGradient, decode_envelope, encode_envelope
+from protocol.pipeline import Apply, Backward, Forward, GradientNorm, LossGradient, decode_envelope, encode_envelope
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.trainer import Trainer
+from swarm_node.pipeline import driver
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.worker import Worker, attend
@@ -488,6 +489,42 @@ def test_stages_that_say_what_cannot_be_are_told_apart(
     squares: dict[int, float | None], own: set[int], named: set[int]
 ) -> None:
     assert impossible(squares, own).keys() == named
+
+
+def lying(crew: Crew, stage: int, told: Iterator[float | None]) -> None:
+    """From now on that stage says in turn that its squares are so many times what they are; None = not finite."""
+    squares = crew.workers[stage]._squares
+
+    def lie() -> StageMessage:
+        true, times = squares(), next(told)
+        assert isinstance(true.head, GradientNorm) and true.head.squares is not None
+        said = None if times is None else true.head.squares * times
+        return StageMessage(LEADER, structs.replace(true.head, squares=said))
+
+    crew.workers[stage]._squares = lie  # type: ignore[method-assign]
+
+
+def test_a_stage_that_says_now_and_then_what_cannot_be_is_given_up(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "OFTEN", 4)
+    crew, lost = Crew(saved("llama"), 3, grpo()), list[StageLost]()
+    crew.driver.on_lost = lost.append
+    lying(crew, 1, cycle([None, None, *[1.0] * (driver.RECENT - 2)]))
+    steps = [crew.trainer.step(some_groups(10 * i)) for i in range(driver.RECENT + 2)]
+    assert [each.stages for each in lost] == [{1}] and "its gradient is not finite" in str(lost[0])
+    assert sum("grad_norm" not in metrics for metrics in steps) == 3 and not crew.said
+
+
+def test_a_stage_whose_gradient_is_unusual_is_named_once(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3, grpo())
+    crew.trainer.step(some_groups())
+    assert not crew.said, "the truth is not unusual"
+    lying(crew, 1, cycle([1e5, 1.0]))
+    norms = [crew.trainer.step(some_groups(10 * i))["grad_norm"] for i in range(4)]
+    assert norms[0] > 10 * norms[1] and crew.policy.version == 5 and crew.repairs == 0
+    (sentence,) = crew.said
+    assert sentence.startswith("stage 1 says that its gradient has norm ") and "steps of all stages" in sentence
 
 
 def test_weights_that_are_not_finite_make_no_update(saved: Saved) -> None:

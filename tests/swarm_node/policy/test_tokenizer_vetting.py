@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,20 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         change(decoder=sequence("decoders", {"type": "Fuse"}, *[replace("[0-9]", "1111", "Regex")] * 6)),
         "characters of one",
     ),
-    "replacement of nothing": (change(normalizer=replace("", "e")), "more than 4 times as long"),
+    "replacement of nothing": (change(normalizer=replace("", "e")), "normalizer replaces a text of no characters"),
+    "replacement of nothing by nothing": (change(decoder=replace("", "")), "decoder replaces a text of no characters"),
+    "pattern that is a text": (
+        change(pre_tokenizer=BLOWS_UP | {"pattern": "x"}),
+        "pre_tokenizer is not as the library",
+    ),
+    "two patterns": (
+        change(pre_tokenizer=BLOWS_UP | {"pattern": {"String": "a", "Regex": "b"}}),
+        "pre_tokenizer has a pattern that is not as the library writes it",
+    ),
+    "list of special tokens": (
+        change(post_processor={"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": []}),
+        "post_processor is not as the library writes it",
+    ),
     "many": (change(normalizer=sequence("normalizers", *[{"type": "NFC"}] * 9)), "has 9 parts"),
     "nested": (
         change(normalizer=reduce(lambda a, _: sequence("normalizers", a, {"type": "NFC"}), range(60), {"type": "NFC"})),
@@ -157,6 +172,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         "added tokens have more than 4,194,304 characters",
     ),
     "a text twice": (change(post_processor=twice()), "post_processor repeats a text"),
+    "no text": (
+        change(post_processor={"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
+        "post_processor leaves out the text",
+    ),
+    "length that is a text": (
+        written("tokenizer_config.json", {"model_max_length": "x"}),
+        "model_max_length of its tokenizer is no number",
+    ),
     "again and again": (change(pre_tokenizer=split(r"\s+\d")), "pre_tokenizer has the regular expression"),
     "slow ones": (
         change(pre_tokenizer=sequence("pretokenizers", split(r"\s+$"), split(r"\s+$"))),
@@ -342,6 +365,35 @@ KNOWN_PARTS: dict[str, Callable[[], Tokenizer]] = {
 def test_parts_of_known_tokenizers_are_taken(name: str, tmp_path: Path) -> None:
     KNOWN_PARTS[name]().save(str(tmp_path / "tokenizer.json"))
     check_tokenizer_file(tmp_path / "tokenizer.json")
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 2.5, 10**30, "", "x", [], {}, [1], [[]], ["x"], {"x": 1}, {"x": "x"}, {"type": "NFC"}),
+    *({"type": "Sequence"}, {"Regex": ""}, {"String": ""}, {"Regex": "x", "String": "x"}),
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value in a document."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*at, key)
+        yield from places(each, (*at, key))
+
+
+@pytest.mark.parametrize("name", KNOWN_PARTS)
+def test_a_file_of_any_shape_is_taken_or_refused(name: str, tmp_path: Path) -> None:
+    file, whole = tmp_path / "tokenizer.json", json.loads(KNOWN_PARTS[name]().to_str())
+    refused = 0
+    for at in places(whole):
+        for odd in ODD:
+            spoilt = deepcopy(whole)
+            reduce(getitem, at[:-1], spoilt)[at[-1]] = odd
+            file.write_text(json.dumps(spoilt))
+            try:
+                check_tokenizer_file(file)
+            except UserError:
+                refused += 1
+    assert refused > len(ODD)
 
 
 def test_a_table_of_sentencepiece_is_taken(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.config.machine import ResourcesConfig
-from swarm_node.errors import TEMPORARY, StopRequested, TemporaryError, UserError
+from swarm_node.errors import TEMPORARY, USER_ERROR, StopRequested, TemporaryError, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.limits import (
     BURST_S,
@@ -539,20 +539,23 @@ def test_a_member_s_round_includes_its_network(tmp_path: Path) -> None:
 
 def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResourceLimits, "check_estimate", lambda *arguments: None)
-    with pytest.raises(TemporaryError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
+    with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: ") as ended:
         train_locally(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_jsonl(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
     newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
     assert newest.name.startswith(f"round-{rounds:08}")
+    assert isinstance(ended.value, TemporaryError) == (rounds > 0), "the next start would come no further"
 
 
-def test_too_much_memory_is_an_error_whose_code_a_forced_exit_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gets_on", "code"), [(True, TEMPORARY), (False, USER_ERROR)])
+def test_too_much_memory_is_an_error_whose_code_a_forced_exit_has(gets_on: bool, code: int, tmp_path: Path) -> None:
     said: SimpleQueue[str] = SimpleQueue()
     limits, stop = ResourceLimits(ResourcesConfig(max_memory_gb=0.01), RunDir(tmp_path), said.put), EmbeddedStopper()
+    limits.gets_on = lambda: gets_on
     with limits.watching(stop):
         sentence = said.get(timeout=60)
-    assert level_of(sentence) == logging.ERROR and sentence == limits.over
-    assert stop.requested and stop.exit_code == TEMPORARY
+    assert level_of(sentence) == logging.ERROR and sentence == str(limits.over)
+    assert stop.requested and stop.exit_code == code and isinstance(limits.over, TemporaryError) == gets_on
 
 
 # --------------------------------------------------------------------- where it lives

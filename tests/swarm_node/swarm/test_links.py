@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import parse_link
+from protocol.transports.ports import read_ports
 from swarm_node.config import (
     NetworkConfig,
     NodeConfig,
@@ -115,6 +117,13 @@ def test_a_damaged_copy_is_as_good_as_none(run: RunDir) -> None:
     keep(PLAIN, run)
     run.swarm.write_bytes(run.swarm.read_bytes()[:-9] + b"\xff")
     assert find_swarm(f"swarm://{PLAIN.swarm_id}", run).manifest is None
+
+
+def test_a_pipe_is_as_good_as_no_copy(run: RunDir) -> None:
+    for path in (run.swarm, run.peers, run.ports):
+        os.mkfifo(path)
+    assert links.kept_manifest(run) is None and links.cached_addresses(run) == [] and read_ports(run.ports) == {}
+    assert links._joined_by(run) == ""
 
 
 def test_a_swarm_is_found_before_directories_are_made(monkeypatch: pytest.MonkeyPatch, web: dict[str, Any]) -> None:
