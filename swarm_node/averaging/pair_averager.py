@@ -331,7 +331,10 @@ class PairAverager(Averager):
         fragment, helped = copy.fragment, exchange.draining and not exchange.ours
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
-        self._apply(fragment, copy.fast, exchange.partner)
+        part, cheap, _ = self._apply(fragment, copy.fast, exchange.partner)
+        if part < 1.0:  # the slow weights go with the fast ones, as if the partner had been nearer
+            added = self.fragments.gather(fragment).sub_(copy.fast)
+            momentum.sub_(added, alpha=(1.0 / part - 1.0) / (1.0 - self.config.mixing))
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
@@ -342,7 +345,7 @@ class PairAverager(Averager):
             self._rounds.drained(exchange.round, fragment, exchange.partner, self.now())
         if not exchange.draining:
             self.spread = self._apart[fragment] = exchange.apart
-            self.robust.accept(fragment, exchange.verdict)
+            self.robust.accept(fragment, exchange.verdict, cheap)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: PairExchange, reason: str, detail: str) -> None:

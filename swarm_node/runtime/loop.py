@@ -110,6 +110,7 @@ class Run:
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
         self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
+        self.node.allowed = stop.allowed
         if self.node.averager is not None:
             self.node.averager.run = run.quoted
             self.node.averager.absent = tuple if crew is None else crew.parts.cohort.absent
