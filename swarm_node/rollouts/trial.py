@@ -3,8 +3,8 @@
     rewards   of answers to the questions of its last round, which its own weights have answered there
     loss      on reference answers of held-out questions
 
-What others have learned earns more, in whatever form they write. Weights that earn as much as its own, as far as so few
-answers tell, may be taken over if the references are no less likely under them.
+What others have learned earns more, in whatever form they write. Weights that earn about as much as its own, as far as
+so few answers tell, are taken over if the references are no less likely under them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from swarm_node.rollouts.collect import collect
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Task
 
+SURE = 1.64  # standard errors by which what is earned must differ, so that chance explains it in one case of twenty
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -32,16 +34,16 @@ class Standing:
 
     def worse_than(self, own: Standing) -> bool:
         """Whether a newcomer that stands as `own` stays with its own weights. Without references, others' weights must
-        earn more."""
+        clearly earn more."""
         earned, noise = 0.0, 0.0
         if self.rewards and own.rewards:
             earned = fmean(self.rewards) - fmean(own.rewards)
             noise = math.hypot(_error(self.rewards), _error(own.rewards))
-        if earned > 0:
+        if earned > SURE * noise:
             return False
-        if self.loss is None or own.loss is None:
+        if earned < -noise or self.loss is None or own.loss is None:
             return True
-        return not (earned >= -noise and self.loss <= own.loss + allowance(own.loss))
+        return not self.loss <= own.loss + allowance(own.loss)
 
 
 def _error(values: Sequence[float]) -> float:
