@@ -55,7 +55,7 @@ class ProbeAnswers:
 
     def keep_back(self, groups: Iterable[Group]) -> Group | None:
         """The first of a round's own `groups` that teaches, if one is due: nobody may be trained on it."""
-        teaching = [(group, best) for group in groups if (best := best_of(group)) is not None]
+        teaching = [(group, best) for group in groups if (best := _best_of(group)) is not None]
         self._waiting += len(teaching)
         due = self._waiting >= (KEPT_BACK if len(self.unseen) >= ENOUGH else KEPT_BACK_FIRST)
         if not teaching or not due:
@@ -66,7 +66,7 @@ class ProbeAnswers:
         return group
 
     def trained_on(self, groups: Iterable[Group]) -> None:
-        self.trained += [best for group in groups if (best := best_of(group)) is not None]
+        self.trained += [best for group in groups if (best := _best_of(group)) is not None]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON: what was kept back."""
@@ -79,7 +79,7 @@ class ProbeAnswers:
         self._waiting = waiting
 
 
-def best_of(group: Group) -> Group | None:
+def _best_of(group: Group) -> Group | None:
     """An own group reduced to what its best answer's likelihood needs; None if all answers have the same reward."""
     if group.peer is not None or not has_signal(group.rollouts):
         return None
