@@ -18,7 +18,7 @@ copy, and the partner's values, which the new momentum overwrites.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from functools import lru_cache, partial
 from typing import Any
@@ -275,12 +275,10 @@ class PairAverager(Averager):
             self._rounds.begin(exchange.round, exchange.ends)
 
     def _half(self, exchange: PairExchange) -> Outgoing:
-        copy, me, pieces = exchange.copy, self.place.peer_id, partial(self._pieces, exchange)
+        copy, me = exchange.copy, self.place.peer_id
         size = body_size(self._codec, self.fragments.sizes[copy.fragment], len(copy.written_out), self._both)
+        pieces = partial(exchange.pieces, me)
         return exchange.promised(self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head()), me)
-
-    def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
-        return exchange.pieces(self.place.peer_id)
 
     def _weigh(self, exchange: PairExchange, theirs: Tensor, their_slow: Tensor | None = None) -> None:
         """Check the partner's weights, which have arrived, and compute the new momentum in their place."""
