@@ -86,10 +86,12 @@ class Node:
         optimizer: AnyOptimizer | None = None,
         averaged: Optimizer | None = None,
         private: bool = False,
+        allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`config` is `fitted` to `policy`. For a policy in stages, `optimizer` updates all of them, and `averaged` the
         one whose weights this node averages. In a `private` swarm nobody else trains: the node draws tasks as it does
-        alone, and shares no answers."""
+        alone, and shares no answers. In the context of `allowed`, a signal may raise StopRequested: others' weights are
+        tried in it."""
         self.config = config
         self.policy = policy
         self.tasks = tasks
@@ -122,8 +124,7 @@ class Node:
         self.probe_answers = ProbeAnswers(partial(reference_answers, policy, tasks, rollouts))
         self._kept_back: Group | None = None  # of this round
         self._sampled: list[Group] = []  # own groups of the last round that was shared, where weights are averaged
-        self.allowed: Callable[[], AbstractContextManager[None]] = nullcontext
-        """In its context a signal may raise StopRequested: others' weights are tried in it."""
+        self._allowed = allowed
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
@@ -307,7 +308,7 @@ class Node:
             loss = self._nll(self.probe_answers.references)
             if loss is not None and not math.isfinite(loss):
                 return True
-            with self.allowed():
+            with self._allowed():
                 answers = answered_again(asked, self.policy, self.tasks, self.config.rollouts, name)
             return answers is None or Standing(rewards_of(answers), loss).worse_than(own)
 

@@ -84,7 +84,7 @@ def test_a_stop_while_weights_are_tried_leaves_own_ones(learner: Peer, monkeypat
     averager = learner.node.averager
     assert averager is not None
     own = averager.fragments.gather_all()
-    monkeypatch.setattr(learner.node, "allowed", stopped)
+    monkeypatch.setattr(learner.node, "_allowed", stopped)
     with pytest.raises(StopRequested):
         averager.replace([values * 1.01 for values in own])
     assert all(torch.equal(a, b) for a, b in zip(averager.fragments.gather_all(), own, strict=True))
