@@ -331,8 +331,7 @@ class PairAverager(Averager):
         slow_minus_fast(copy.slow, momentum, copy.fast)
         part, cheap, _ = self._apply(fragment, copy.fast, exchange.partner)
         if part < 1.0:  # the slow weights go with the fast ones, as if the partner had been nearer
-            added = self.fragments.gather(fragment).sub_(copy.fast)
-            momentum.sub_(added, alpha=(1.0 / part - 1.0) / (1.0 - self.config.mixing))
+            momentum.sub_(self.fragments.moved(fragment, copy.fast), alpha=(1 / part - 1) / (1 - self.config.mixing))
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
