@@ -24,7 +24,7 @@ LIES: dict[str, Callable[[str, Tensor], Tensor]] = {
     "negated": lambda name, values: -values,
     "huge": lambda name, values: values * 1e15,
     "largest": lambda name, values: torch.full_like(values, 3e38),
-    "flattened": lambda name, values: values * 0.05 if name.endswith("norm.weight") else values,
+    "flattened": lambda name, values: values * 0.05 if name.endswith(".norm.weight") else values,
 }
 """What a member may send of each tensor. Flattened, answers are a little likelier than tokens drawn at random."""
 
@@ -33,11 +33,15 @@ def changed(averager: Averager, change: Callable[[str, Tensor], Tensor]) -> list
     """The weights with each tensor changed, a vector for each fragment; they stay as they are."""
     kept = averager.fragments.gather_all()
     for name, tensor in averager.tensors.items():
-        tensor.copy_(change(name, tensor))
+        tensor.detach().copy_(change(name, tensor.detach()))
     found = averager.fragments.gather_all()
-    for i, values in enumerate(kept):
-        averager.fragments.scatter(i, values)
+    restore(averager, kept)
     return found
+
+
+def restore(averager: Averager, weights: list[Tensor]) -> None:
+    for i, values in enumerate(weights):
+        averager.fragments.scatter(i, values)
 
 
 @pytest.mark.parametrize("earns", [True, False], ids=["", "earns-nothing"])
@@ -70,9 +74,12 @@ def test_weights_of_a_cohort_that_has_learned_are_taken_over(learner: Peer) -> N
         cohort.train()
     world.put(cohort.fast)
     learned = {name: p.data for name, p in world.policy.model.named_parameters()}
+    assert averager.replace([values.clone() for values in own]), "a cohort that has learned as little"
+    assert averager.replace([values * 1.01 for values in own])
+    restore(averager, own)
     assert averager.replace(changed(averager, lambda name, values: learned[name]))
     assert not all(torch.equal(a, b) for a, b in zip(averager.fragments.gather_all(), own, strict=True))
-    assert averager.replace(own), "those of a cohort that has learned as little"
+    restore(averager, own)
 
 
 def test_a_stop_while_weights_are_tried_leaves_own_ones(learner: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

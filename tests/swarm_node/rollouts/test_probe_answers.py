@@ -102,7 +102,7 @@ def test_references_are_of_held_out_questions_and_as_the_policy_would_answer() -
     by_name = {task.name: task for task in tasks.held_out(100)}
     for one in found:
         task, [answer] = by_name[one.task.name], one.rollouts
-        assert is_held_out(task.question) and one.prompt_ids == policy.encode(task.question)
+        assert is_held_out(task.question) and one.prompt_ids == policy.encode(tasks.prompt(task))
         assert policy.decode(answer.token_ids) == task.answer and answer.token_ids[-1] == policy.eos_id
     short = config.rollouts.model_copy(update={"max_new_tokens": 2})
     assert 0 < len(reference_answers(policy, tasks, short)) and all(
