@@ -46,6 +46,7 @@ from swarm_node.averaging.probing import Probes
 from swarm_node.averaging.robust import Robust
 from swarm_node.config import NodeConfig
 from swarm_node.grpo.trainer import Trainer
+from swarm_node.node import fitted
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect
 from swarm_node.rollouts.probe_answers import ProbeAnswers, reference_answers
@@ -70,7 +71,8 @@ class World:
         self.averaging = config.averaging
         self.policy = load_policy(config.policy, config.rollouts, lambda said: None)
         self.tasks = load_tasks(["small"], config.rewards)
-        self.rollouts, sampling = config.rollouts, Sampling(config.rollouts.max_new_tokens)
+        self.rollouts = fitted(config, self.policy, lambda said: None).rollouts
+        sampling = Sampling(self.rollouts.max_new_tokens)
         self.trainer = Trainer(self.policy, config.grpo, sampling, lambda said: None, self.tasks.reward_weights)
         self.params = [p for p in self.policy.model.parameters() if p.requires_grad]
         self.start = torch.cat([p.data.flatten() for p in self.params])

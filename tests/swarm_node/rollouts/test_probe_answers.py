@@ -11,6 +11,7 @@ import pytest
 from protocol.messages import TaskName
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.probe_answers import (
     ENOUGH,
     KEPT_BACK,
@@ -96,15 +97,15 @@ def test_what_is_kept_back_outlasts_a_restart() -> None:
 def test_references_are_of_held_out_questions_and_as_the_policy_would_answer() -> None:
     config = NodeConfig.model_validate({"tasks": ["small"]})
     policy = load_policy(config.policy, config.rollouts, lambda sentence: None)
-    tasks = load_tasks(config.tasks, config.rewards)
-    found = reference_answers(policy, tasks, config.rollouts)
+    tasks, rollouts = load_tasks(config.tasks, config.rewards), fit_length(config.rollouts, policy, print)
+    found = reference_answers(policy, tasks, rollouts)
     assert len(found) == UNSEEN
     by_name = {task.name: task for task in tasks.held_out(100)}
     for one in found:
         task, [answer] = by_name[one.task.name], one.rollouts
         assert is_held_out(task.question) and one.prompt_ids == policy.encode(tasks.prompt(task))
         assert policy.decode(answer.token_ids) == task.answer and answer.token_ids[-1] == policy.eos_id
-    short = config.rollouts.model_copy(update={"max_new_tokens": 2})
+    short = rollouts.model_copy(update={"max_new_tokens": 2})
     assert 0 < len(reference_answers(policy, tasks, short)) and all(
         len(one.rollouts[0].token_ids) <= 2 for one in reference_answers(policy, tasks, short)
     )
