@@ -201,6 +201,12 @@ def test_unusable_weights_replace_nothing() -> None:
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
     trainee.probe = lambda: float((averager.tensors["embed"] - 2.0).abs().mean())
+
+    def trial() -> Callable[[], bool]:
+        own = trainee.probe()
+        return lambda: not trainee.probe() <= own + 1.0
+
+    averager.trial = trial
     assert averager.replace(better) and averager.replaced == 1
     for worse in (broken, [torch.zeros_like(before)], [-better[0]], [torch.full_like(before, math.nan)]):
         assert not averager.replace(worse) and averager.replaced == 1
