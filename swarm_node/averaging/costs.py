@@ -6,7 +6,7 @@
     spent_j  <- max(0, KEPT spent_j + cost - usual), after an exchange with partner j
     spent    <- KEPT spent + max(0, cost - usual), after every exchange
     refused   if cost > usual, and KEPT spent_j + cost - usual > allowed
-    halved    if cost > usual, and KEPT spent + cost - usual > TOGETHER allowed: once, twice, then refused
+    halved    if cost > usual, and KEPT spent + cost - usual > TOGETHER allowed: at most three times, then refused
 
 So a sum is bounded, not one exchange: a partner that costs a little each time has soon spent what it may, and from then
 on only exchanges with it are applied that cost no more than is usual. So nobody is shut out, and what was spent is
@@ -30,7 +30,7 @@ SHARE = 0.1  # the same, as part of this node's own loss, if that is more
 USUAL = 0.5  # most that counts as usual, as part of what is allowed
 TOGETHER = 1.5  # times as much for all partners together
 KEPT = 0.98  # part of what was spent that is still counted after the next exchange
-LEAST = 0.25  # least part of an exchange that is applied
+LEAST = 0.125  # least part of an exchange that is applied
 WINDOW, MIN_SEEN = 32, 8  # costs remembered; what is usual is not known from fewer
 MOST_PARTNERS = 64  # partners remembered: the latest
 EVERYBODY = ""  # key of the sum over all partners, and the partner in an exchange of the whole cohort

@@ -11,11 +11,14 @@ from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, LEAST, NOTHING, T
 
 OWN = 0.8  # this node's loss, in nats per token
 A_THIRD = 3  # one of so many exchanges is with a liar
+HONEST = [(-0.005, 0.01), (-0.02, 0.036)]
+"""Mean and spread of what an honest partner costs by 16 answers. The second is what `benchmarks.averaging_uphill` had in
+the arm `none`, seed 0."""
 
 
 def judge(costs: PartnerCosts, partner: str, cost: float, own: float = OWN) -> tuple[float, bool]:
     """An exchange that costs half as much if half of it is taken back."""
-    halves = iter((cost / 2, cost / 4, cost / 8))
+    halves = iter((cost / 2, cost / 4, cost / 8, cost / 16))
     return costs.judge(partner, own, own + cost, lambda: own + next(halves))
 
 
@@ -29,18 +32,15 @@ def left(costs: PartnerCosts, partner: str, least: float = 1.0) -> float:
     return min(own, together / least) + costs.usual(allowed)
 
 
-def honest(rng: random.Random, spread: float = 0.01) -> float:
-    """What an honest partner costs: 16 answers tell it no better."""
-    return rng.gauss(-0.005, spread)
-
-
-def run(names: list[str], seed: int = 0, exchanges: int = 600, least: float = 1.0) -> tuple[float, list[float]]:
+def run(
+    names: list[str], seed: int = 0, exchanges: int = 600, least: float = 1.0, honest: tuple[float, float] = HONEST[0]
+) -> tuple[float, list[float]]:
     """(what liars cost in all, of each honest exchange the part that stayed): a third of all partners are liars that
     know what they may still cost, and take nearly all, in exchanges of which `least` stays."""
     rng, costs, cost_of_liars, parts = random.Random(seed), PartnerCosts(), 0.0, list[float]()
     for number in range(exchanges):
         if not names or number % A_THIRD:
-            part, _ = judge(costs, f"honest {number % A_THIRD}", honest(rng))
+            part, _ = judge(costs, f"honest {number % A_THIRD}", rng.gauss(*honest))
             parts.append(part)
             continue
         name = names[number // A_THIRD % len(names)]
@@ -74,7 +74,7 @@ def test_where_all_have_spent_much_everybody_gets_a_smaller_share() -> None:
     assert judge(costs, "honest", 3.9 * room) == (0.25, False)
     assert costs.state()["spent"][EVERYBODY] == pytest.approx(KEPT * TOGETHER * FLOOR + 3.9 * room / 4)
     costs.load({"last": [], "spent": {EVERYBODY: TOGETHER * FLOOR}})
-    assert judge(costs, "honest", 4.1 * room) == (0.0, False), "no less than a quarter is worth it"
+    assert judge(costs, "honest", 8.1 * room) == (0.0, False), "less than an eighth is not worth it"
     assert judge(costs, "honest", -0.01) == (1.0, True)
 
 
@@ -120,25 +120,26 @@ def test_a_liar_that_knows_the_limits_costs_little(seed: int) -> None:
     assert run(["liar"], seed)[0] < FLOOR + 200 * 0.005
 
 
+@pytest.mark.parametrize("honest", HONEST)
 @pytest.mark.parametrize("least", [1.0, LEAST])
 @pytest.mark.parametrize("seed", range(3))
-def test_identities_share_what_all_may_cost(seed: int, least: float) -> None:
+def test_identities_share_what_all_may_cost(seed: int, least: float, honest: tuple[float, float]) -> None:
     """Each of them would have had 0.1 nats, and again later. All take 0.15 nats, and then in each exchange of this
     node a fiftieth of that, which is 0.009 a turn of theirs, and what is usual."""
     rate = A_THIRD * (1 - KEPT) * TOGETHER * FLOOR
     usual = 0.003  # with a third of all costs at the limit, the median is above most honest ones
     for names in (crowd(1), crowd(5), crowd(50)):
-        assert run(names, seed, 120, least)[0] < TOGETHER * FLOOR + 40 * (rate + usual)
-        assert run(names, seed, 600, least)[0] < TOGETHER * FLOOR + 200 * (rate + usual)
+        assert run(names, seed, 120, least, honest)[0] < TOGETHER * FLOOR + 40 * (rate + usual)
+        assert run(names, seed, 600, least, honest)[0] < TOGETHER * FLOOR + 200 * (rate + usual)
 
 
-@pytest.mark.parametrize("names", [crowd(1), crowd(5), crowd(50)], ids=len)
-def test_honest_partners_are_heard_while_liars_spend_all(names: list[str]) -> None:
-    """With what all may cost used up, one honest exchange in five would be refused that could be halved."""
+@pytest.mark.parametrize("honest", HONEST)
+@pytest.mark.parametrize("names", [crowd(0), crowd(1), crowd(5), crowd(50)], ids=len)
+def test_honest_partners_are_heard_while_liars_spend_all(names: list[str], honest: tuple[float, float]) -> None:
+    """With what all may cost used up, one honest exchange in five would be refused if none could be halved."""
     for seed in range(3):
-        _, parts = run(names, seed)
-        assert parts.count(0.0) < 0.03 * len(parts) and sum(parts) > 0.85 * len(parts)
-    assert sum(run([])[1]) > 0.98 * 600, "without liars nearly all stay whole"
+        _, parts = run(names, seed, honest=honest)
+        assert parts.count(0.0) < 0.08 * len(parts) and sum(parts) > 0.8 * len(parts)
 
 
 def test_good_turns_give_no_credit() -> None:
