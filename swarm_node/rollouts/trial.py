@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean, stdev
 
 from swarm_node.averaging.costs import allowance
@@ -22,6 +23,7 @@ from swarm_node.rollouts.collect import collect
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Task
 
+_TRIALS = count(1)  # weights on trial have a version of their own: by it, engines that copy weights tell them apart
 SURE = 1.64  # standard errors by which what is earned must differ, so that chance explains it in one case of twenty
 
 
@@ -69,10 +71,10 @@ def answered_again(
         del left[:n]
         return drawn
 
-    policy.version += 1  # an engine that copies weights knows by this that they are others
+    version, policy.version = policy.version, -next(_TRIALS)
     try:
         return collect(policy, draw, tasks, rollouts.model_copy(update={"groups": len(asked)}), seed).groups
     except NotFinite:
         return None
     finally:
-        policy.version += 1
+        policy.version = version

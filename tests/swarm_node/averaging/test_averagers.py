@@ -203,8 +203,8 @@ def test_unusable_weights_replace_nothing() -> None:
     trainee.probe = lambda: float((averager.tensors["embed"] - 2.0).abs().mean())
 
     def trial() -> Callable[[], bool]:
-        own = trainee.probe()
-        return lambda: not trainee.probe() <= own + 1.0
+        own = trainee.probe() or 0.0
+        return lambda: not (trainee.probe() or 0.0) <= own + 1.0
 
     averager.trial = trial
     assert averager.replace(better) and averager.replaced == 1

@@ -12,8 +12,8 @@ from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, LEAST, NOTHING, T
 OWN = 0.8  # this node's loss, in nats per token
 A_THIRD = 3  # one of so many exchanges is with a liar
 HONEST = [(-0.005, 0.01), (-0.02, 0.036)]
-"""Mean and spread of what an honest partner costs by 16 answers. The second is what `benchmarks.averaging_uphill` had in
-the arm `none`, seed 0."""
+"""Mean and spread of what an honest partner costs by 16 answers. The second is what `benchmarks.averaging_uphill` had
+in the arm `none`, seed 0."""
 
 
 def judge(costs: PartnerCosts, partner: str, cost: float, own: float = OWN) -> tuple[float, bool]:

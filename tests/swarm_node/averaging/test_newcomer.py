@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -61,7 +61,7 @@ def test_weights_that_answer_worse_than_ones_own_start_are_not_taken_over(
     own, version = averager.fragments.gather_all(), node.policy.version
     assert not averager.replace(changed(averager, LIES[lie]))
     assert all(torch.equal(a, b) for a, b in zip(averager.fragments.gather_all(), own, strict=True))
-    assert node.policy.version >= version, "a sampling engine may hold the weights of that version"
+    assert node.policy.version == version
 
 
 def test_weights_of_a_cohort_that_has_learned_are_taken_over(learner: Peer) -> None:
@@ -80,6 +80,22 @@ def test_weights_of_a_cohort_that_has_learned_are_taken_over(learner: Peer) -> N
     assert averager.replace(changed(averager, lambda name, values: learned[name]))
     assert not all(torch.equal(a, b) for a, b in zip(averager.fragments.gather_all(), own, strict=True))
     restore(averager, own)
+
+
+def test_an_engine_knows_weights_on_trial_by_their_version(learner: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that copies weights would sample with those of this node, or go on with the others'."""
+    node, averager, seen = learner.node, learner.node.averager, list[int]()
+    assert averager is not None
+    own, update = averager.fragments.gather_all(), node.policy.engine.update
+
+    def watched(weights: Mapping[str, Tensor], version: int) -> None:
+        seen.append(version)
+        update(weights, version)
+
+    monkeypatch.setattr(node.policy.engine, "update", watched)
+    for _ in range(2):
+        assert averager.replace([values.clone() for values in own])
+    assert len({*seen, node.policy.version}) == 3
 
 
 def test_a_stop_while_weights_are_tried_leaves_own_ones(learner: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
