@@ -6,7 +6,8 @@
 
 Three honest nodes train the starter policy on right answers to `small` (next-token loss, Adam, 5 steps a round). They
 meet in pairs, drawn anew each round, a fourth peer included: a liar. Where an arm's name ends in `of ten`, seven honest
-nodes and three liars. Each node judges its partner with its own code: clip, gates, probe and costs, with the defaults.
+nodes and three liars. Each node judges its partner with the code of `Node`: clip, gates, probes and costs, with the
+defaults. It samples four groups of answers a round, and keeps some of them back to judge by, as `Node` does and when.
 A liar has its partner's weights before it answers, and sends them moved in the direction in which the partner's loss on
 public questions grows fastest:
 
@@ -17,8 +18,8 @@ public questions grows fastest:
     identities  as `below`, with another of five identities each time
 
 Figures: pass@1 of the honest nodes on 1,050 held-out questions together; their loss on right answers; exchanges
-applied, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what is there is not
-run again, and none begins after so many minutes.
+applied whole and in part, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what
+is there is not run again, and none begins after so many minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
@@ -38,19 +40,24 @@ from torch import Tensor
 
 from benchmarks.common import machine, table, write_row
 from benchmarks.intervals import interval
-from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, SHARE, TOGETHER
+from swarm_node.averaging.costs import EVERYBODY, KEPT, TOGETHER, allowance
 from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
+from swarm_node.averaging.probing import Probes
 from swarm_node.averaging.robust import Robust
 from swarm_node.config import NodeConfig
+from swarm_node.grpo.trainer import Trainer
+from swarm_node.node import fitted
 from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts import collect
+from swarm_node.rollouts.probe_answers import ProbeAnswers, reference_answers
 from swarm_node.tasks import load_tasks
-from swarm_node.types import Sampling, Task
+from swarm_node.types import Group, Sampling, Task
 
 FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"
 TEN = " of ten"
 PEERS = {"": (3, 1), TEN: (7, 3)}  # honest nodes, and liars
 ARMS = [f"{name}{size}" for size in PEERS for name in ("none", "uphill", "below", "alternate", "identities")]
-STEPS, BATCH, PROBED, HELD_OUT = 5, 24, 16, 1050
+STEPS, BATCH, OWN, HELD_OUT = 5, 24, 4, 1050
 SIZES = 0.99, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.0  # of what the clip lets pass
 IDENTITIES = 5
 
@@ -59,10 +66,14 @@ class World:
     """The one model in memory, into which each node's weights are put in turn, and the questions."""
 
     def __init__(self) -> None:
-        config = NodeConfig.model_validate({"tasks": ["small"], "policy": {"model": "starter", "threads": 1}})
+        options = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}, "rollouts": {"groups": OWN}}
+        config = NodeConfig.model_validate(options)
         self.averaging = config.averaging
         self.policy = load_policy(config.policy, config.rollouts, lambda said: None)
         self.tasks = load_tasks(["small"], config.rewards)
+        self.rollouts = fitted(config, self.policy, lambda said: None).rollouts
+        sampling = Sampling(self.rollouts.max_new_tokens)
+        self.trainer = Trainer(self.policy, config.grpo, sampling, lambda said: None, self.tasks.reward_weights)
         self.params = [p for p in self.policy.model.parameters() if p.requires_grad]
         self.start = torch.cat([p.data.flatten() for p in self.params])
 
@@ -96,6 +107,17 @@ class World:
         self._mean_nll(tasks).backward()
         return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.params])
 
+    def sample(self, weights: Tensor, rng: random.Random) -> list[Group]:
+        """Scored answers of a round."""
+        self.put(weights)
+        draw = partial(self.tasks.sample, rng)
+        return collect(self.policy, draw, self.tasks, self.rollouts, str(rng.random())).groups
+
+    def nll(self, weights: Tensor, groups: Sequence[Group]) -> float | None:
+        """As `Node` computes it for its probes."""
+        self.put(weights)
+        return self.trainer.mean_nll(groups) if groups else None
+
     def right(self, weights: Tensor, tasks: Sequence[Task]) -> list[bool]:
         self.put(weights)
         prompts = self.policy.encode_questions([task.question for task in tasks])
@@ -111,9 +133,18 @@ class Honest:
         self.outer_momentum, self.first, self.second = (torch.zeros_like(self.fast) for _ in range(3))
         self.updates = 0
         self.robust = Robust(world.averaging.clip, world.averaging.gates)
+        self.answers = ProbeAnswers(partial(reference_answers, world.policy, world.tasks, world.rollouts))
+        self.averaged = self.fast  # the weights that are judged
+        self.probes = Probes(
+            lambda: world.nll(self.averaged, self.answers.trained),
+            unseen=lambda: world.nll(self.averaged, self.answers.small_costs),
+        )
         self.counts: Counter[str] = Counter()
 
     def train(self) -> None:
+        groups = self.world.sample(self.fast, self.rng)
+        kept_back = self.answers.keep_back(groups)
+        self.answers.trained_on(group for group in groups if group is not kept_back)
         for _ in range(STEPS):
             gradient = self.world.gradient(self.fast, self.world.tasks.sample(self.rng, BATCH))
             self.updates += 1
@@ -133,14 +164,21 @@ class Honest:
         outer = NoLoCo(averaging.alpha, averaging.beta, averaging.gamma)
         outer.momentum_in_place(self.slow, self.outer_momentum, fast, theirs)
         slow_minus_fast(self.slow, theirs, fast)
-        averaged, unseen = self.fast + fast, self.world.tasks.sample(self.rng, PROBED)
-        own, after = self.world.loss(self.fast, unseen), self.world.loss(averaged, unseen)
-        if self.robust.broken(own, after) or self.robust.vetoed(own, after, partner):
+        self.averaged = self.fast
+        before = self.probes.losses()
+        self.averaged = self.fast + fast
+
+        def halve() -> None:
+            self.averaged = (self.averaged + self.fast) / 2
+
+        part, cheap, _ = self.probes.judge(self.robust, partner, before, halve)
+        if not part:
             self.counts["probe"] += 1
             return
-        self.fast, self.slow, self.outer_momentum = averaged, self.slow + theirs, theirs
-        self.counts["applied"] += 1
-        self.robust.accept(0, verdict)
+        theirs -= (1 - part) * fast
+        self.fast, self.slow, self.outer_momentum = self.averaged, self.slow + theirs, theirs
+        self.counts["applied" if part == 1 else "in part"] += 1
+        self.robust.accept(0, verdict, cheap)
 
 
 class Liar:
@@ -165,7 +203,7 @@ class Liar:
         if self.arm == "uphill":
             return name, victim.fast + SIZES[0] * uphill
         own, spent = self.world.loss(victim.fast, public), victim.robust.costs.state()["spent"]
-        allowed = max(FLOOR, SHARE * own)
+        allowed = allowance(own)
         limits = {name: allowed, EVERYBODY: TOGETHER * allowed}
         left = min(limit - KEPT * spent.get(key, 0.0) for key, limit in limits.items())
         left += victim.robust.costs.usual(allowed)
@@ -230,7 +268,7 @@ def report() -> str:
         "pass@1, %",
         "less than none, points",
         "loss",
-        "applied, gates, probe",
+        "applied, in part, gates, probe",
     ]
     return table(columns, rows)
 
@@ -242,7 +280,9 @@ def _cells(arm: str, runs: dict[int, dict[str, Any]], of: dict[tuple[str, int], 
     less = [100 * (base[seed]["pass_1"] - runs[seed]["pass_1"]) for seed in base]
     yield interval(less, "+.1f") if less and any(less) else ""
     yield f"{fmean(f['loss'] for f in runs.values()):.3f}"
-    yield ", ".join(f"{fmean(f['counts'].get(n, 0) for f in runs.values()):.0f}" for n in ("applied", "gates", "probe"))
+    yield ", ".join(
+        f"{fmean(f['counts'].get(n, 0) for f in runs.values()):.0f}" for n in ("applied", "in part", "gates", "probe")
+    )
 
 
 def main() -> None:

@@ -27,13 +27,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache, partial
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -48,6 +47,8 @@ from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import GROUPS, SMALL
 from swarm_node.rollouts import Collected, collect, fit_length, too_long
+from swarm_node.rollouts.probe_answers import ProbeAnswers, reference_answers
+from swarm_node.rollouts.trial import Standing, answered_again, rewards_of
 from swarm_node.say import Once, Warned
 from swarm_node.storage.model_names import model_name
 from swarm_node.tasks import TaskSet
@@ -61,9 +62,6 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
 
 GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL parameters; others have GROUPS
 SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
-PROBED, UNSEEN = 8, 16  # number of own answers, trained on and not, by which averaged weights are judged
-MIN_UNSEEN = 8  # fewer tell small costs from noise too badly
-KEPT_BACK = 16  # one of so many own groups that teach is kept back for that
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
@@ -89,10 +87,12 @@ class Node:
         optimizer: AnyOptimizer | None = None,
         averaged: Optimizer | None = None,
         private: bool = False,
+        allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`config` is `fitted` to `policy`. For a policy in stages, `optimizer` updates all of them, and `averaged` the
         one whose weights this node averages. In a `private` swarm nobody else trains: the node draws tasks as it does
-        alone, and shares no answers."""
+        alone, and shares no answers. In the context of `allowed`, a signal may raise StopRequested: others' weights are
+        tried in it."""
         self.config = config
         self.policy = policy
         self.tasks = tasks
@@ -117,15 +117,15 @@ class Node:
                 assert isinstance(own, Optimizer), "the stage that is averaged must be given"
                 self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
                 own.updating = self.averager.changing
-                self.averager.unseen_probe = self._unseen_probe
-                self.averager.chance = math.log(policy.vocabulary)
+                self.averager.probes.unseen = self._unseen_probe
+                self.averager.trial = self._trial
             member.announce()
         self.replay = Replay(config.grpo.replay) if config.grpo.replay else None
         self._scored: list[Group] = []  # own groups behind the choice of this round, until it ends
-        self._best: deque[Group] = deque(maxlen=PROBED)
-        self._unseen: deque[Group] = deque(maxlen=UNSEEN)
+        self.probe_answers = ProbeAnswers(partial(reference_answers, policy, tasks, rollouts))
         self._kept_back: Group | None = None  # of this round
-        self._since_kept_back = 0  # own groups that teach
+        self._sampled: list[Group] = []  # own groups of the last round that was shared, where weights are averaged
+        self._allowed = allowed
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
@@ -156,7 +156,7 @@ class Node:
         """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()
         self._function_s = dict(self.tasks.function_s)
-        name = f"{self.config.seed or 0}/{self.round}"
+        name = self._name(self.round)
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
         np.random.seed(rng.getrandbits(32))
@@ -176,6 +176,10 @@ class Node:
             )
         return collected
 
+    def _name(self, round: int) -> str:
+        """The name of a round's randomness."""
+        return f"{self.config.seed or 0}/{round}"
+
     def share(self, collected: Collected) -> None:
         """Publish the own groups, but for one that is kept back now and then."""
         self._keep_back(collected.groups)
@@ -185,17 +189,13 @@ class Node:
             self.exchange.publish(self._taught(collected))
         self.collected = Collected()
 
-    def _keep_back(self, groups: Sequence[Group]) -> None:
+    def _keep_back(self, groups: list[Group]) -> None:
         """Keep back the round's first group that teaches, if one is due where weights are averaged: nobody else gets it
         and nobody is trained on it, so it shows what averaging costs."""
         self._kept_back = None
-        if self.averager is None or not self.averager.config.probe:
-            return
-        teaching = [(group, best) for group in groups if (best := _best(group)) is not None]
-        self._since_kept_back += len(teaching)
-        if teaching and self._since_kept_back >= KEPT_BACK:
-            self._kept_back, self._since_kept_back = teaching[0][0], 0
-            self._unseen.append(teaching[0][1])
+        if self.averager is not None:
+            self._sampled = groups
+            self._kept_back = self.probe_answers.keep_back(groups) if self.averager.config.probe else None
 
     def _taught(self, collected: Collected) -> list[Group]:
         """The own groups that are shared and trained on."""
@@ -252,7 +252,7 @@ class Node:
                 self.exchange.teaching.learned_from(batch if step.get("grad_norm") else [])
         self.round += 1
         if self.averager is not None:
-            self._best += [best for group in groups if (best := _best(group)) is not None]
+            self.probe_answers.trained_on(groups)
         return learned
 
     def average(self) -> bool:
@@ -269,7 +269,9 @@ class Node:
             before[:] = before or [self.trainer.before_averaging(averager.tensors)]
 
         averager.before_change = remember
-        fetched = member.late_join.step(self.policy.version)
+        fetched = None
+        with suppress(StopRequested):  # while others' weights were tried: it is raised again at the next occasion
+            fetched = member.late_join.step(self.policy.version)
         if fetched is not None:
             self.policy.version = max(self.policy.version, fetched.version)
             self.trainer.averaged(averager.tensors, before.pop())
@@ -289,11 +291,29 @@ class Node:
 
     def _probe(self) -> float | None:
         """Mean negative log-likelihood of this node's latest best answers, in nats per token; None without any."""
-        return self.trainer.mean_nll(list(self._best)) if self._best else None
+        return self._nll(self.probe_answers.trained)
 
     def _unseen_probe(self) -> float | None:
-        """The same of best answers that were kept back; None as long as there are few."""
-        return self.trainer.mean_nll(list(self._unseen)) if len(self._unseen) >= MIN_UNSEEN else None
+        """The same of right answers that nobody was trained on; None as long as there are few."""
+        return self._nll(self.probe_answers.small_costs)
+
+    def _nll(self, groups: Sequence[Group]) -> float | None:
+        return self.trainer.mean_nll(groups) if groups else None
+
+    def _trial(self) -> Callable[[], bool]:
+        """See `Averager.trial`: own weights have answered the questions of the last round."""
+        asked, name = self._sampled, self._name(self.round - 1)
+        own = Standing(rewards_of(asked), self._nll(self.probe_answers.references))
+
+        def worse() -> bool:
+            loss = self._nll(self.probe_answers.references)
+            if loss is not None and not math.isfinite(loss):
+                return True
+            with self._allowed():
+                answers = answered_again(asked, self.policy, self.tasks, self.config.rollouts, name)
+            return answers is None or Standing(rewards_of(answers), loss).worse_than(own)
+
+        return worse
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         """The metrics of a round, for metrics.jsonl. `reward` covers all own groups, before any filter."""
@@ -355,11 +375,3 @@ class Node:
 def _stdev(rewards: tuple[float, ...]) -> float:
     """Standard deviation of a group's rewards in order. It is exact whatever their order, and groups have few kinds."""
     return stdev(rewards)
-
-
-def _best(group: Group) -> Group | None:
-    """An own group reduced to its best answer; None if all answers have the same reward."""
-    if group.peer is not None or not has_signal(group.rollouts):
-        return None
-    best = max(group.rollouts, key=lambda rollout: rollout.reward)
-    return msgspec.structs.replace(group, rollouts=[best]) if best.token_ids else None

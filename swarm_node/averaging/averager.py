@@ -33,15 +33,15 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_he
 from protocol.transports.base import Outgoing, Sink, Transport
 from swarm_node.averaging.costs import EVERYBODY
 from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.probing import Judgement, Probes
 from swarm_node.averaging.reducers import find_reducer
-from swarm_node.averaging.robust import PROBE_FLOOR, Robust
+from swarm_node.averaging.robust import Robust
 from swarm_node.averaging.roster import CohortRoster
 from swarm_node.averaging.skipping import WORDS, happened, skipped
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.say import Once, Say, Warned
 
-CHANCE_MARGIN = 0.1  # nats by which weights of others must be better than chance, where own ones are
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends
 MUTED_S = 3600.0
@@ -105,7 +105,7 @@ class Averager(ABC):
         self.now = now
         self._say = say
         self._changed = changed
-        self._probe = probe
+        self.probes = Probes(probe, config.probe)
         self.tensors = tensors
         self.fragments = Fragments(tensors, config.fragments)
         self.slow = self.fragments.gather_all()
@@ -133,10 +133,9 @@ class Averager(ABC):
         """Returns peers that are known to be gone, though their cards are still here."""
         self.before_change: Callable[[], None] = lambda: None
         """Called on the training thread before `step` or `replace` changes the weights."""
-        self.chance = 0.0  # nats of a token that is drawn at random
-        self.unseen_probe: Callable[[], float | None] = lambda: None
-        """Gives this node's loss on own best answers that nobody was trained on, None if it has none. Small costs show
-        there; answers that it was just trained on become less likely with honest partners, too."""
+        self.trial: Callable[[], Callable[[], bool]] = lambda: lambda: False
+        """Called under this node's own weights, it remembers how well these do. What it returns tells, once others'
+        weights are in their place, whether these do worse."""
 
     @abstractmethod
     def step(self, updates: int) -> None:
@@ -240,18 +239,20 @@ class Averager(ABC):
 
     def replace(self, values: Sequence[Tensor]) -> bool:
         """Go on with other weights, a vector for each fragment. False, and nothing changed, if nothing can be computed
-        with them, or if by the probe they are much worse than this node's own and know no more than chance."""
+        with them, or if they lose the `trial` against this node's own. What the trial raises leaves these in place."""
         self.before_change()
         with self.changing():  # nobody gets a copy of weights on trial
-            kept, own = self.fragments.gather_all(), self._probe()
-            self._take(values)
-            theirs = self._probe()
-            most = math.inf if own is None else max(own + PROBE_FLOOR, self.chance - CHANCE_MARGIN)
-            if theirs is not None and not (math.isfinite(theirs) and theirs <= most):
-                self._take(kept)
-                return False
-        self.restart()
-        return True
+            kept, worse, better = self.fragments.gather_all(), self.trial(), False
+            try:
+                self._take(values)
+                loss = self.probes.trained()
+                better = (loss is None or math.isfinite(loss)) and not worse()
+            finally:
+                if not better:
+                    self._take(kept)
+        if better:
+            self.restart()
+        return better
 
     def _take(self, values: Sequence[Tensor]) -> None:
         for i, fragment in enumerate(values):
@@ -328,37 +329,29 @@ class Averager(ABC):
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
         return head
 
-    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> None:
-        """Add (1 - mixing) of `difference`, which comes of averaging with `partner`, to the weights, and use it up.
-        Raises RemoteProtocolError `probe`, with nothing changed, if the probes refuse the result."""
+    def _apply(self, fragment: int, difference: Tensor, partner: str = EVERYBODY) -> Judgement:
+        """Add (1 - mixing) of `difference`, which comes of averaging with `partner`, to the weights, or the part of
+        that which the probes let stay. `difference` then has what the weights were.
+
+        Raises RemoteProtocolError `probe`, with nothing changed, if they refuse the result."""
         self.before_change()
-        before = self._losses()
+        before = self.probes.losses()
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
-        with self.changing():
-            self.fragments.add(fragment, difference)  # `difference` is now what the weights were
+
+        def halve() -> None:
+            self.fragments.scatter(fragment, self.fragments.gather(fragment).lerp_(difference, 0.5))
             self._changed()
-            refused = self._refused(partner, before, self._losses())
-            if refused:
+
+        with self.changing():
+            self.fragments.add(fragment, difference)
+            self._changed()
+            judgement = self.probes.judge(self.robust, partner, before, halve)
+            if not judgement.part:
                 self.fragments.scatter(fragment, difference)
                 self._changed()
-                raise RemoteProtocolError("probe", refused)
-
-    def _losses(self) -> tuple[float | None, float | None]:
-        """This node's losses by both probes."""
-        return (self._probe(), self.unseen_probe()) if self.config.probe else (None, None)
-
-    def _refused(
-        self, partner: str, before: tuple[float | None, float | None], after: tuple[float | None, float | None]
-    ) -> str:
-        """Why weights are not averaged with those of `partner`, from the `_losses` before and after; empty if they
-        are."""
-        (own, unseen), (then, unseen_then) = before, after
-        if own is not None and then is not None and self.robust.broken(own, then):
-            return "much less, at once"
-        if unseen is not None and unseen_then is not None and self.robust.vetoed(unseen, unseen_then, partner):
-            return "in sum, with this partner or with all, lately"
-        return ""
+                raise RemoteProtocolError("probe", judgement.why)
+        return judgement
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
         """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""

@@ -136,7 +136,7 @@ class LateJoin:
             self._failed(fetch.peer, *transfer.reason_of(error))
             return None
         if not self.averager.replace(values):
-            self._failed(fetch.peer, "probe", "much less, or nothing could be computed")
+            self._failed(fetch.peer, "probe", "answers are worse, or nothing could be computed")
             return None
         self._seek_until = -1.0
         return fetch

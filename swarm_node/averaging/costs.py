@@ -1,20 +1,26 @@
 """What averaging with others has cost this node lately, and what a partner may still cost it.
 
-    cost      = loss(averaged) - loss(own), on own right answers that nobody was trained on
+    cost      = loss(averaged) - loss(own), on right answers that nobody was trained on
     allowed   = max(FLOOR, SHARE loss(own))
     usual     = median of the last costs, whoever's they were, within 0 and USUAL allowed
-    spent_j  <- max(0, KEPT spent_j + cost - usual), after an exchange with partner j; spent, likewise, after every one
-    refused if  KEPT spent_j + cost - usual > allowed,  or the same with spent > TOGETHER allowed
+    spent_j  <- max(0, KEPT spent_j + cost - usual), after an exchange with partner j
+    spent    <- KEPT spent + max(0, cost - usual), after every exchange
+    refused   if cost > usual, and KEPT spent_j + cost - usual > allowed
+    halved    if cost > usual, and KEPT spent + cost - usual > TOGETHER allowed: at most three times, then refused
 
 So a sum is bounded, not one exchange: a partner that costs a little each time has soon spent what it may, and from then
 on only exchanges with it are applied that cost no more than is usual. So nobody is shut out, and what was spent is
-slowly forgotten. Help given earlier is no credit. What many identities may cost together is bounded by `spent`, which
-honest partners lower. Most exchanges must be with honest partners, or what is usual is not.
+slowly forgotten. Help given earlier is no credit.
+
+What many identities may cost together is bounded by `spent`, which only time lowers: honest partners give nobody room.
+Where it is used up, every partner's share is made smaller, since nobody knows who spent it: an exchange is halved, with
+its cost. So beyond the usual cost, liars with ever new identities take TOGETHER allowed, and then a part 1 - KEPT of
+that for each exchange that this node makes. Most exchanges must be with honest partners, or what is usual is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -22,12 +28,18 @@ FLOOR = 0.1
 """Nats per token that a partner may cost, in all, lately."""
 SHARE = 0.1  # the same, as part of this node's own loss, if that is more
 USUAL = 0.5  # most that counts as usual, as part of what is allowed
-TOGETHER = 2.0  # times as much for all partners together
+TOGETHER = 1.5  # times as much for all partners together
 KEPT = 0.98  # part of what was spent that is still counted after the next exchange
+LEAST = 0.125  # least part of an exchange that is applied
 WINDOW, MIN_SEEN = 32, 8  # costs remembered; what is usual is not known from fewer
 MOST_PARTNERS = 64  # partners remembered: the latest
 EVERYBODY = ""  # key of the sum over all partners, and the partner in an exchange of the whole cohort
 NOTHING: dict[str, Any] = {"last": [], "spent": {}}  # the state of a node that has not averaged yet
+
+
+def allowance(own: float) -> float:
+    """Nats per token that a partner may cost a node with the loss `own`."""
+    return max(FLOOR, SHARE * own)
 
 
 class PartnerCosts:
@@ -42,19 +54,29 @@ class PartnerCosts:
         middle = median(self._last) if len(self._last) >= MIN_SEEN else 0.0
         return min(max(0.0, middle), USUAL * allowed)
 
-    def judge(self, partner: str, own: float, averaged: float) -> tuple[bool, bool]:
-        """(whether an exchange with `partner` costs too much, whether it costs no more than is usual), from the losses
-        before and after it. It is remembered: one that costs too much must not be applied, any other must be."""
-        allowed, cost = max(FLOOR, SHARE * own), averaged - own
-        excess = cost - self.usual(allowed)
-        limits = {partner: allowed} | {EVERYBODY: TOGETHER * allowed}
-        kept = {key: KEPT * self._spent.pop(key, 0.0) for key in limits}
-        too_much = not all(kept[key] + excess <= limit for key, limit in limits.items())
-        self._spent |= {key: spent if too_much else max(0.0, spent + excess) for key, spent in kept.items()}
+    def judge(self, partner: str, own: float, averaged: float, halve: Callable[[], float]) -> tuple[float, bool]:
+        """(the part of an exchange with `partner` that may stay, 0 = nothing; whether the whole of it costs no more
+        than is usual), from the losses before and after it. `halve` takes half of it back, and gives the loss then.
+        It is remembered: just that part must stay. Exchanges of the whole cohort are not halved."""
+        allowed, cost = allowance(own), averaged - own
+        usual, limit = self.usual(allowed), TOGETHER * allowed
+        kept, together = (KEPT * self._spent.get(key, 0.0) for key in (partner, EVERYBODY))
+        part, excess = 1.0, cost - usual
+        if partner == EVERYBODY:
+            part = float(fits(together, excess, limit))
+        elif not fits(kept, excess, allowed):
+            part = 0.0
+        while part and not fits(together, excess, limit):
+            part = part / 2 if part > LEAST else 0.0
+            excess = halve() - own - part * usual if part else excess
+        if part:
+            kept, together = max(0.0, kept + excess), together + max(0.0, excess)
+        self._spent = {key: spent for key, spent in self._spent.items() if key not in (partner, EVERYBODY)}
+        self._spent |= {partner: kept} | {EVERYBODY: together}
         if len(self._spent) > MOST_PARTNERS:
             del self._spent[next(iter(self._spent))]
         self._last = [*self._last, cost if cost <= allowed else allowed][-WINDOW:]  # NaN is as much
-        return too_much, excess <= 0
+        return part, cost <= usual
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON."""
@@ -64,3 +86,8 @@ class PartnerCosts:
         """Go on from a `state()`."""
         self._last = [float(cost) for cost in state["last"]]
         self._spent = {str(partner): float(spent) for partner, spent in state["spent"].items()}
+
+
+def fits(spent: float, excess: float, limit: float) -> bool:
+    """Whether an exchange that costs so much beyond what is usual keeps the sum within the limit; NaN never does."""
+    return excess <= 0 or spent + excess <= limit

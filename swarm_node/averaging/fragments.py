@@ -49,6 +49,10 @@ class Fragments:
     def gather_all(self) -> list[Tensor]:
         return [self.gather(i) for i in range(len(self.sizes))]
 
+    def moved(self, i: int, before: Tensor) -> Tensor:
+        """How fragment `i` has changed since it was `before`: float32 [sizes[i]]."""
+        return self.gather(i).sub_(before)
+
     def scatter(self, i: int, flat: Tensor) -> None:
         """Set the live values of fragment `i` to `flat` [sizes[i]]."""
         for tensor, part in self._parts(i, flat):

@@ -18,7 +18,7 @@ copy, and the partner's values, which the new momentum overwrites.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from functools import lru_cache, partial
 from typing import Any
@@ -275,12 +275,10 @@ class PairAverager(Averager):
             self._rounds.begin(exchange.round, exchange.ends)
 
     def _half(self, exchange: PairExchange) -> Outgoing:
-        copy, me, pieces = exchange.copy, self.place.peer_id, partial(self._pieces, exchange)
+        copy, me = exchange.copy, self.place.peer_id
         size = body_size(self._codec, self.fragments.sizes[copy.fragment], len(copy.written_out), self._both)
+        pieces = partial(exchange.pieces, me)
         return exchange.promised(self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head()), me)
-
-    def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
-        return exchange.pieces(self.place.peer_id)
 
     def _weigh(self, exchange: PairExchange, theirs: Tensor, their_slow: Tensor | None = None) -> None:
         """Check the partner's weights, which have arrived, and compute the new momentum in their place."""
@@ -331,7 +329,9 @@ class PairAverager(Averager):
         fragment, helped = copy.fragment, exchange.draining and not exchange.ours
         assert momentum is not None and exchange.apart is not None
         slow_minus_fast(copy.slow, momentum, copy.fast)
-        self._apply(fragment, copy.fast, exchange.partner)
+        part, cheap, _ = self._apply(fragment, copy.fast, exchange.partner)
+        if part < 1.0:  # the slow weights go with the fast ones, as if the partner had been nearer
+            momentum.sub_(self.fragments.moved(fragment, copy.fast), alpha=(1 / part - 1) / (1 - self.config.mixing))
         copy.slow.add_(momentum)
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
@@ -342,7 +342,7 @@ class PairAverager(Averager):
             self._rounds.drained(exchange.round, fragment, exchange.partner, self.now())
         if not exchange.draining:
             self.spread = self._apart[fragment] = exchange.apart
-            self.robust.accept(fragment, exchange.verdict)
+            self.robust.accept(fragment, exchange.verdict, cheap)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: PairExchange, reason: str, detail: str) -> None:

@@ -24,7 +24,7 @@ so that the halves of a split swarm, or peers of very different speed, can find 
 - Direction fails only if it is unusual among the last partners, refused ones included: peers with different goals pull
   against each other honestly. Cosine and signs nearly always fail together, so they have one vote.
 - The past includes only exchanges that ended well: a partner that withholds the end of its body teaches nothing. Usual
-  distances are those of partners that cost no more than is usual.
+  distances are those of partners that cost no more than is usual; where nothing tells costs, none above own progress.
 
 Limits: a partner within tau is believed, up to what it may cost. In simulations of eight nodes, one or two liars cost a
 bounded loss; three that agreed on a direction were too many (docs/averaging.md).
@@ -45,7 +45,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
-from swarm_node.averaging.costs import EVERYBODY, NOTHING, PartnerCosts
+from swarm_node.averaging.costs import NOTHING, PartnerCosts
 
 WINDOW = 8  # exchanges remembered
 GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one
@@ -96,6 +96,7 @@ class Judged:
     refused: str = ""  # figures that the gates refuse; empty if the fragment passes
     measures: Measures | None = None  # None if gates are off
     distance: float = math.nan  # distance to remember if the partner is accepted; NaN: none
+    own: float = math.nan  # likewise where nothing tells what the partner cost: within own progress
 
 
 class Robust:
@@ -108,7 +109,6 @@ class Robust:
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
         self.costs = PartnerCosts()
-        self._usual_cost = True  # whether the exchange that was judged last cost no more than is usual
         self._probed: list[float] = []  # the last differences loss(averaged) - loss(own)
         self._guard = threading.Lock()  # guards what is remembered, except own progress
         self._checking = threading.Lock()
@@ -135,12 +135,14 @@ class Robust:
         with self._guard:
             seen = self._seen[fragment]
             refused = _refused(measures, seen) if self.gates else ""
-            usual = max(median_low(seen.distances or [0.0]), measures.progress, FLOOR * math.sqrt(len(fast)))
+            own = max(measures.progress, FLOOR * math.sqrt(len(fast)))
+            usual = max(median_low(seen.distances or [0.0]), own)
         if self.clip and not refused:
             _clip(partner_fast, fast, measures.distance, self.clip * usual)
             if partner_slow is not None:
                 _clip(partner_slow, slow, distance(partner_slow, slow), self.clip * usual)
-        return Judged(refused, measures if self.gates else None, min(measures.distance, GROWTH * usual))
+        distances = (min(measures.distance, most) for most in (GROWTH * usual, own))
+        return Judged(refused, measures if self.gates else None, *distances)
 
     def remember(self, fragment: int, verdict: Judged) -> None:
         """The exchange ended well, whether the partner was refused or not."""
@@ -151,18 +153,13 @@ class Robust:
                 _push(seen.cosines, measures.cosine)
                 _push(seen.signs, measures.signs)
 
-    def accept(self, fragment: int, verdict: Judged) -> None:
-        """The partner was averaged with: its distance is a usual one, unless it was just found to cost more than is
-        usual."""
-        if self._usual_cost and math.isfinite(verdict.distance):
+    def accept(self, fragment: int, verdict: Judged, cheap: bool | None) -> None:
+        """The partner was averaged with: its distance is a usual one, unless it was found to cost more than is usual
+        (not `cheap`). None = nothing tells what it cost."""
+        known = verdict.own if cheap is None else verdict.distance
+        if cheap is not False and math.isfinite(known):
             with self._guard:
-                _push(self._seen[fragment].distances, verdict.distance)
-
-    def vetoed(self, own_loss: float, merged_loss: float, partner: str = EVERYBODY) -> bool:
-        """Whether `partner` has cost too much lately, with this exchange; see `costs`. Both are losses in nats per
-        token on the same right answers of this node, which nobody was trained on."""
-        too_much, self._usual_cost = self.costs.judge(partner, own_loss, merged_loss)
-        return too_much
+                _push(self._seen[fragment].distances, known)
 
     def broken(self, own_loss: float, merged_loss: float) -> bool:
         """Whether averaged weights do this node's own job much worse. Both are losses in nats per token on the same

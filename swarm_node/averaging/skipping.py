@@ -25,7 +25,7 @@ WORDS = {
     "late": "the exchange was over",
     "odd": "the number of members was odd, and this one was left over",
     "partner": "the partner had chosen another one",
-    "probe": "with the averaged weights, this node's own best answers became less likely",
+    "probe": "with those weights, this node's right answers became less likely",
     "refused": "the partner refused",
     "replaced": "weights were replaced meanwhile",
     "round": "the partner was in another round",

@@ -127,10 +127,11 @@ class AveragingConfig(Section):
     """Refuse a partner whose weights fail several tests: of size, direction and signs."""
     probe: bool = True
     """Refuse averaged weights that make this node's own best answers much less likely, and partners that make them a
-    little less likely again and again. For that one of 16 own groups with unequal rewards is neither shared nor trained
-    on."""
+    little less likely again and again. For that one of 16 own groups with unequal rewards, and every second one of the
+    first 16, is neither shared nor trained on."""
     late_join: bool = True
-    """Start with the weights of a peer of the cohort, if there is one and no own checkpoint."""
+    """Start with the weights of a peer of the cohort, if there is one and no own checkpoint. They are tried first: a
+    node samples the answers of its last round again with them."""
 
     @model_validator(mode="after")
     def _stable(self) -> AveragingConfig:

@@ -109,7 +109,7 @@ class Run:
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
-        self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private)
+        self.node = Node(*parts, optimizer=optimizer, averaged=averaged, private=private, allowed=stop.allowed)
         if self.node.averager is not None:
             self.node.averager.run = run.quoted
             self.node.averager.absent = tuple if crew is None else crew.parts.cohort.absent

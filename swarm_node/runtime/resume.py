@@ -75,6 +75,7 @@ class RunState:
             tensors,
             {
                 "averaging": averaging,
+                "kept_back": self.node.probe_answers.state(),
                 "time": time.time(),
                 "model": self._identity(),
                 "run": None if self.crew is None else self.crew.held_stages.checkpoints.run,
@@ -173,6 +174,9 @@ class RunState:
         if self.node.replay is not None and state.get("replay", {}).get("right_under") == self._right_under():
             with suppress(msgspec.ValidationError):  # of another version: no answer is kept
                 self.node.replay.load(msgspec.convert(state["replay"], ReplayState))
+        if state.get("judged") == self._right_under():
+            with suppress(KeyError, msgspec.ValidationError):  # of another version: kept back anew
+                self.node.probe_answers.load(state["kept_back"])
         if self.node.averager is not None:
             try:
                 if state["policy_version"] > upto:

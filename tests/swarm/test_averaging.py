@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from protocol.manifest import Manifest
 from protocol.transports.memory import LinkModel
+from swarm_node.averaging.costs import NOTHING
 from swarm_node.node import Node
+from swarm_node.rollouts.probe_answers import ENOUGH
 from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.types import Group
-from tests.support.simulated_peers import MakePeer, used
+from tests.support.simulated_peers import MakePeer, state_of, used
 
 
 def averaging(**options: Any) -> dict[str, Any]:
@@ -168,6 +172,33 @@ def test_equal_seeds_give_equal_weights(peer: MakePeer, manifest: Manifest) -> N
         return flat(simulation.peers[0]).clone()
 
     assert torch.equal(run(), run())
+
+
+def test_costs_are_counted_from_the_first_exchange_on(peer: MakePeer, manifest: Manifest) -> None:
+    """By reference answers: few own ones were kept back until then."""
+    simulation = Simulation(short(manifest), [peer(options=averaging()) for _ in range(2)], seed=1)
+    node = simulation.peers[0].node
+    assert node.averager is not None
+    while not node.averager.counts["exchanges"]:
+        simulation.run(seconds=0.01)
+    assert len(node.probe_answers.unseen) < ENOUGH <= len(node.probe_answers.small_costs)
+    assert len(node.averager.robust.costs.state()["last"]) >= 1
+
+
+def test_a_resumed_member_judges_its_partners_as_before(peer: MakePeer, manifest: Manifest, tmp_path: Path) -> None:
+    first, other, resumed = (peer(options=averaging()) for _ in range(3))
+    Simulation(short(manifest), [first, other], seed=5).run(12)
+    Simulation(short(manifest), [resumed], seed=5)
+    store = CheckpointStore(tmp_path / "checkpoints", 2, print)
+    state_of(first, store, tmp_path).save()
+    store.wait()
+    assert state_of(resumed, store, tmp_path).resume()
+    store.close()
+    before, after = first.node, resumed.node
+    assert len(before.probe_answers.unseen) >= ENOUGH
+    assert after.probe_answers.small_costs == before.probe_answers.small_costs
+    assert before.averager is not None and after.averager is not None
+    assert after.averager.robust.costs.state() == before.averager.robust.costs.state() != NOTHING
 
 
 def test_a_latecomer_begins_where_its_cohort_is(peer: MakePeer, manifest: Manifest) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from protocol.manifest import Manifest
 from protocol.transports.memory import LinkModel
-from swarm_node.node import KEPT_BACK, Node
+from swarm_node.node import Node
 from swarm_node.rollouts import Collected
+from swarm_node.rollouts.probe_answers import ENOUGH
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from swarm_node.types import Group
 from tests.support.simulated_peers import SPEED, MakePeer, exchange, peer_id, total, used
@@ -143,10 +144,10 @@ def test_answers_that_tell_what_averaging_costs_are_kept_back(peer: MakePeer, ma
     first, second = (each.node for each in simulation.peers)
     assert isinstance(first, Watching) and isinstance(second, Watching)
     rest = [group for group in first.sampled if not any(group is trained for trained in first.trained)]
-    assert 1 <= len(rest) <= len(first.sampled) / KEPT_BACK
-    assert [group.task.name for group in rest] == [best.task.name for best in first._unseen]
+    assert len(rest) >= ENOUGH, "of the first rounds one each"
+    assert [group.task.name for group in rest] == [best.task.name for best in first.probe_answers.unseen]
     assert simulation.peers[0].metrics[-1]["swarm/groups_sent"] <= len(first.sampled) - len(rest)
-    assert len(second.trained) == len(second.sampled) and not second._unseen
+    assert len(second.trained) == len(second.sampled) and not second.probe_answers.unseen
     assert exchange(simulation.peers)[1, 0], "the rest is shared"
 
 

@@ -10,16 +10,12 @@ import pytest
 from protocol.manifest import Manifest
 from swarm_node.errors import UserError
 from swarm_node.observability.worth import worth_lines
-from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.held_out import HeldOutFigures
-from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.runtime.status import status_written
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.member import Member
-from tests.support.simulated_peers import MakePeer, used
+from tests.support.simulated_peers import MakePeer, state_of, used
 
 
 def member(peer: Peer) -> Member:
@@ -129,11 +125,3 @@ def test_a_member_that_cannot_publish_still_leaves(
     with pytest.raises(RuntimeError):
         member(first).close()
     assert member(second).transport.members() == {}
-
-
-def state_of(peer: Peer, store: CheckpointStore, folder: Path) -> RunState:
-    """The state of a run whose node is that of `peer`."""
-    run, node = RunDir(folder), peer.node
-    own = RunSettings(run, peer.config, peer.config, print)
-    held_out = HeldOutFigures(peer.config, node.policy, node.tasks, print, lambda round, found: None, whole=True)
-    return RunState(peer.config, run, node, store, None, own, CostMeter(None, 0.0), held_out)

@@ -27,11 +27,12 @@ from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
+from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, TOGETHER
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
-from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
+from tests.support.averaging_cohort import COHORT, PAPER, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
 
 
@@ -200,6 +201,12 @@ def test_unusable_weights_replace_nothing() -> None:
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
     trainee.probe = lambda: float((averager.tensors["embed"] - 2.0).abs().mean())
+
+    def trial() -> Callable[[], bool]:
+        own = trainee.probe() or 0.0
+        return lambda: not (trainee.probe() or 0.0) <= own + 1.0
+
+    averager.trial = trial
     assert averager.replace(better) and averager.replaced == 1
     for worse in (broken, [torch.zeros_like(before)], [-better[0]], [torch.full_like(before, math.nan)]):
         assert not averager.replace(worse) and averager.replaced == 1
@@ -528,7 +535,7 @@ def test_a_partner_that_costs_a_little_each_time_is_left_out(summed_up: bool) ->
     for trainee in honest:
         trainee.probe = lambda trainee=trainee: float(trainee.flat.abs().mean())
         if summed_up:
-            trainee.averager.unseen_probe = trainee.probe
+            trainee.averager.probes.unseen = trainee.probe
     cohort.run(60 * PERIOD_S)
     reached = max(float(trainee.flat.abs().mean()) for trainee in honest)
     assert reached < 0.4 if summed_up else reached > 0.8
@@ -536,18 +543,49 @@ def test_a_partner_that_costs_a_little_each_time_is_left_out(summed_up: bool) ->
     assert summed_up == any(trainee.averager.counts["skipped/probe"] for trainee in honest)
 
 
-def test_only_partners_that_cost_nothing_say_how_far_is_usual() -> None:
-    cohort = Cohort(2, every=1, probe=True, clip=1.5, alpha=0.0, beta=1.0, gamma=1.0)
+@pytest.mark.parametrize("whose", ["nobody", "both", "none"])
+def test_only_partners_that_cost_nothing_say_how_far_is_usual(whose: str) -> None:
+    """For one of the two it costs something, to come nearer to the other. Without a probe neither knows."""
+    cohort = Cohort(2, every=1, probe=whose != "none", clip=1.5, alpha=0.0, beta=1.0, gamma=1.0)
     victim, other = cohort.trainees
     for trainee in cohort.trainees:
         trainee.trains = False
+        if whose == "both":
+            trainee.averager.probes.unseen = lambda trainee=trainee: float(trainee.flat.abs().mean())
     for tensor in other.weights.values():
         tensor.fill_(1e-7)
-    victim.averager.unseen_probe = lambda: float(victim.flat.abs().mean())
     while not all(cohort.exchanges()):
         assert cohort.clock.step(), "they never met"
     distances = [trainee.averager.robust.state()["seen"]["0"]["distances"] for trainee in cohort.trainees]
-    assert not distances[0] and distances[1]
+    if whose == "both":
+        assert not distances[0] and distances[1]
+    else:
+        assert all(distances)
+
+
+@pytest.mark.parametrize("way", [{}, {"mixing": 0.25}, PAPER], ids=str)
+def test_an_exchange_is_halved_where_all_partners_have_spent_much(way: dict[str, float]) -> None:
+    """Slow weights go with the fast ones: both end where they would have with a partner that is half as far."""
+
+    def after(value: float, spent: float) -> list[Tensor]:
+        cohort = Cohort(2, every=1, probe=True, **{"alpha": 0.0, "beta": 1.0, "gamma": 1.0, **way})
+        victim, other = cohort.trainees
+        for trainee in cohort.trainees:
+            trainee.trains = False
+        for tensor in other.weights.values():
+            tensor.fill_(value)
+        victim.averager.probes.unseen = lambda: float(victim.flat.abs().mean())
+        victim.averager.robust.costs.load({"last": [], "spent": {EVERYBODY: spent}})
+        while not cohort.exchanges()[0]:
+            assert cohort.clock.step(), "they never met"
+        cost = victim.flat.abs().mean()
+        assert float(cost) == pytest.approx(victim.averager.robust.costs.state()["spent"][EVERYBODY] - KEPT * spent)
+        return [victim.flat, victim.averager.slow[0], victim.averager.momentum[0]]
+
+    limit = TOGETHER * FLOOR
+    far = 3.6 * (1 - KEPT) * limit  # what it costs is between what may be spent now and twice that
+    halved, whole = after(far, limit), after(far / 2, 0.0)
+    assert all(torch.allclose(a, b, atol=1e-6) and b.any() for a, b in zip(halved, whole, strict=True))
 
 
 # --------------------------------------------------------------------- versions of the protocol

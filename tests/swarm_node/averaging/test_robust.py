@@ -30,12 +30,12 @@ def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int =
 
 
 def check(robust: Robust, fragment: int, fast: Tensor, slow: Tensor, partner: Tensor, *more: Tensor) -> Tensor:
-    """A partner's weights after a check, in an exchange that ends well."""
+    """A partner's weights after a check, in an exchange that ends well and costs nothing."""
     verdict = robust.check(fragment, fast, slow, partner, *more)
     robust.remember(fragment, verdict)
     if verdict.refused:
         raise RemoteProtocolError("gates", verdict.refused)
-    robust.accept(fragment, verdict)
+    robust.accept(fragment, verdict, cheap=True)
     return partner
 
 
@@ -105,7 +105,7 @@ def test_only_exchanges_that_came_about_count_as_usual():
     robust.remember(0, verdict)
     after = robust.state()["seen"]["0"]
     assert (after["sizes"], after["distances"]) == ([2.25], [1.0]), "one that was refused"
-    robust.accept(0, verdict)
+    robust.accept(0, verdict, cheap=True)
     assert robust.state()["seen"]["0"]["distances"] == [1.0, 1.25]
 
 
@@ -155,7 +155,7 @@ def test_state_survives_json():
     for seed in range(12):
         check(first, 3, normal(50, 0), normal(50, 1), normal(50, seed))
         first.broken(1.0, 1.0 + seed / 100)
-        first.vetoed(1.0, 1.0 - seed / 100, f"peer{seed % 5}")
+        first.costs.judge(f"peer{seed % 5}", 1.0, 1.0 - seed / 100, float)
     second.load(json.loads(json.dumps(first.state())))
     assert second.state() == first.state() and first.state()["costs"] != NOTHING
     assert [len(values) for values in second.state()["seen"]["3"].values()] == [8, 8, 8, 8]
@@ -297,12 +297,25 @@ def test_the_probe_accepts_usual_differences():
     assert vetoes[0] and not vetoes[-1]
 
 
-def test_distances_of_partners_that_cost_something_are_not_usual():
+@pytest.mark.parametrize(("cheap", "known"), [(False, [1.0]), (True, [1.0, 1.25]), (None, [1.0, 0.75])])
+def test_distances_of_partners_that_cost_something_are_not_usual(cheap, known):
+    """Where nothing tells what a partner cost, its distance counts up to this node's own progress."""
     robust = met([1.0])
-    for cost, known in ((0.01, [1.0]), (-0.01, [1.0, 1.25])):
-        assert not robust.vetoed(1.0, 1.0 + cost, "partner")
-        robust.accept(0, robust.check(0, ZERO, ZERO, tensor([1.25])))
-        assert robust.state()["seen"]["0"]["distances"] == known
+    robust.accept(0, robust.check(0, tensor([0.75]), ZERO, tensor([2.0])), cheap)
+    assert robust.state()["seen"]["0"]["distances"] == known
+
+
+def test_nothing_that_is_not_judged_stretches_tau():
+    """A partner that sends what is just believed, again and again, moves no farther in the last exchange than in the
+    first."""
+    robust, reached = Robust(1.5, True), []
+    for _ in range(100):
+        partner = tensor([100.0])
+        verdict = robust.check(0, tensor([1.0]), ZERO, partner)
+        robust.remember(0, verdict)
+        robust.accept(0, verdict, cheap=None)
+        reached.append(partner.item())
+    assert set(reached) == {1.0 + 1.5}
 
 
 # --------------------------------------------------------------------- a swarm with liars

@@ -12,7 +12,7 @@ from benchmarks import averaging_uphill as uphill
 
 def test_every_arm_runs_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uphill, "FOLDER", tmp_path)
-    for name, value in {"STEPS": 1, "BATCH": 2, "PROBED": 2, "HELD_OUT": 14}.items():
+    for name, value in {"STEPS": 1, "BATCH": 2, "OWN": 1, "HELD_OUT": 14}.items():
         monkeypatch.setattr(uphill, name, value)
     world = uphill.World()
     for arm in uphill.ARMS:

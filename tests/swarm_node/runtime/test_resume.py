@@ -17,6 +17,7 @@ from swarm_node.errors import StopRequested, UserError
 from swarm_node.observability.evaluations import HeldOutRecord, newest_checkpoint, record_of
 from swarm_node.policy import dtypes
 from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.rollouts.probe_answers import ProbeAnswers
 from swarm_node.runtime import records
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.held_out import HeldOutFigures
@@ -294,7 +295,7 @@ def state_of_round_3(folder: Path, said: list[str]) -> RunState:
     )
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     tasks = SimpleNamespace(names=[], kinds={})
-    one = {"averager": None, "replay": None, "member": None, "in_effect": dict}
+    one = {"averager": None, "replay": None, "member": None, "in_effect": dict, "probe_answers": ProbeAnswers()}
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, tasks=tasks, **one)
     own = RunSettings(RunDir(folder), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
