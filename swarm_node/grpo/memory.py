@@ -23,7 +23,6 @@ from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo import batch
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.policy.activations import measured, row
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.checkpointing import Checkpointing
@@ -46,6 +45,7 @@ from swarm_node.policy.sizes import (
     sampling_bytes,
 )
 from swarm_node.say import Detail
+from swarm_node.storage.cgroups import free_main_memory
 
 MOST_AT_ONCE = 2**16  # questions that are sampled at a time
 
