@@ -27,7 +27,7 @@ from swarm_node.policy.activations import measured, row
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.native import NativeEngine
-from swarm_node.policy.engines.products import Layout, packed_layout
+from swarm_node.policy.engines.products import Layout, layout_of, packed_layout
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
 from swarm_node.policy.oom import free_on_gpu, is_out_of_memory, map_large_tensors
@@ -153,31 +153,32 @@ def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n:
 
 
 def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report: Callable[[str], None]) -> None:
-    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it. `fits` is
-    asked when the engine has the layout of the copy; `beside` says what else takes memory."""
-    engine = policy.engine
-    if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or policy.device.type == "cuda":
+    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it; whatever was
+    chosen before. `fits` is asked when the engine has the layout of the copy; `beside` says what else takes memory."""
+    engine, own = policy.engine, layout_of(policy.base)
+    if not isinstance(engine, NativeEngine) or own.name != "own" or policy.device.type == "cuda":
         return
-    own, engine.layout = engine.layout, packed_layout(policy.base)
+    before, engine.layout = engine.layout, packed_layout(policy.base)
     if engine.layout.name != "own" and not fits():
         engine.layout = Layout(own.name, f"{own.why}, for which there is no room beside {beside}")
-    report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
+    if engine.layout != before:
+        report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
 
 
-def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> None:
+def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> int:
     """Make a policy that is only sampled from, `n` answers to a question, fit into memory: choose the layout of its
-    weights, and how many questions are sampled at a time."""
+    weights, and how many questions are sampled at a time. Gives the bytes that are taken beside the answers."""
     shape, new = shape_of(policy), rollouts.max_new_tokens
-    longest = min(rollouts.max_prompt_tokens, policy.max_positions - new)
+    longest = max(1, min(rollouts.max_prompt_tokens, policy.max_positions - new))
 
-    def room() -> float:
-        lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
-        return machine.room - lasting
+    def lasting() -> int:
+        return shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
 
     one = max(bytes_of_sampling(policy, shape, 1, longest, n, new), copying_bytes(shape))
-    choose_layout(policy, lambda: one <= room(), "the answers to a question", policy.report)
+    choose_layout(policy, lambda: lasting() + one <= machine.room, "the answers to a question", policy.report)
     if machine.room < math.inf:
-        policy.prompts_at_once = partial(questions_at_once, policy, shape, room())
+        policy.prompts_at_once = partial(questions_at_once, policy, shape, machine.room - lasting())
+    return lasting()
 
 
 class Fitting:
