@@ -153,8 +153,9 @@ def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n:
 
 
 def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report: Callable[[str], None]) -> None:
-    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it; whatever was
-    chosen before. `fits` is asked when the engine has the layout of the copy; `beside` says what else takes memory."""
+    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it; what was
+    chosen before does not count. `fits` is asked when the engine has the layout of the copy; `beside` says what else
+    takes memory."""
     engine, own = policy.engine, layout_of(policy.base)
     if not isinstance(engine, NativeEngine) or own.name != "own" or policy.device.type == "cuda":
         return

@@ -22,10 +22,10 @@ from tests.support.run_files import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ASKED = "What is 11 + 18? Answer with the number only."
-ROUNDS = 16
-LEARNED = 0.2
-"""Least rise of the mean reward, from the first two rounds to the last four. Of a dozen runs of the demo it rose by 0.4
-at least, and the mean of 128 answers of one policy is within 0.1."""
+ROUNDS = 20
+LEARNED = 0.1
+"""Least rise of the mean reward, from the first four rounds to the last eight. In the three runs that are stored in
+benchmarks/results/real_learning it rose by 0.31 and more; means of 64 questions are within 0.06 of what is expected."""
 ROUNDING = 1e-3  # of logits of about 20, in float32 sums over 30 layers
 
 
@@ -70,7 +70,7 @@ def test_real_weights_learn(trained: Path) -> None:
     assert [each["round"] for each in rounds] == [*range(1, ROUNDS + 1)]
     assert all(each["entropy"] > 0 for each in rounds)
     rewards = [each["reward"] for each in rounds]
-    assert fmean(rewards[-4:]) > fmean(rewards[:2]) + LEARNED, rewards
+    assert fmean(rewards[-8:]) > fmean(rewards[:4]) + LEARNED, rewards
 
 
 def logits(model: str | Path, inputs: dict[str, Tensor]) -> Tensor:
