@@ -125,11 +125,12 @@ def main(
 
 
 def fit_into_memory(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig, samples: int) -> None:
-    """Make the questions of a measurement fit into what is free and `resources.max_memory_gb` allows. Raises UserError
-    if not even the policy does."""
+    """Make the questions of a measurement fit into what is free and `resources.max_memory_gb` allows of main memory.
+    Raises UserError if not even the policy does."""
     limit = config.resources.max_memory_gb
-    needed = fit_sampling(policy, hardware_of(policy.device, int(limit * 2**30)), rollouts, samples)
-    if too_much := MemoryLimit(limit, "choose a smaller model").exceeded_by(needed):
+    machine = hardware_of(policy.device, int(limit * 2**30))
+    needed = fit_sampling(policy, machine, rollouts, samples)
+    if not machine.gpu and (too_much := MemoryLimit(limit, "choose a smaller model").exceeded_by(needed)):
         raise UserError(f"this program with the model takes about {too_much}")
 
 
