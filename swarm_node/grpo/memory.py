@@ -159,11 +159,10 @@ def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report:
     engine, own = policy.engine, layout_of(policy.base)
     if not isinstance(engine, NativeEngine) or own.name != "own" or policy.device.type == "cuda":
         return
-    before, engine.layout = engine.layout, packed_layout(policy.base)
+    engine.layout = packed_layout(policy.base)
     if engine.layout.name != "own" and not fits():
         engine.layout = Layout(own.name, f"{own.why}, for which there is no room beside {beside}")
-    if engine.layout != before:
-        report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
+    report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
 
 
 def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> int:
@@ -201,7 +200,9 @@ class Fitting:
         """Set the trainer's limit, checkpointing, and the questions sampled at a time. Gives the bytes that a round
         takes then, at most. UserError if not even one answer fits, or if `grpo.gradient_checkpointing` is on and the
         model has none."""
-        setting, trainer = self.config.grpo.gradient_checkpointing, self.trainer
+        setting, trainer, engine = self.config.grpo.gradient_checkpointing, self.trainer, self.policy.engine
+        if isinstance(engine, NativeEngine) and not self.machine.gpu:
+            engine.layout = layout_of(self.policy.base)  # updates come first, and then the copy that is sampled from
         wanted = min(self._group, max(trainer.limit, self._answer))
         self.mapped |= setting == "on" or self._tokens() < wanted
         if setting == "on" or (setting == "auto" and self._tokens() < wanted):
