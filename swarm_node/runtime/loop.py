@@ -104,8 +104,8 @@ class Run:
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
-            loads = partial(_load, config, run, self.tasks, self.limits)
-            self.policy, config = loads() if crew is None else (crew.policy, config)
+            to_load = config, run, self.tasks, self.limits
+            self.policy, config = _load(*to_load) if crew is None else (crew.policy, config)
         self.config = fitted(config, self.policy, say)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
