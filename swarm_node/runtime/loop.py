@@ -104,8 +104,7 @@ class Run:
         self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
-            to_load = config, run, self.tasks, self.limits
-            self.policy, config = _load(*to_load) if crew is None else (crew.policy, config)
+            self.policy, config = _load(config, run, self.tasks, self.limits) if crew is None else (crew.policy, config)
         self.config = fitted(config, self.policy, say)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
