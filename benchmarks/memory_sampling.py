@@ -1,11 +1,15 @@
-"""Peak memory of sampling, and the estimate of it that a start makes: by engine, dtype and rows.
+"""Peak memory of sampling and of rounds, and the estimates of them that a start says: by engine, dtype and rows.
 
     python -m benchmarks.memory --model DIR [--rows 8 64 256] [--engines native transformers]
                                 [--dtypes float32 bfloat16] [--new 256] [--again] [--quick]
 
 Eight answers to each question of 100 tokens; none ends before its limit. Every row is a process of its own with one
-thread, an adapter of rank 16 and a limit of 10 GiB: the most main memory that it had after loading. A row that would
-take more than the limit fails, and is not estimated away. A row that is there is not measured again, unless with
+thread, an adapter of rank 16, and rounds that are fitted into 8 GiB as `--max-memory 8` does it. First questions are
+asked, all at a time, as held-out ones are; then two updates are made of the default number of groups, with the
+questions asked again between them. `asking` compares the peak of the first part with what `Fitting.asking` says of it,
+and `whole` the peak of all with the larger of that and of `Fitting.fit`: the bytes in the sentence of a start.
+
+A row in which memory ran out fails, and is not estimated away. A row that is there is not measured again, unless with
 --again; --quick keeps none.
 """
 
@@ -24,35 +28,60 @@ from typing import Any
 from benchmarks.common import table, write
 
 ANSWERS, PROMPT = 8, 100
-LIMIT = 10 * 2**30
+SHORT = 8  # tokens of the answers between the updates: the copy of the weights is what takes memory there
+LIMIT = 8 * 2**30
+LIBRARIES = 4 * 2**30  # address space of Python and its libraries, most of which is no memory
 MIB = 2**20
 KEY = ("engine", "dtype", "rows", "new")
+PARTS = ("asking", "whole")
+
+
+def say(sentence: str) -> None:
+    """Show a sentence. Raises SystemExit where memory ran out: less was done at a time then."""
+    print(sentence, file=sys.stderr)
+    if "out of memory" in sentence:
+        raise SystemExit(sentence)
 
 
 def child(spec: dict[str, Any]) -> None:
     """One row in this process, as JSON on the last line."""
     from benchmarks.memory import peak
     from swarm_node.config import NodeConfig
-    from swarm_node.grpo.memory import bytes_of_sampling, copy_of, shape_of
+    from swarm_node.grpo.memory import Fitting
+    from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.engines.native import NativeEngine
     from swarm_node.policy.engines.transformers import TransformersEngine
+    from swarm_node.policy.fitting import Hardware
     from swarm_node.policy.loading import load_policy
-    from swarm_node.policy.sizes import RUNTIME_BYTES
-    from swarm_node.types import Sampling
+    from swarm_node.types import Group, Rollout, Sampling
 
-    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT + LIBRARIES,) * 2)
+    questions, new = spec["rows"] // ANSWERS, spec["new"]
     settings = {"model": spec["model"], "dtype": spec["dtype"], "lora": True, "threads": 1}
-    config = NodeConfig.model_validate({"policy": settings})
-    policy = load_policy(config.policy, config.rollouts, lambda text: print(text, file=sys.stderr))
+    rollouts = {"groups": questions, "group_size": ANSWERS, "max_new_tokens": new}
+    config = NodeConfig.model_validate({"policy": settings, "rollouts": rollouts})
+    policy = load_policy(config.policy, config.rollouts, say)
     policy.eos_ids = [policy.vocabulary - 1]  # which is as good as never drawn
     policy.engine = policy.engine_of(NativeEngine if spec["engine"] == "native" else TransformersEngine)
-    questions, shape = spec["rows"] // ANSWERS, shape_of(policy)
-    prompts = [[100 + i] * PROMPT for i in range(questions)]
+    prompts, seeds = [[100 + i] * PROMPT for i in range(questions)], [*range(questions)]
+    fitting = Fitting(Trainer(policy, config.grpo, Sampling(new), say), prompts, config, Hardware("cpu", 0, LIMIT))
+    whole = fitting.fit()
+    asking = fitting.asking(prompts, ANSWERS, questions)
     before = peak()
-    policy.generate(prompts, ANSWERS, Sampling(spec["new"]), [*range(questions)])
-    sampling = bytes_of_sampling(policy, shape, questions, PROMPT, ANSWERS, spec["new"])
-    estimate = RUNTIME_BYTES + shape.weights + copy_of(policy, shape) + sampling
-    print(json.dumps({**spec, "before": before, "peak": peak(), "estimate": estimate}))
+    sampled = policy.generate(prompts, ANSWERS, Sampling(new), seeds)
+    peaks = [peak()]
+    rollouts_of = [
+        [Rollout(r.token_ids, r.logprobs, True, rewards={"x": i % 2}, reward=i % 2) for i, r in enumerate(each)]
+        for each in sampled[: config.grpo.batch_groups]
+    ]
+    groups = [Group(None, prompt, each) for prompt, each in zip(prompts, rollouts_of, strict=False)]
+    for _ in range(2):
+        fitting.trainer.step(groups)
+        policy.generate(prompts, ANSWERS, Sampling(SHORT), seeds)
+    peaks.append(max(*peaks, peak()))
+    estimates = asking, max(asking, whole)
+    found = {part: {"peak": p, "estimate": e} for part, p, e in zip(PARTS, peaks, estimates, strict=True)}
+    print(json.dumps({**spec, "before": before, "limit": fitting.trainer.limit, **found}))
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +108,17 @@ def sampled(args: argparse.Namespace) -> None:
         print(line(rows[-1]), flush=True)
         if not args.quick:
             write(f"memory/sampling-{name}", {"rows": rows})
-    print(table(["engine", "dtype", "rows", "peak MiB", "estimate MiB", "off by"], list(map(line, rows))))
+    columns = [f"{part} {what}" for part in PARTS for what in ("peak MiB", "estimate MiB", "off by")]
+    print(table([*KEY, *columns], list(map(line, rows))))
 
 
 def line(row: dict[str, Any]) -> list[str]:
     """A line of the table."""
-    figures = f"{row['peak'] / MIB:,.0f}", f"{row['estimate'] / MIB:,.0f}", f"{row['estimate'] / row['peak'] - 1:+.0%}"
-    return [row["engine"], row["dtype"], f"{row['rows']:,}", *figures]
+    cells = [row["engine"], row["dtype"], f"{row['rows']:,}", str(row["new"])]
+    for part in PARTS:
+        found, expected = (row[part][what] for what in ("peak", "estimate"))
+        cells += [f"{found / MIB:,.0f}", f"{expected / MIB:,.0f}", f"{expected / found - 1:+.0%}"]
+    return cells
 
 
 if __name__ == "__main__":

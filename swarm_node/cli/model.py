@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from swarm_node.cli.options import CommandSettings, Json, note, option, rewards_in, split_names, starting, tasks_in
+from swarm_node.config import load_config
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
 from swarm_node.storage.new_file import check_new_file
@@ -236,7 +238,9 @@ def merge_models(
     --set say how they load their model, as for `join`; the config.toml of any member's run will do.
     """
     with_swarm = any(map(is_swarm, sources))
-    if (cohort or without or settings.any_typed) and not with_swarm:
+    limit = settings.flags.get("max_memory")
+    of_a_swarm = replace(settings, flags=settings.flags | {"max_memory": None}).any_typed
+    if (cohort or without or of_a_swarm) and not with_swarm:
         raise UserError(
             "--cohort, --without, --model and --set are for merging a swarm, and so is --config: a run has its own "
             "settings"
@@ -254,6 +258,8 @@ def merge_models(
 
     left_out = split_names(without) or []
     request = MergeRequest(out, method, scale, questions, json_output, timeout, cohort, left_out, functions)
+    if limit is not None:
+        request = replace(request, max_memory_gb=load_config(flags={"max_memory": limit}).resources.max_memory_gb)
     if with_swarm:
         from swarm_node.cli.commands.merge_swarm import main as merge_members
 

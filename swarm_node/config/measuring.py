@@ -16,6 +16,7 @@ from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 
 MEASURED = {"tasks", "policy", "rewards", "rollouts", "eval"}  # keys, sections among them, that a measurement has
+LIMIT = "resources.max_memory_gb"  # the one key of its section that a measurement has
 ONLY_TRAINED = {
     *("policy.lora", "policy.lora_rank", "policy.lora_alpha", "policy.lora_targets"),
     *("rollouts.groups", "rollouts.group_size", "eval.every", "eval.share"),
@@ -63,7 +64,8 @@ def over(config: NodeConfig, table: Table) -> NodeConfig:
 
 def is_measured(key: str, is_run: bool) -> bool:
     """Whether a measurement, of a run or else of a model, uses the key."""
-    return key.partition(".")[0] in MEASURED and key not in ONLY_TRAINED and (is_run or key != "policy.model")
+    own = key == LIMIT or (key.partition(".")[0] in MEASURED and key not in ONLY_TRAINED)
+    return own and (is_run or key != "policy.model")
 
 
 def _is_near(key: str) -> bool:

@@ -89,7 +89,7 @@ OPTIONS = (
     KeyOption("rounds", "--rounds", "local join resume"),
     KeyOption("run_dir", "--run-dir", "local join bootstrap identity", metavar="DIR"),
     KeyOption("resources.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
-    KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
+    KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap eval merge", LIMITS, "GIB"),
     KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
     KeyOption("network.max_download_mbit", "--max-download", "join bootstrap", LIMITS, "MBIT/S"),
     KeyOption("resources.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),

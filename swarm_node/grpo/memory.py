@@ -23,12 +23,11 @@ from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo import batch
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.policy.activations import measured, row
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.engines.native import NativeEngine
-from swarm_node.policy.engines.products import Layout, packed_layout
+from swarm_node.policy.engines.products import Layout, layout_of, packed_layout
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
 from swarm_node.policy.oom import free_on_gpu, is_out_of_memory, map_large_tensors
@@ -46,6 +45,7 @@ from swarm_node.policy.sizes import (
     sampling_bytes,
 )
 from swarm_node.say import Detail
+from swarm_node.storage.cgroups import free_main_memory
 
 MOST_AT_ONCE = 2**16  # questions that are sampled at a time
 
@@ -153,31 +153,32 @@ def questions_at_once(policy: Policy, shape: Shape, room: float, prompt: int, n:
 
 
 def choose_layout(policy: Policy, fits: Callable[[], bool], beside: str, report: Callable[[str], None]) -> None:
-    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it. `fits` is
-    asked when the engine has the layout of the copy; `beside` says what else takes memory."""
-    engine = policy.engine
-    if not isinstance(engine, NativeEngine) or engine.layout.name != "own" or policy.device.type == "cuda":
+    """Have the native engine sample from a copy of the weights, if that is faster and there is room for it; what was
+    chosen before does not count. `fits` is asked when the engine has the layout of the copy; `beside` says what else
+    takes memory."""
+    engine, own = policy.engine, layout_of(policy.base)
+    if not isinstance(engine, NativeEngine) or own.name != "own" or policy.device.type == "cuda":
         return
-    own, engine.layout = engine.layout, packed_layout(policy.base)
+    engine.layout = packed_layout(policy.base)
     if engine.layout.name != "own" and not fits():
         engine.layout = Layout(own.name, f"{own.why}, for which there is no room beside {beside}")
     report(Detail(f"sampling multiplies with {engine.layout.name} weights: {engine.layout.why}"))
 
 
-def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> None:
+def fit_sampling(policy: Policy, machine: Hardware, rollouts: RolloutsConfig, n: int) -> int:
     """Make a policy that is only sampled from, `n` answers to a question, fit into memory: choose the layout of its
-    weights, and how many questions are sampled at a time."""
+    weights, and how many questions are sampled at a time. Gives the bytes that are taken beside the answers."""
     shape, new = shape_of(policy), rollouts.max_new_tokens
-    longest = min(rollouts.max_prompt_tokens, policy.max_positions - new)
+    longest = max(1, min(rollouts.max_prompt_tokens, policy.max_positions - new))
 
-    def room() -> float:
-        lasting = shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
-        return machine.room - lasting
+    def lasting() -> int:
+        return shape.weights + copy_of(policy, shape) + (0 if machine.gpu else RUNTIME_BYTES)
 
     one = max(bytes_of_sampling(policy, shape, 1, longest, n, new), copying_bytes(shape))
-    choose_layout(policy, lambda: one <= room(), "the answers to a question", policy.report)
+    choose_layout(policy, lambda: lasting() + one <= machine.room, "the answers to a question", policy.report)
     if machine.room < math.inf:
-        policy.prompts_at_once = partial(questions_at_once, policy, shape, room())
+        policy.prompts_at_once = partial(questions_at_once, policy, shape, machine.room - lasting())
+    return lasting()
 
 
 class Fitting:
@@ -199,7 +200,9 @@ class Fitting:
         """Set the trainer's limit, checkpointing, and the questions sampled at a time. Gives the bytes that a round
         takes then, at most. UserError if not even one answer fits, or if `grpo.gradient_checkpointing` is on and the
         model has none."""
-        setting, trainer = self.config.grpo.gradient_checkpointing, self.trainer
+        setting, trainer, engine = self.config.grpo.gradient_checkpointing, self.trainer, self.policy.engine
+        if isinstance(engine, NativeEngine) and not self.machine.gpu:
+            engine.layout = layout_of(self.policy.base)  # updates come first, and then the copy that is sampled from
         wanted = min(self._group, max(trainer.limit, self._answer))
         self.mapped |= setting == "on" or self._tokens() < wanted
         if setting == "on" or (setting == "auto" and self._tokens() < wanted):

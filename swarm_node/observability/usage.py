@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from swarm_node.observability.cgroups import cpu_quotas
+from swarm_node.storage.cgroups import cpu_quotas
 
 SAMPLE_S = 3.0
 DISK_S = 60.0

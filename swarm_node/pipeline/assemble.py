@@ -19,7 +19,6 @@ from protocol.errors import RemoteProtocolError
 from protocol.lineage import NO_RUN
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.fingerprint import architecture
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.compute.stage_model import weights_digest
@@ -39,6 +38,7 @@ from swarm_node.policy.adapters import ARCHITECTURE
 from swarm_node.policy.extras import check_optimizer
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import prepare
+from swarm_node.storage.cgroups import free_main_memory
 from swarm_node.storage.room import check_room
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import NodeConfig
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.partition import layer_of, model_parts, partition, trained_shapes
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replica_every, replicated
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import skeleton
 from swarm_node.policy.sizes import GROUPS, MOMENT_BYTES
+from swarm_node.storage.cgroups import free_main_memory
 
 WIRE_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 66 / 64}  # of a value on the network; int8 has a scale for 64
 

@@ -7,9 +7,9 @@ LoRA on a CPU                                          the faster one, as `expec
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ import torch
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.architecture import largest
-from swarm_node.policy.engines.native import NativeEngine
-from swarm_node.policy.engines.products import packed_layout
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import ProbeText, bf16_slowdown, update_seconds
 from swarm_node.say import Detail
@@ -86,7 +84,8 @@ def fastest(
     """
     seconds, refused = dict[torch.dtype, float](), dict[torch.dtype, UserError]()
     for dtype in sorted((torch.float32, torch.bfloat16), key=lambda each: each == choice.dtype):
-        policy = None  # its memory is free for the next one
+        policy = None
+        gc.collect()  # it refers to itself: now its memory is free for the next one
         try:
             policy = make(dtype)
         except UserError as error:
@@ -99,6 +98,7 @@ def fastest(
     best = DtypeChoice(*_faster(seconds))
     if policy is None or policy.dtype != best.dtype:
         policy = None
+        gc.collect()
         policy = make(best.dtype)
     return policy, best
 
@@ -133,28 +133,13 @@ def short_round(policy: Policy, rollouts: RolloutsConfig) -> float:
     text = ProbeText.of(policy)
     prompt = (text.prompt * PROMPT)[: max(1, min(PROMPT, policy.max_positions - new))]
     steps = max(1, min(STEPS, new - WARM, policy.max_positions - len(prompt) - WARM))
-    with _layout_of_rounds(policy):
-        warm, whole = (_sampling_s(policy, [prompt] * groups, n, length) for length in (WARM, WARM + steps))
+    warm, whole = (_sampling_s(policy, [prompt] * groups, n, length) for length in (WARM, WARM + steps))
     step = max(0.0, whole - warm) / steps
     copies = 1 if policy.packing else n  # of the prompt in the rows of an update
     trained = groups * (n * new + copies * len(prompt))
     row = (prompt * ROW)[: min(ROW, policy.max_positions)]
     update = [update_seconds(policy, part) for part in (row[:WARM], row)][-1]
     return warm + step * (new - WARM) + trained * update / len(row)
-
-
-@contextmanager
-def _layout_of_rounds(policy: Policy) -> Iterator[None]:
-    """Sample as rounds do where there is room for a copy of the weights."""
-    engine = policy.engine
-    if not isinstance(engine, NativeEngine) or engine.layout.name != "own":
-        yield
-        return
-    own, engine.layout = engine.layout, packed_layout(policy.base)
-    try:
-        yield
-    finally:
-        engine.layout = own
 
 
 def _sampling_s(policy: Policy, prompts: list[list[int]], n: int, length: int) -> float:

@@ -80,9 +80,11 @@ def load_policy(
     report: Callable[[str], None] = print,
     samples: bool = True,
     check: Callable[[Plan], None] = lambda plan: None,
+    fit: Callable[[Policy], object] = lambda policy: None,
 ) -> Policy:
     """Load the policy that `config` names, and report the choices that were made. Without `samples`, nothing is
-    reported about sampling and training, which the policy will not do. `check` is called before weights are fetched.
+    reported about sampling and training, which the policy will not do. `check` is called before weights are fetched,
+    and `fit` before anything is sampled, to make that fit into memory.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
@@ -91,11 +93,17 @@ def load_policy(
         plan = replace(plan, choice=DtypeChoice(torch.float32, "nothing is sampled"))
     check(plan)
     tokenizer = load_tokenizer(config)
+
+    def made(plan: Plan) -> Policy:
+        policy = _policy_of(plan, tokenizer, config, rollouts, report)
+        fit(policy)
+        return policy
+
     if plan.choice.timed:
-        policy, choice = _fastest(plan, tokenizer, config, rollouts, report, check)
+        policy, choice = _fastest(plan, made, rollouts, report, check)
         plan = replace(plan, choice=choice)
     else:
-        policy = _policy_of(plan, tokenizer, config, rollouts, report)
+        policy = made(plan)
     count = policy.num_parameters(trainable=True)
     trained = "all trained" if count == policy.num_parameters() else f"{count:,} of them trained"
     trained = f"LoRA: {trained}" if plan.lora else trained
@@ -124,24 +132,20 @@ def load_policy(
 
 def _fastest(
     plan: Plan,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PolicyConfig,
+    make: Callable[[Plan], Policy],
     rollouts: RolloutsConfig,
     report: Callable[[str], None],
     check: Callable[[Plan], None],
 ) -> tuple[Policy, DtypeChoice]:
-    """The policy of `plan` in the type in which a round takes less time, if float32 passes `check` as well."""
+    """The policy that `make` gives of `plan` in the type in which a round takes less time, if float32 passes `check` as
+    well."""
     try:
         check(replace(plan, choice=DtypeChoice(torch.float32, "")))
     except UserError:
         choice = DtypeChoice(torch.bfloat16, "float32 does not fit into memory")
-        return _policy_of(replace(plan, choice=choice), tokenizer, config, rollouts, report), choice
-
-    def made(dtype: torch.dtype) -> Policy:
-        return _policy_of(replace(plan, choice=DtypeChoice(dtype, "")), tokenizer, config, rollouts, report)
-
+        return make(replace(plan, choice=choice)), choice
     report(Detail("timing a short round in float32 and in bfloat16"))
-    return fastest(plan.choice, made, rollouts)
+    return fastest(plan.choice, lambda dtype: make(replace(plan, choice=DtypeChoice(dtype, ""))), rollouts)
 
 
 def _policy_of(

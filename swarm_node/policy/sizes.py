@@ -26,9 +26,10 @@ COPIED_BYTES = 512 * 2**20  # a CPU samples from a copy of weights that take at 
 SPARE_ON_GPU = 1.2
 """Memory of activations that torch takes on a GPU, over what they need: 1.20 and 1.18 with models of 0.5B and 3B, the
 only two that were measured (docs/evidence.md)."""
-SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.4, "adapter over 16 bits": 1.3}
+SPARE_IN_HEAP = {"all weights": 1.5, "adapter": 2.0, "adapter of a small model": 2.4, "adapter over 16 bits": 1.3}
 """The same for the C library's heap, whose gaps cost more with more tensors of different sizes (benchmarks/memory.py).
-There are none where large tensors are mapped one by one, see `oom`."""
+With an adapter of SmolLM2 1.84 and 1.87 were measured. There are none where large tensors are mapped one by one, see
+`oom`."""
 AVERAGING_COPIES = 5  # of what is trained in float32 during an exchange (docs/evidence.md)
 SMALL = 20_000_000
 """Below this many trained parameters the defaults are those of a small model trained in full: learning rate, groups of
@@ -109,8 +110,10 @@ class Shape:
             return SPARE_ON_GPU
         if mapped:
             return 1.0
-        kind = "all weights" if not self.rank else "adapter" if self.width == 4 else "adapter over 16 bits"
-        return SPARE_IN_HEAP[kind]
+        if not self.rank:
+            return SPARE_IN_HEAP["all weights"]
+        small = " of a small model" if self.parameters < SMALL else ""
+        return SPARE_IN_HEAP[f"adapter{small}" if self.width == 4 else "adapter over 16 bits"]
 
     @property
     def activations(self) -> Activations:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
-from swarm_node.grpo.memory import Estimate, Fitting, check_plan, hardware_of
+from swarm_node.grpo.memory import Estimate, Fitting, check_plan, fit_sampling, hardware_of
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.legend import running_legend
@@ -101,11 +101,11 @@ class Run:
         self.console.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
+        self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
-            self.policy, config = _load(config, run, self.tasks) if crew is None else (crew.policy, config)
+            self.policy, config = _load(config, run, self.tasks, self.limits) if crew is None else (crew.policy, config)
         self.config = fitted(config, self.policy, say)
-        self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member
@@ -378,11 +378,16 @@ def _prompts_of_a_round(node: Node) -> list[list[int]]:
     return [each for each in encoded if len(each) <= longest] or [min(encoded, key=len)[:longest]]
 
 
-def _load(config: NodeConfig, run: RunDir, tasks: TaskSet) -> tuple[Policy, NodeConfig]:
-    """The policy, and `config` with its number format and the length of its answers to `tasks`; a run keeps those of
-    its first start."""
+def _load(config: NodeConfig, run: RunDir, tasks: TaskSet, limits: ResourceLimits) -> tuple[Policy, NodeConfig]:
+    """The policy, and `config` with its number format and the length of its answers to `tasks`, which are measured
+    within the memory of the run; a run keeps those of its first start."""
     config = with_kept_choices(config, run)
-    policy = load_policy(config.policy, config.rollouts, say, check=partial(check_plan, config))
+    rollouts = config.rollouts
+
+    def fit(policy: Policy) -> None:
+        fit_sampling(policy, hardware_of(policy.device, limits.own_memory), rollouts, rollouts.group_size)
+
+    policy = load_policy(config.policy, rollouts, say, check=partial(check_plan, config), fit=fit)
     return policy, with_answer_length(with_dtype(config, policy), policy, tasks, partial(say, kind="start"))
 
 

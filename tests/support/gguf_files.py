@@ -53,13 +53,16 @@ def write_gguf(
     entries: dict[str, Any] | None = None,
     splitting: str = "smollm",
     seed: int = 0,
+    layers: int = LAYERS,
+    inner: int = INNER,
 ) -> Path:
-    """A GGUF file of the tiny model, matrices in `kind`. `without`: a tensor to leave out; `entries`: more numbers."""
+    """A GGUF file of the tiny model, matrices in `kind`. `without`: a tensor to leave out; `entries`: more numbers;
+    `layers`, `inner`: what the header says of them."""
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HIDDEN // HEADS)

@@ -29,7 +29,7 @@ import torch
 from swarm_node.cli.commands.bench import Arm, Spec, StepWork
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.grpo.memory import Fitting, hardware_of
+from swarm_node.grpo.memory import Fitting, fit_sampling, hardware_of
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.adapters import lora_config
 from swarm_node.policy.chat_template import tokenizer_frame
@@ -218,7 +218,11 @@ def measure_arm(spec: Spec) -> Arm:
 
 def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
     rollouts = RolloutsConfig(group_size=spec.work.group_size, max_new_tokens=spec.work.new)
-    policy = load_policy(config, rollouts, lambda sentence: print(sentence, file=sys.stderr))
+
+    def fit(policy: Policy) -> None:
+        fit_sampling(policy, hardware_of(policy.device), rollouts, rollouts.group_size)
+
+    policy = load_policy(config, rollouts, lambda sentence: print(sentence, file=sys.stderr), fit=fit)
     if spec.work.new > policy.max_positions // 2:
         raise UserError(f"--length {spec.work.new}: this model takes at most {policy.max_positions // 2}")
     work = _with_prompts(spec.work, policy.device, policy.num_parameters())

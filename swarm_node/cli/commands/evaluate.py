@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from statistics import fmean
@@ -38,6 +39,7 @@ from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length, too_long
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
+from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.say import Warned
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
@@ -78,7 +80,8 @@ def main(
             raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
         has_tasks = bool(tasks or asked_as or "tasks" in wanted.given)
         config = wanted.of_model(_of_model(target, has_tasks, note))
-        policy = load_policy(config.policy, config.rollouts, note)
+        fit = partial(fit_into_memory, config=config, rollouts=config.rollouts, samples=config.eval.samples)
+        policy = load_policy(config.policy, config.rollouts, note, fit=fit)
     of_tasks = asked_as or (run if run.exists else None)
     tasks = tasks or (config.tasks if "tasks" in wanted.given else None)
     task_set = _tasks(of_tasks, config, tasks, answers=wanted.functions is None)
@@ -88,7 +91,7 @@ def main(
     if not asked:
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
     rollouts = fit_length(config.rollouts, policy, note)
-    fit_sampling(policy, hardware_of(policy.device), rollouts, samples)
+    fit_into_memory(policy, config, rollouts, samples)
     for line in task_set.read_as:
         note(line)
     number, title = f"{len(asked):,}", f"{'all' if every else 'held-out'} questions, {target}"
@@ -121,6 +124,16 @@ def main(
             note(f"wrote {out}")
     if json_output:
         print(json.dumps(document))
+
+
+def fit_into_memory(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig, samples: int) -> None:
+    """Make the questions of a measurement fit into what is free and `resources.max_memory_gb` allows of main memory.
+    Raises UserError if not even the policy does."""
+    limit = config.resources.max_memory_gb
+    machine = hardware_of(policy.device, int(limit * 2**30))
+    needed = fit_sampling(policy, machine, rollouts, samples)
+    if not machine.gpu and (too_much := MemoryLimit(limit, "choose a smaller model").exceeded_by(needed)):
+        raise UserError(f"this program with the model takes about {too_much}")
 
 
 def _write(out: Path, groups: Sequence[Group], document: Mapping[str, Any]) -> None:

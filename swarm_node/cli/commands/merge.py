@@ -25,12 +25,13 @@ from rich.table import Table
 
 from protocol.errors import visible
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
-from swarm_node.cli.commands.evaluate import say_trained, with_named_functions
+from swarm_node.cli.commands.evaluate import fit_into_memory, say_trained, with_named_functions
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.cli.commands.export_card import about_tasks, base_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.figures import WORDS, Figure, figure_of
+from swarm_node.config.measuring import over
 from swarm_node.config.own import read_own
 from swarm_node.config.own_code import without_foreign_code
 from swarm_node.config.training import EvalConfig, RewardFunctionConfig
@@ -116,6 +117,7 @@ class MergeRequest:
     cohort: str | None = None  # None = the largest one of the model
     without: Sequence[str] = ()  # members to leave out: names, or ends of peer ids
     functions: Sequence[RewardFunctionConfig] | None = None  # reward functions that the user names
+    max_memory_gb: float | None = None  # most memory of a merge of runs; None = what the first run may take
 
     def __post_init__(self) -> None:
         if self.scale is not None and (self.method == "uniform" or not math.isfinite(self.scale)):
@@ -127,7 +129,10 @@ def main(runs: Sequence[RunDir], request: MergeRequest) -> None:
     check_new_directory(request.out)
     cohort = cohort_of_runs(runs, note)
     if request.questions != 0:
-        cohort = replace(cohort, config=with_named_functions(cohort.config, request.functions, note))
+        config = with_named_functions(cohort.config, request.functions, note)
+        if request.max_memory_gb is not None:
+            config = over(config, {"resources": {"max_memory_gb": request.max_memory_gb}})
+        cohort = replace(cohort, config=config)
     merge_and_show(cohort, request, note)
 
 
@@ -238,7 +243,9 @@ class Exam:
             raise UserError("these tasks have no held-out question: --questions 0 merges without measuring")
         for run, trained in cohort.trained.items() if own else ():  # else all hold the same questions out
             say_trained(run, trained, held_out, say)
-        return cls(cohort.policy, tasks, fit_length(config.rollouts, cohort.policy, say), config.eval.samples, held_out)
+        rollouts, samples = fit_length(config.rollouts, cohort.policy, say), config.eval.samples
+        fit_into_memory(cohort.policy, config, rollouts, samples)
+        return cls(cohort.policy, tasks, rollouts, samples, held_out)
 
     def sit(self, weights: State, questions: Sequence[Task]) -> dict[str, Held]:
         """Measure `weights`, which the policy keeps. Raises UserError if no question fits the model."""

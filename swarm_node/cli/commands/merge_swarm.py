@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +28,7 @@ from swarm_node.averaging.cohort import cohorts_of
 from swarm_node.averaging.cohort_weights import MAX_VERSION, collect_weights
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
+from swarm_node.cli.commands.evaluate import fit_into_memory
 from swarm_node.cli.commands.merge import Cohort, MergeRequest, merge_and_show
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, TaskConfig
@@ -66,7 +68,8 @@ def main(named: str, config: NodeConfig, request: MergeRequest) -> None:
             manifest = swarm.manifest if request.questions == 0 else _manifest(swarm, transport, say)
             if manifest is not None:
                 config = in_form(config, manifest.answer)
-            policy = load_policy(config.policy, config.rollouts, say)
+            fit = partial(fit_into_memory, config=config, rollouts=config.rollouts, samples=config.eval.samples)
+            policy = load_policy(config.policy, config.rollouts, say, fit=fit)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
             chosen = sources(found[cohort], request.without, say)
             measured = manifest if request.questions else None

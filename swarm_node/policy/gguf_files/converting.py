@@ -21,14 +21,15 @@ from typing import Any
 import gguf
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
-from swarm_node.policy.gguf_files.header import read_header
+from swarm_node.policy.gguf_files.header import AGAIN, read_header
 from swarm_node.policy.policy import save
 from swarm_node.say import in_short
 
+LACKING = 1.25  # times the values of a file's tensors, above which it is not read to say which ones are missing
 DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 """Ways to split a text, by llama.cpp's names, that are GPT-2's with each digit apart. transformers knows GPT-2's alone
 of these, which differs after several blanks."""
@@ -45,6 +46,7 @@ def convert(file: Path, out: Path) -> None:
     that read it."""
     header = read_header(file)
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    check_size(file, header.values, where)
     with vetting.bounded_modules(str(file)):
         model, found = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **where
@@ -60,6 +62,16 @@ def convert(file: Path, out: Path) -> None:
     save(model, tokenizer, out)
     for name, keys in OF_THIS_MACHINE.items():
         leave_out(out / name, keys)
+
+
+def check_size(file: Path, values: int, where: dict[str, Any]) -> None:
+    """Raise UserError if the entries of a file's header ask for a model with many more values than its tensors have:
+    the library makes those that are lacking, at random, before it says so. `where` goes to its `from_pretrained`."""
+    config = AutoConfig.from_pretrained(file.parent, **where)
+    with torch.device("meta"), vetting.bounded_modules(str(file)):
+        asked = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    if asked > LACKING * values:
+        raise UserError(f"its header asks for {asked:,} values, and its tensors have {values:,}: {AGAIN}")
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:

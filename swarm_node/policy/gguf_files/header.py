@@ -3,8 +3,8 @@
     "GGUF", version, numbers of tensors and of entries | entries: key, type, value | tensors: name, sizes, type, offset
     | padding | the tensors' data
 
-Loads no torch. The file must be able to hold what its header declares, so nothing that is allocated for it later is
-larger than some multiple of the file.
+Loads no torch. The file must be able to hold the tensors that its header declares, and `converting` makes no model that
+is larger than these, so nothing that is allocated for it later is larger than some multiple of the file.
 """
 
 from __future__ import annotations

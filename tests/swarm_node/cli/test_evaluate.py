@@ -8,10 +8,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import evaluate
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.rollouts import evaluate as rollouts_evaluate
 from swarm_node.types import Group
 from tests.support.run_files import read_jsonl
@@ -70,6 +72,30 @@ def test_failing_functions_are_told_as_in_training() -> None:
     missing = CliRunner().invoke(app, [*WORDS, "--reward", "other.py:half"])
     assert missing.exit_code == 2 and "'other.py:half': there is no file other.py" in missing.stderr
     assert "starting" not in missing.stderr, "before torch is loaded"
+
+
+@pytest.mark.parametrize("words", [["--max-memory"], ["--set", "resources.max_memory_gb="]], ids=["option", "key"])
+def test_questions_keep_to_the_memory_that_is_allowed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, decode = list[int](), NativeEngine.decode
+
+    def decoded(self: NativeEngine, prompts: list[list[int]], *more: Any) -> Any:
+        sizes.append(len(prompts))
+        return decode(self, prompts, *more)
+
+    def asked(gib: float) -> Result:
+        *first, last = words
+        limit = [*first, f"{last}{gib}"] if last.endswith("=") else [*words, str(gib)]
+        return CliRunner().invoke(app, [*WORDS[:-2], *limit])
+
+    monkeypatch.setattr(NativeEngine, "decode", decoded)
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    assert asked(0).exit_code == 0 and sizes == [3]
+    assert asked((RUNTIME_BYTES + 4 * 2**20) / 2**30).exit_code == 0 and sizes[1:] == [1, 1, 1]
+    refused = asked(0.1)
+    assert refused.exit_code == 2 and len(sizes) == 4
+    assert "takes about 0.49 GiB, more than --max-memory 0.1: choose a smaller model" in " ".join(
+        refused.stderr.split()
+    )
 
 
 def test_answers_replace_no_file() -> None:

@@ -24,7 +24,9 @@ from swarm_node.cli.model import runs_of
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_toml, load_config
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
@@ -302,6 +304,8 @@ def test_hopeless_merges_are_refused_before_loading_torch(full, tmp_path):
     hopeless = (
         ([full[0], full[1], "--out", tmp_path / "precious"], "precious is not empty"),
         ([full[0], "--out", tmp_path / "new"], "at least two different run directories"),
+        ([full[0], "--max-memory", 4, "--out", tmp_path / "new"], "at least two different run directories"),
+        ([full[0], "--model", "starter", "--out", tmp_path / "new"], "--model and --set are for merging a swarm"),
         (["swarm://x", "--out", tmp_path / "precious"], "precious is not empty"),
         (["swarm://x", full[0], "--out", tmp_path / "new"], "a merge is of one swarm, or of run directories"),
     )
@@ -311,6 +315,21 @@ def test_hopeless_merges_are_refused_before_loading_torch(full, tmp_path):
     said = ended.stderr.splitlines()
     assert all(message in line for (_, message), line in zip(hopeless, said, strict=True)), said
     assert not (tmp_path / "new").exists()
+
+
+def test_held_out_questions_keep_to_the_memory(full, tmp_path, monkeypatch):
+    sizes, decode = [], NativeEngine.decode
+    monkeypatch.setattr(
+        NativeEngine, "decode", lambda self, prompts, *more: sizes.append(len(prompts)) or decode(self, prompts, *more)
+    )
+    quietly(full[:2], tmp_path / "out", questions=4)
+    assert sizes == [4] * 3
+    sizes.clear()
+    quietly(full[:2], tmp_path / "one", questions=4, max_memory_gb=(RUNTIME_BYTES + 7 * 2**19) / 2**30)
+    assert sizes == [1] * 12
+    with pytest.raises(UserError, match="takes about 0.49 GiB, more than --max-memory 0.1: choose a smaller model"):
+        quietly(full[:2], tmp_path / "none", questions=4, max_memory_gb=0.1)
+    assert not list((tmp_path / "none").iterdir())
 
 
 def test_a_non_empty_directory_is_left_alone(full, tmp_path):

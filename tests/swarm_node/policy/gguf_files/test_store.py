@@ -164,6 +164,7 @@ def test_another_file_in_the_same_place_is_another_model(tmp_path: Path, quick: 
         ({"architecture": "nonsense"}, "nonsense"),
         ({"without": "blk.1.ffn_down.weight"}, "lacks weights that its header asks for.*mlp.down_proj"),
         ({"entries": {"llama.expert_count": 2**31 - 1}}, ""),
+        ({"layers": 30, "inner": 2**18}, r"asks for 755,\d+,\d+ values, and its tensors have 26,944"),  # of 3 GB
     ],
 )
 def test_a_broken_file_ends_in_one_sentence(
@@ -187,6 +188,12 @@ def test_a_file_that_does_not_fit_is_refused(tiny: Path, cached: Path, monkeypat
     monkeypatch.setattr(store, "COPIES", 2**40)
     with pytest.raises(UserError, match="GiB of memory to be dequantised, where .* are free"):
         store.check_fits(tiny, header, cached / "x")
+
+
+def test_the_limit_of_a_container_counts(tiny: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "free_main_memory", lambda: store.PROGRAM_BYTES)
+    with pytest.raises(UserError, match=r"where 0\.7 GiB are free: close other programs, or take a smaller model"):
+        store.check_fits(tiny, read_header(tiny), cached / "x")
 
 
 def test_a_policy_is_loaded_from_a_file(tiny: Path, quick: list[Path]) -> None:
