@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import real_learning, real_model, real_sampling, real_trl
+from benchmarks import real_learning, real_model, real_plot, real_sampling, real_trl
 from benchmarks.real_held_out import as_ours
 from benchmarks.real_judge import reward, right
 from benchmarks.real_learning import NODE, TRL
@@ -141,8 +141,8 @@ def test_rows_are_run_in_their_order() -> None:
     found = [(name, who, seed) for name, who, seed, _ in real_learning.asked_for(wanted)]
     assert found == [("default", NODE, 2), ("sums", NODE, 2), ("sums", TRL[0], 2)]
     every = list(real_learning.asked_for(argparse.Namespace(parts=["sums"], quick=False, arms=None, seeds=None)))
-    assert [who for _, who, seed, _ in every if seed == 1] == [NODE, *TRL]
-    assert [who for _, who, seed, _ in every if seed == 3] == [NODE, *TRL[:2]]
+    assert [who for _, who, seed, _ in every if seed == 1] == [NODE, TRL[0], *TRL[2:]]
+    assert [who for _, who, seed, _ in every if seed == 3] == [NODE, TRL[0]]
 
 
 def test_what_is_there_is_not_run_again(
@@ -152,12 +152,22 @@ def test_what_is_there_is_not_run_again(
     file = real_learning.file_of("default", NODE, 1)
     file.write_text(json.dumps(row(NODE, 1, [(0, 0.1), (600, 0.7)], "default")))
     monkeypatch.setattr(real_learning, "run", lambda *args: pytest.fail("it is there, or does not end in time"))
-    command = ["--parts", "default", "sums", "--arms", NODE, "--model", str(tmp_path), "--minutes", "20", "--missing"]
+    command = ["--parts", "default", "sums", "--arms", NODE, "--model", str(tmp_path), "--minutes", "15", "--missing"]
     command += ["--seeds", "1"]
     monkeypatch.setattr(real_learning, "folder_of", lambda model: model)
     real_learning.main(command)
     real_learning.main(["--report"])
     assert "1 of 1 runs (seed 1: 60.0 s, +0.600)" in capsys.readouterr().out
+
+
+def test_curves_of_all_who_ran_are_drawn(tmp_path: Path) -> None:
+    runs = [(0, 0.1), (300, 0.5), (600, 0.7)], [(0, 0.1), (300, 0.2)]
+    rows = [row(NODE, 1, runs[0]), row(NODE, 2, runs[1]), row(TRL[0], 1, runs[1])]
+    sizes = []
+    for drawn in ([rows[0]], rows):
+        real_plot.plot(drawn, tmp_path / "plot.png")
+        sizes.append(len((tmp_path / "plot.png").read_bytes()))
+    assert 1000 < sizes[0] < sizes[1]
 
 
 def arm(who: str, weights: str, seconds: float, **more: Any) -> Row:
