@@ -159,10 +159,10 @@ def test_a_frozen_factor_stays_and_pairs_end_equal() -> None:
 
 @pytest.mark.parametrize("name", ["alone", "both:factored", "averaging:alternating"])
 def test_arms_run_and_average(name: str) -> None:
-    play = real_swarm_arms.Play(peers=2, rounds=8, every=4, questions=4, samples=1, thorough=1)
+    play = real_swarm_arms.Play(peers=2, rounds=24, every=12, questions=4, samples=1, thorough=1)
     found = real_swarm_arms.run("starter", "sums", name, 1, play)
     assert json.loads(json.dumps(found)) == found
-    assert [len(rewards) for rewards in found["rewards"]] == [8, 8]
+    assert [len(rewards) for rewards in found["rewards"]] == [24, 24]
     assert [len(looks) for looks in found["looks"]] == [2, 2] and len(found["ends"]) == 2
     assert bool(found["averaging"].get("exchanges")) == (name != "alone")
     assert bool(found["swarm"].get("swarm/groups_used")) == (name == "both:factored")

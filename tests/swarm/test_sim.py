@@ -183,10 +183,10 @@ def test_a_node_that_sleeps_a_minute_is_useful(peer: MakePeer, manifest: Manifes
 def test_a_part_cut_off_learns_on_and_returns(peer: MakePeer, manifest: Manifest) -> None:
     simulation = Simulation(manifest, [peer(options=SPARING) for _ in range(4)])
     cut_off = [peer_id(p) for p in simulation.peers[2:]]
-    simulation.at(15, lambda: simulation.network.partition(cut_off))
-    simulation.at(45, simulation.network.heal)
+    simulation.at(35, lambda: simulation.network.partition(cut_off))
+    simulation.at(65, simulation.network.heal)
     counts = []
-    for seconds in (20, 24, 46):  # the cut, and what was under way; the cut; healed
+    for seconds in (40, 24, 46):  # the cut, and what was under way; the cut; healed
         simulation.run(seconds=seconds)
         counts.append(exchange(simulation.peers))
     across = [(i, j) for i, j in counts[0] if (i < 2) != (j < 2)]
@@ -198,7 +198,7 @@ def test_a_part_cut_off_learns_on_and_returns(peer: MakePeer, manifest: Manifest
     assert waiting <= sum(counts[1][pair] - counts[0][pair] for pair in within)
     for member in simulation.peers:
         assert member.metrics[-1]["swarm/peers"] == 3
-        assert between(member, 20, 45)
+        assert between(member, 40, 65)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])

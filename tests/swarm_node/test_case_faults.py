@@ -224,8 +224,8 @@ def test_a_run_says_from_where_its_paths_count(gone: str, tmp_path: Path, monkey
     """Fault 66."""
     MODELS["ok"](tmp_path / "m")
     shutil.copy(DATA / "ok.jsonl", "q.jsonl")
-    config = SETTINGS | {"tasks": ["q.jsonl"], "policy": {"model": "./m"}, "run_dir": "run", "rounds": 1}
-    swarm_node.train(config, reward_funcs=[by_length], quiet=True)
+    config = SETTINGS | {"tasks": ["q.jsonl"], "policy": {"model": "./m"}, "run_dir": "run", "rounds": 1, "rewards": {}}
+    swarm_node.train(config, quiet=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     for name in {"q.jsonl", "m"} - {gone}:

@@ -62,7 +62,7 @@ def test_a_run_whose_only_checkpoint_cannot_be_used_is_told_why(tmp_path: Path) 
     with pytest.raises(UserError, match="run has no checkpoint yet: the first comes after 10 rounds"):
         export.newest_of(run, NodeConfig(), said.append)
     store = CheckpointStore(run.checkpoints, 2, said.append)
-    state = {"model": {"base": "b", "start": "s"}}
+    state = {"model": {"base": "b", "start": "s"}, "policy_version": 4}
     store.save(4, {"policy": {"w": torch.tensor([1.0, torch.nan])}}, state)
     store.close()
     why = "the newest, round-00000004: w has values that are not finite"

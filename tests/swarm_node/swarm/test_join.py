@@ -39,7 +39,7 @@ from tests.support.manifests import PLAIN
 
 def test_an_identity_that_cannot_be_read_is_explained(run: RunDir) -> None:
     run.identity.mkdir()
-    with ExitStack() as stack, pytest.raises(UserError, match="run/identity.key: Is a directory"):
+    with ExitStack() as stack, pytest.raises(UserError, match="run/identity.key is not an Ed25519 identity file"):
         join_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
 
 

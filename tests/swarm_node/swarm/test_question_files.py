@@ -95,7 +95,7 @@ def test_a_wrong_file_of_the_name_is_skipped(
     Path("shared/sums.toml").write_bytes(render(manifest))
     monkeypatch.setattr("swarm_node.swarm.manifests.MAX_FILE_BYTES", 400)
     if unusable is None:  # unreadable, also for root
-        monkeypatch.setattr(Path, "is_file", lambda path: True)
+        monkeypatch.setattr(Path, "is_file", Path.exists)
         Path("shared/q.jsonl").mkdir()
     else:
         Path("shared/q.jsonl").write_bytes(unusable)
