@@ -23,6 +23,7 @@ from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.averaging.averager import CohortPlace
 from swarm_node.averaging.pair_averager import PairAverager
+from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig
 from tests.support.commands import obey
 
@@ -48,16 +49,16 @@ class Node:
         place = CohortPlace(SWARM, COHORT, self.transport.peer_id, period_s)
         self.averager = PairAverager(config, place, self.weights, self.transport, time.time, self.said.append)
         self.weights["w"].fill_(self.fill)
-        self._make = self.averager._pieces
-        self.averager._pieces = self._slowly  # type: ignore[method-assign]
+        self._make = PairExchange.pieces
+        PairExchange.pieces = lambda exchange, me: self._slowly(exchange, me)  # type: ignore[method-assign]
         self.transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, 0.0, name, ["trainer"], cohort=COHORT))
         self.status: dict[str, Any] = {}
         self.skipped: dict[str, Any] | None = None
         """The status when the first exchange had failed."""
         threading.Thread(target=self._train, daemon=True).start()
 
-    def _slowly(self, exchange: Any) -> Iterator[memoryview]:
-        for piece in self._make(exchange):
+    def _slowly(self, exchange: PairExchange, me: str) -> Iterator[memoryview]:
+        for piece in self._make(exchange, me):
             time.sleep(len(piece) / self.rate)
             yield piece
 
