@@ -21,6 +21,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from _thread import interrupt_main
@@ -70,6 +71,7 @@ class Stopper:
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._handle) for number in [*_heard(), NOTICE]}
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._unraised
         self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
         self._watchdog.start()
         return self
@@ -80,6 +82,7 @@ class Stopper:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
+        sys.unraisablehook = self._unraisable
         self._write.close()  # ends the watchdog's wait
         self._watchdog.join()
         self._read.close()
@@ -145,6 +148,11 @@ class Stopper:
         self.requested, self._ends = True, min(self._ends, time.monotonic() + left_s)
         if self._interruptible:
             self.check()
+
+    def _unraised(self, error: sys.UnraisableHookArgs) -> None:
+        """Print no traceback of a StopRequested that a callback of Python swallowed: `check` raises it again."""
+        if not isinstance(error.exc_value, StopRequested):
+            self._unraisable(error)
 
     def _watch(self) -> None:
         """Keep the deadline. Python runs `_handle` only between bytecodes, C writes to the wake-up socket at once."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
+
+from swarm_node.errors import StopRequested
+from swarm_node.runtime.shutdown import Stopper
 
 PRELUDE = """
 import signal, sys, time
@@ -319,3 +323,22 @@ def test_work_that_may_be_broken_off_is_at_once():
     process = start(ALLOWED)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("stopped\nheld\n", 0)
+
+
+def test_a_stop_that_a_callback_swallows_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched:
+        pass
+
+    printed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(type(error.exc_value)))
+    with Stopper(lambda: None):
+        for error in (StopRequested(), ValueError("another")):
+
+            def fail(_: object, error: BaseException = error) -> None:
+                raise error
+
+            watched = Watched()
+            known = weakref.ref(watched, fail)
+            del watched
+            assert known() is None
+    assert printed == [ValueError]
