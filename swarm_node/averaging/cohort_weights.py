@@ -6,8 +6,8 @@ A body that has arrived has the right size, the right sha256 and finite values.
 
 A newcomer waits for nothing: it trains at once, and for its first minutes looks for a peer whose weights are an outer
 round or more ahead of its own. When a body has arrived whole, it goes on with those weights at a step boundary. It
-refuses weights that know nothing (`Averager.replace`), and cannot tell others that are bad. So it asks a peer chosen at
-random among those whose version is not below the median; if that fails, another.
+refuses weights that answer its last round's questions worse than its own do (`Averager.replace`). It asks a peer chosen
+at random among those whose version is not below the median; if that fails, another.
 
 Weights are given to one peer at a time, for no longer than a slow line takes, so a peer that asks and takes nothing
 blocks others only that long. Each transfer costs one copy of all weights, which training waits for. So the next one
