@@ -24,6 +24,7 @@ others.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -34,7 +35,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.topics import number
 from swarm_node.grpo.advantage import is_judged
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group
@@ -61,7 +61,7 @@ class One(msgspec.Struct, array_like=True, frozen=True):
     """What is remembered of a group."""
 
     label: str
-    answer: int | None  # hash of the reference answer
+    answer: int | None  # CRC-32 of the reference answer
     length: Annotated[int, msgspec.Meta(ge=-1, lt=BINS)]  # bin; -1 = an own group without a right answer
 
 
@@ -163,7 +163,7 @@ class Balance:
 
     def _one(self, group: Group, is_right: bool = True) -> One:
         answer = group.task.answer
-        hashed = None if answer is None else number("answer", answer) % 2**32
+        hashed = None if answer is None else zlib.crc32(answer.encode())
         return One(group.task.label, hashed, self._length(group) if is_right else -1)
 
     def _length(self, group: Group) -> int:
