@@ -222,9 +222,9 @@ def copied_bytes(shape: Shape, gpu: bool) -> int:
 
 
 def copying_bytes(shape: Shape) -> int:
-    """Bytes, at most, that making such a copy takes beside it, before anything is sampled: of a feed-forward layer's
-    matrix, the dequantised values, the adapter's and their sum, in float32."""
-    return 3 * 4 * shape.hidden * shape.inner
+    """Bytes, at most, that making such a copy takes beside it, before anything is sampled: two matrices of a
+    feed-forward layer in float32, dequantised or about to be packed."""
+    return 2 * 4 * shape.hidden * shape.inner
 
 
 @dataclass(frozen=True)

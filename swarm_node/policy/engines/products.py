@@ -112,14 +112,14 @@ def _bias(modules: list[nn.Module]) -> Tensor | None:
 def _whole(modules: list[nn.Module], dtype: torch.dtype | None, columns: bool = False) -> Tensor:
     """The merged weights of all modules in one tensor, [out of all, in], or [in, out of all] with `columns`. They are
     dequantised and merged one after the other, see `sizes.copying_bytes`."""
-    if len(modules) == 1 and not columns:
-        return _merged(modules[0]).to(dtype)
     first = getattr(modules[0], "base_layer", modules[0])
+    if first is modules[0] and len(modules) == 1 and not columns:
+        return plain_weight(first).to(dtype)
     inner, outer = first.in_features, [m.out_features for m in modules]
     shape = (inner, sum(outer)) if columns else (sum(outer), inner)
     whole = torch.empty(shape, dtype=dtype or first.weight.dtype, device=first.weight.device)
     for part, module in zip((whole.t() if columns else whole).split(outer), modules, strict=True):
-        part.copy_(_merged(module))
+        _merge_into(part, module)
     return whole
 
 
@@ -142,23 +142,15 @@ def best_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return min(times)
 
 
-def _merged(module: nn.Module) -> Tensor:
-    """Weight of a linear module, dequantised, with its active LoRA adapter added."""
-    if not hasattr(module, "base_layer"):
-        return plain_weight(module)
-    weight = plain_weight(module.base_layer)
-    if module.disable_adapters:
-        return weight
-    for name in module.active_adapters:
-        if name in module.lora_A:
-            weight = _with_adapter(weight, module, name)
-    return weight
-
-
-def _with_adapter(weight: Tensor, module: nn.Module, name: str) -> Tensor:
-    """A copy of `weight` [out, in] with an adapter of `module` added."""
-    if weight.dtype == torch.float32 or module.fan_in_fan_out or name in module.lora_variant:
-        return weight + module.get_delta_weight(name).to(weight.dtype)
-    # in one pass: the sum is rounded to the weight's dtype, which is coarser than the adapter's rounding
-    up, down = (part[name].weight.to(weight.dtype) for part in (module.lora_B, module.lora_A))
-    return torch.addmm(weight, up, down, alpha=module.scaling[name])
+def _merge_into(out: Tensor, module: nn.Module) -> None:
+    """Write the weight of a linear module to `out` [out, in], dequantised, with its active LoRA adapters added."""
+    base = getattr(module, "base_layer", module)
+    out.copy_(plain_weight(base))
+    if base is module or module.disable_adapters:
+        return
+    for name in (name for name in module.active_adapters if name in module.lora_A):
+        if module.fan_in_fan_out or name in module.lora_variant:
+            out += module.get_delta_weight(name).to(out.dtype)
+        else:  # in one pass: fresh memory costs more than the product
+            up, down = (part[name].weight.to(out.dtype) for part in (module.lora_B, module.lora_A))
+            out.addmm_(up, down, alpha=module.scaling[name])

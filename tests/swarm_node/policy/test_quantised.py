@@ -130,7 +130,7 @@ def test_making_a_copy_takes_what_is_estimated(kind: str, layout: Name, dtype: s
         copied = sum(values_of(module.base_layer.weight) for module in modules) * policy.dtype.itemsize
         beside.append(most_bytes(lambda modules=modules: joined(modules, layout, policy.dtype)) - copied)
     estimate = copying_bytes(shape_of(policy))
-    least = 0.3 if (kind, dtype) == ("nf4", "bfloat16") else 0.9  # no float32 there
+    least = {("nf4", "float32"): 0.5, ("nf4", "bfloat16"): 0.25}.get((kind, dtype), 0.9)  # NF4 becomes `dtype` at once
     assert least * estimate <= max(beside) <= 1.01 * estimate
 
 
