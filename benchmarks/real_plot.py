@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.intervals import Point
 from benchmarks.real_learning import FOLDER, NODE, PARTS, TRL, Row
-from benchmarks.sharing_plot import mean_curve
+from benchmarks.sharing_plot import draw_seeds
 
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "real-model.png"
 DRAWN = {NODE: ("swarm-node local", "#00796b"), TRL[0]: ("TRL 1.16", "#37474f")}
@@ -33,15 +33,11 @@ def plot(rows: Sequence[Row], out: Path) -> None:
     axes = figure.subplots()
     for who, (label, colour) in DRAWN.items():
         curves = [curve_of(row) for row in rows if row["who"] == who]
-        for curve in curves:
-            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.8, alpha=0.4)
-        if curves:
-            seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-            axes.plot(*zip(*mean_curve(curves), strict=True), color=colour, linewidth=2.2, label=f"{label}, {seeds}")
+        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+        draw_seeds(axes, curves, colour, f"{label}, {seeds}")
     axes.set(xlabel="minutes since the command was typed", ylabel="right, of held-out questions")
     axes.set(xlim=(0, None), ylim=(0, 1))
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)

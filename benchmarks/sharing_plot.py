@@ -30,6 +30,15 @@ def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
     return [(x, fmean(y for curve in curves if (y := value_at(curve, x)) is not None)) for x in places]
 
 
+def draw_seeds(axes: Any, curves: Sequence[Sequence[Point]], colour: str, label: str) -> None:
+    """A thin line for each seed, and their mean as a thick one."""
+    for curve in curves:
+        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.8, alpha=0.4)
+    if curves:
+        axes.plot(*zip(*mean_curve(curves), strict=True), color=colour, linewidth=2.2, label=label)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def arms(setting: str) -> dict[str, tuple[str, dict[int, Row]]]:
     """Label -> (colour, rows by seed) of a member, the strongest silo, and a silo with the settings of `local`."""
     found = load(setting)
@@ -59,12 +68,8 @@ def plot(setting: str, out: Path) -> None:
     )
     for axes, title, curve_of in panels:
         for label, (colour, rows) in parts.items():
-            curves = [curve_of(row) for row in rows.values()]
-            for curve in curves:
-                axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.8, alpha=0.4)
-            axes.plot(*zip(*mean_curve(curves), strict=True), color=colour, linewidth=2.2, label=label)
+            draw_seeds(axes, [curve_of(row) for row in rows.values()], colour, label)
         axes.set(title=title, xlabel="CPU seconds of one machine", xlim=(0, None), ylim=(0, 1))
-        axes.spines[["top", "right"]].set_visible(False)
     member, strongest_silo = list(parts.values())[:2]
     goal = fmean(map(end_level, strongest_silo[1].values()))
     reward.axhline(goal, color="#888888", linewidth=0.8, linestyle=":")
