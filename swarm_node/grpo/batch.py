@@ -28,7 +28,10 @@ NEARLY_CHEAPEST = 1.15
 """A group is cut into the fewest rows that cost at most this much more than the cheapest cut. Rows of all groups then
 have similar lengths, which saves more padding than the rest of the difference."""
 PADDING = 256
-"""Padding tokens that cost as much as another pass through a small model (measured: 5 ms, 30 microseconds a token)."""
+"""Padding tokens that cost as much as another pass, on a GPU or through a model of width `SMALL` (measured on a CPU:
+5 ms, 30 microseconds a token)."""
+SMALL = 128
+LEAST_PADDING = 32  # likewise through a wide model: a pass reads all weights, and products with few rows are slow
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,13 @@ def flatten(groups: Sequence[Row]) -> Flat:
     )
 
 
-def plan(groups: Sequence[Row], packing: bool, limit: int, hidden: int) -> list[list[Row]]:
+def plan(
+    groups: Sequence[Row], packing: bool, limit: int, hidden: int, most_padding: float = PADDING
+) -> list[list[Row]]:
     """Microbatches of rows: at most `limit` tokens each, padding included, unless one row alone is longer.
 
-    Rows of similar length go together. `hidden` is the model's width, for the cost of a long row.
+    Rows of similar length go together, with at most `most_padding` tokens a microbatch. `hidden` is the model's width,
+    for the cost of a long row.
     """
     rows = [row for group in groups for row in _rows(group, packing, limit, hidden)]
     rows.sort(key=lambda row: row.length, reverse=True)
@@ -77,12 +83,18 @@ def plan(groups: Sequence[Row], packing: bool, limit: int, hidden: int) -> list[
     for row in rows:
         longest = microbatches[-1][0].length if microbatches else 0
         padding += longest - row.length
-        if microbatches and longest * (len(microbatches[-1]) + 1) <= limit and padding <= PADDING:
+        if microbatches and longest * (len(microbatches[-1]) + 1) <= limit and padding <= most_padding:
             microbatches[-1].append(row)
         else:
             microbatches.append([row])
             padding = 0
     return microbatches
+
+
+def padding_on_cpu(hidden: int) -> float:
+    """Padding tokens that cost as much as another pass on a CPU: a token's products grow with the square of the width,
+    what a pass costs besides does not."""
+    return max(LEAST_PADDING, PADDING * min(1.0, (SMALL / hidden) ** 2))
 
 
 def tokens(microbatch: Sequence[Row]) -> int:

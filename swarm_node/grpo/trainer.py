@@ -37,6 +37,7 @@ from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.policy.packed import is_packed
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.policy.sizes import SMALL
 from swarm_node.say import Warned
@@ -94,6 +95,8 @@ class Trainer:
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
+        dear = policy.device.type != "cpu" or any(map(is_packed, policy.model.parameters()))  # each pass dequantises
+        self._padding = batch.PADDING if dear else batch.padding_on_cpu(policy.width)
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
         self._said: set[str] = set()  # failures of `logprobs` that were reported
@@ -301,7 +304,7 @@ class Trainer:
             limit = min(limit, logits_bytes(self.policy.device) // (4 * self.policy.vocabulary))
         if self.policy.microbatches > 1:
             limit = min(limit, max(1, sum(row.length for row in rows) // self.policy.microbatches))
-        return batch.plan(rows, self.packing, limit, self.policy.width)
+        return batch.plan(rows, self.packing, limit, self.policy.width, self._padding)
 
     def _token_batches(self, microbatches: list[list[batch.Row]], flat: batch.Flat) -> Iterator[TokenBatch]:
         for rows in microbatches:

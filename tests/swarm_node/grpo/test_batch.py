@@ -7,7 +7,7 @@ import random
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
+from swarm_node.grpo.batch import PADDING, Row, flatten, padding_on_cpu, plan, token_batch, tokens
 from tests.support.tiny_policy import batch
 
 
@@ -85,6 +85,15 @@ def test_short_completions_share_rows_long_ones_do_not():
     assert rows(prompt=24, completion=16, hidden=128) == 1
     assert rows(prompt=24, completion=2000, hidden=128) == 8  # attention over 16,000 tokens would cost more
     assert 1 < rows(prompt=1000, completion=500, hidden=128) < 8
+
+
+def test_wide_models_take_another_pass_rather_than_padding():
+    groups = [Row([1] * 40, [[2] * n for n in (4, 4, 4, new)], 0) for new in (4, 10, 40, 60)]
+    small, wide = (plan(groups, True, 10**6, hidden, padding_on_cpu(hidden)) for hidden in (128, 576))
+    assert len(small) == 1 and len(wide) == 2
+    assert padding_on_cpu(128) == PADDING and padding_on_cpu(10**4) < PADDING
+    for rows in wide:
+        assert tokens(rows) - sum(row.length for row in rows) <= padding_on_cpu(576)
 
 
 def test_a_packed_row_splits_at_the_limit():
