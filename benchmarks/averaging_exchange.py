@@ -33,6 +33,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,15 +101,7 @@ class Node:
     def _instrument(self) -> None:
         """Note when an exchange begins and ends, and slow bodies down to `rate`."""
         averager = self.averager
-        make, over, send = averager._pieces, averager.slot.end, averager._half
-
-        def pieces(exchange: Any) -> Iterator[memoryview]:
-            leave_at = time.monotonic()
-            for piece in make(exchange):
-                if self.rate:
-                    leave_at += len(piece) / self.rate
-                    time.sleep(max(0.0, leave_at - time.monotonic()))
-                yield piece
+        over, send = averager.slot.end, averager._half
 
         def ended(exchange: Any, error: BaseException | None) -> None:
             if error is None:
@@ -116,9 +110,18 @@ class Node:
 
         def half(exchange: Any) -> Any:
             exchange.began = time.monotonic()
-            return send(exchange)
+            ours = send(exchange)
+            return replace(ours, pieces=partial(self._slowed, ours.pieces))
 
-        averager._pieces, averager.slot.end, averager._half = pieces, ended, half  # type: ignore[method-assign]
+        averager.slot.end, averager._half = ended, half  # type: ignore[method-assign]
+
+    def _slowed(self, pieces: Callable[[], Iterator[memoryview]]) -> Iterator[memoryview]:
+        leave_at = time.monotonic()
+        for piece in pieces():
+            if self.rate:
+                leave_at += len(piece) / self.rate
+                time.sleep(max(0.0, leave_at - time.monotonic()))
+            yield piece
 
     def train_step(self) -> float:
         """Seconds that it took."""
