@@ -265,7 +265,7 @@ def _update_ours(model, prompts: list[list[int]], completions: list[list[int]]) 
             for i, c in enumerate(mine)
         ]
         groups.append(Group(None, prompt, rollouts))
-    Trainer(policy, GrpoConfig(), Sampling(MEMORY["new"])).step(groups)
+    Trainer(policy, GrpoConfig(answers=0), Sampling(MEMORY["new"])).step(groups)
 
 
 def _update_trl(model, prompts, completions) -> None:

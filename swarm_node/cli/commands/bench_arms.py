@@ -81,7 +81,7 @@ def our_steps(
     """Steps of this package on `tasks`, `work.prompts` of them in each step. `fit`: they fit into free memory, as those
     of a run do. UserError if they cannot, or if a question does not fit the model."""
     rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
-    grpo = GrpoConfig(learning_rate=work.learning_rate)
+    grpo = GrpoConfig(learning_rate=work.learning_rate, answers=0)  # trains on all answers, as TRL does
     trainer = Trainer(policy, grpo, Sampling(work.new), lambda sentence: print(sentence, file=sys.stderr))
     if fit:
         config = NodeConfig(policy=policy.config, rollouts=rollouts, grpo=grpo)
