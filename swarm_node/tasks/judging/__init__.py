@@ -18,7 +18,7 @@ import msgspec
 from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract_place, reference_text
-from swarm_node.tasks.judging.sentences import expression_in
+from swarm_node.tasks.judging.sentences import expression_in, words_in
 from swarm_node.tasks.judging.texts import stated, states
 
 JUDGE = 1  # version of the judge, which travels with answers
@@ -114,10 +114,11 @@ def _choice(found: str, accepted: tuple[str, ...], others: tuple[str, ...]) -> V
 
 
 def _maths(found: str, accepted: tuple[str, ...]) -> Verdict:
+    wanted = [reference_text(each) or "" for each in accepted]
     answer = expression_in(found)
-    if answer is None:
-        return Verdict(None, False)
-    return Verdict(answer, maths.equal(answer, (reference_text(each) or "" for each in accepted)))
+    said = (each for each in (answer, *words_in(found)) if each and maths.equal(each, wanted))
+    right = next(said, None)
+    return Verdict(right or answer, right is not None)
 
 
 @lru_cache(maxsize=1024)

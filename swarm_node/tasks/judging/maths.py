@@ -17,6 +17,7 @@ from typing import NamedTuple
 from swarm_node.tasks.judging import numbers
 from swarm_node.tasks.judging.expressions import MAX_CHARS, Expression, Unreadable, parse_expression
 from swarm_node.tasks.judging.spelling import NO_UNITS, WRAPPED, spelt
+from swarm_node.tasks.judging.texts import plain
 from swarm_node.tasks.judging.values import TooMuchWork, WorkDone, exact, proportional, same_value, symbols, undone
 
 MAX_ITEMS = 16  # of a list, a set, a tuple or a row
@@ -56,7 +57,7 @@ def cleaned(text: str) -> str:
     text = _TEXT.sub(_worded, text)
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", " ", text)
-    for plain, latex in (
+    for sign, latex in (
         ("<=", r"\le "),
         (">=", r"\ge "),
         ("!=", r"\ne "),
@@ -64,7 +65,7 @@ def cleaned(text: str) -> str:
         ("\\geq", "\\ge"),
         ("\\neq", "\\ne"),
     ):
-        text = text.replace(plain, latex)
+        text = text.replace(sign, latex)
     text = re.sub(r"\\lt(?![a-z])", "<", re.sub(r"\\gt(?![a-z])", ">", text))
     text = re.sub(r"\\\[|\\\]|\\\(|\\\)|\*\*(?=[\s\d\\]*\Z)|\A\s*\*\*", " ", text)
     return re.sub(r"\s+", " ", text).strip().rstrip(".,;: ").strip()
@@ -239,7 +240,7 @@ def _value(text: str) -> Read:
     except Unreadable:
         words = re.sub(r"[()]", "", text).strip()
         if _WORDS.fullmatch(words):
-            return Read("text", marks=" ".join(words.casefold().split()))
+            return Read("text", marks=plain(words))
         raise
 
 

@@ -1,4 +1,4 @@
-"""The expression of mathematics that a sentence ends with, or that stands in its last dollar signs."""
+"""The expression of mathematics that a sentence ends with, or that stands in its last dollar signs; or its words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from swarm_node.tasks.judging import numbers
 from swarm_node.tasks.judging.expressions import MAX_CHARS, Unreadable
 from swarm_node.tasks.judging.maths import read
 from swarm_node.tasks.judging.spelling import MAX_READ_CHARS, NO_UNITS, behind
+from swarm_node.tasks.judging.texts import stated
 
 _SPAN = re.compile(r"\$\$(.+?)\$\$|\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$([^$]+?)\$", re.DOTALL)
 _BETWEEN = re.compile(r"\s*(?:,|;|(?:,\s*)?\b(?:and|or|to)\b)\s*", re.IGNORECASE)
@@ -15,6 +16,12 @@ _MARK = re.compile(r"\b(?:is|are|equals|answer\s*:|result\s*:)\s*:?\s*|\banswer\
 _SENTENCE = re.compile(r"\.(?=\s|\Z)|\n")
 _NOT_AFTER = re.compile(rf"\s*(?:{NO_UNITS}|(?:is|are)\s*(?:not\b|n't|wrong|incorrect|unknown))", re.IGNORECASE)
 _SIGN = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
+_AROUND = " \n.*_`\"'“”"  # markup and punctuation around words
+_HEDGED = re.compile(
+    r"\b(?:n?or|n?either|if|whether|not|none?|cannot|never|false|wrong|suppose|assume|may|might|could|maybe)\b"
+    r"|n['’]t\b|\?",
+    re.IGNORECASE,
+)
 
 
 def expression_in(place: str) -> str | None:
@@ -33,6 +40,18 @@ def expression_in(place: str) -> str | None:
     if number is None or re.search(rf"\bor\s*{re.escape(number.text)}", text):
         return None
     return number.text
+
+
+def words_in(place: str) -> list[str]:
+    """The text in `place`, and what it states, as `even` in "So f is even."; without what reads as an expression."""
+    text = place[-MAX_READ_CHARS:].strip(_AROUND)
+    last = _SENTENCE.split(text)[-1]
+    said = stated(text)
+    if said == text and (after := behind(_MARK, last)) != last:
+        said = after
+    before = _SENTENCE.split(text[: text.rindex(said)].rstrip())[-1]
+    told = [text] if _HEDGED.search(before) else [text, said.strip(_AROUND)]
+    return [each for each in told if each and not _is_read(each)]
 
 
 def _is_read(text: str) -> bool:

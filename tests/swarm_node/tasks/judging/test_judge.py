@@ -140,6 +140,35 @@ def test_texts_are_compared_without_case_and_markup(text: str, reference: str, r
     assert judge("text", reference, text).right is right
 
 
+WORDS = [
+    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
+    (r"\text{Evelyn}", r"\boxed{\text{Angela}}", False),
+    (r"\text{Evelyn}", "**Evelyn**", True),
+    ("Monday", "Monday", True),
+    ("Monday", "The answer is Monday.", True),
+    ("Monday", "Answer:\nMonday", True),
+    ("Monday", "<answer>Monday</answer>", True),
+    ("Monday", "The answer is Monday. Wait, no, Tuesday.", False),
+    ("Monday", "I doubt that the answer is Monday.", False),
+    ("Monday", "Monday or Tuesday", False),
+    ("Monday", "Sunday\nMonday", False),
+    ("Monday", "The answer is Sunday or the answer is Monday", False),
+    (r"\text{even}", "f(-x) = f(x) for all 2 signs of x. So f is **even**.", True),
+    (r"\text{even}", "f is not even.", False),
+    (r"\text{even}", "It is not clear that f is even.", False),
+    (r"\text{even}", "Either f is odd, or it is even.", False),
+    (r"\text{even}", "f is even. Wait, no, f is odd.", False),
+    (r"\text{no solution}", "There is no solution.", True),
+    (r"\text{no solution}", "No solution", True),
+    (r"\text{rectangle}", "The figure is a rectangle.", True),
+]
+
+
+@pytest.mark.parametrize(("reference", "text", "right"), WORDS)
+def test_words_are_answers_of_mathematics(reference: str, text: str, right: bool) -> None:
+    assert judge("maths", reference, text).right is right
+
+
 @pytest.mark.parametrize("mark", ["$26", "€26", "**26**", "x = 26", "26 apples", "26"])
 def test_money_and_markup_behind_hashes(mark: str) -> None:
     reference = f"Two times 13 is 26.\n#### {mark}"
