@@ -27,9 +27,10 @@ _DROPPED = re.compile(
     r"|(?<![a-zA-Z])(?:USD|EUR|US)(?=\s*[-+]?[\d.])|\^\s*\{?\s*\\circ\s*\}?|°"
 )
 _GROUPED = re.compile(r"(?<=\d),(?:\\!\s*|\s*\\!\s*)(?=\d{3})")  # 11,\! 111
-_UNIT_POWER = re.compile(
-    r"(?<=[\d\s])([kcdm]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|units?|met(?:er|re)s?)\s*\^\s*\{?[23]\}?"
-)
+_RAISED = r"\s*\^\s*\{?[23]\}?"
+_LENGTH = r"(?:[kcdm]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|units?|met(?:er|re)s?)"
+_PER = rf"(?<=\d)\s*[a-zA-Z]+(?:{_RAISED})?\s*/\s*(?:{_LENGTH}|s(?:ec(?:ond)?)?|h(?:r|our)?|min)"  # kg/m, m^2/s
+_UNIT_POWER = re.compile(rf"(?:(?<=[\d\s]){_LENGTH}|{_PER}){_RAISED}")
 _CHUNK = re.compile(r"(?<![\w.,'(\[])\d[\d.,']*\d")
 _SPACED = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/])")
 _FRACTION = re.compile(r"(?P<whole>\d\s*)?\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
@@ -41,7 +42,7 @@ def plain_digits(text: str) -> str:
     text = _NEGATIVE.sub("-", spelt(text).translate(_SIGNS))
     text = text.replace(r"\$", "").replace(r"\%", "%").replace("\\ ", " ").replace("~", " ")
     text = _DROPPED.sub("", _GROUPED.sub(",", WRAPPED.sub(r" \1", text)))
-    text = _CHUNK.sub(_with_point, _UNIT_POWER.sub(r"\1", text))
+    text = _CHUNK.sub(_with_point, _UNIT_POWER.sub(lambda m: re.sub(_RAISED, "", m[0]), text))
     text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
     return _LOOSE_SIGN.sub(r"\1 \2", _FRACTION.sub(_slashed, text)).strip()
 

@@ -183,6 +183,21 @@ def test_numbers_of_any_spelling(reference: str) -> None:
         assert judge("number", reference, text).right, text
 
 
+@pytest.mark.parametrize(
+    "unit",
+    ["cm^2", "kg/m^3", "kg/m³", "people/km^2", "m/s^2", r"\text{ m/s}^2", r"\mathrm{kg}/\mathrm{m}^3", "m^2/s^2"],
+)
+def test_exponents_of_units_are_no_numbers(unit: str) -> None:
+    for text in (f"25 {unit}", f"It has $25$ {unit}.", f"The answer is 25 {unit}."):
+        assert judge("number", "25", text).right, text
+        assert not judge("number", ("2", "3"), text).right, text
+
+
+@pytest.mark.parametrize("text", ["25/m^2", "25 x/m^2", "25 = x/m^2", "25^2/m^2"])
+def test_exponents_of_names_are_no_units(text: str) -> None:
+    assert judge("number", "25", text) == Verdict(None, False)
+
+
 def test_several_answers_are_accepted() -> None:
     assert judge("number", ("9", "9.5"), "It is 9.5").right
     assert judge("choice", ("B", "Paris"), "the answer is Paris").right
