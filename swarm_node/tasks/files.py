@@ -40,7 +40,7 @@ from swarm_node.tasks.columns import (
 )
 from swarm_node.tasks.judging import Verdict, judge, misfit, understood
 from swarm_node.tasks.judging.choices import with_texts
-from swarm_node.tasks.judging.guessing import guess_kind
+from swarm_node.tasks.judging.guessing import guess_kind, nearly
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.tasks.rows import read_rows, wrong
@@ -82,6 +82,7 @@ class QuestionFile(OneTurn):
         self.columns = columns
         self.size = 0
         self._rows: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, str] = {}  # of the rows, as "line 3"
         self._kinds: dict[str, None] = {}
         self._left_out: dict[str, None] = {}
         self._named: list[str] = []  # columns that became question and answer
@@ -94,7 +95,9 @@ class QuestionFile(OneTurn):
         if not self._rows:
             raise UserError(f"task file {path} is empty: it needs lines like {_example(path)}")
         self._is_guessed = kind is None
-        self.kind: AnswerKind = kind or guess_kind((row["question"], accepted(row)) for row in self._rows.values())
+        self.kind: AnswerKind = kind or guess_kind(
+            (row["question"], each) for row in self._rows.values() for each in accepted(row)
+        )
         if self.has_several and self.kind == "text":
             self.as_members_read = False  # earlier versions, which know this kind alone, read one answer
         named = b"" if self.columns == COLUMNS else msgspec.json.encode(self.columns)
@@ -121,6 +124,7 @@ class QuestionFile(OneTurn):
                     self._named = [name for name in self.columns if name in row and name not in COLUMNS]
                 try:
                     self._rows[self.size] = self._row(row, answer_needed)
+                    self._places[self.size] = place
                 except (ValueError, RecursionError) as error:
                     raise wrong(path, place, f"{error}{_how(error, path)}") from error
             self.size += 1
@@ -171,7 +175,23 @@ class QuestionFile(OneTurn):
         if not shown:
             return ""
         how = f"{'guessed: ' if self._is_guessed else ''}kind = {self.kind}"
-        return f"answers of {self.label} are read as {READ_AS[self.kind]} ({how}): {', '.join(shown)}"
+        return f"answers of {self.label} are read as {READ_AS[self.kind]} ({how}): {', '.join(shown)}{self._nearly()}"
+
+    def _nearly(self) -> str:
+        """The end of that sentence, if the guess passed over a kind for a few references: the first of these."""
+        asked = [(row["question"], each, i) for i, row in self._rows.items() for each in accepted(row)]
+        near = nearly([each[:2] for each in asked], self.kind) if self._is_guessed else None
+        if near is None:
+            return ""
+        kind, odd = near
+        _, first, index = asked[odd[0]]
+        told = f"--kind {kind} reads it as {shorten(understood(kind, first), MAX_SHOWN)}"
+        if misfit(kind, first) is not None:
+            told = f"correct it for --kind {kind}"
+        return (
+            f"; but {len(asked) - len(odd):,} of {len(asked):,} are {READ_AS[kind]}, and {self._places[index]} is "
+            f"{shorten(first, MAX_SHOWN)!r}: {told}"
+        )
 
     @property
     def was_read(self) -> str:

@@ -4,7 +4,8 @@ they list choices."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, starmap
 
 from protocol.answer_form import AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
@@ -12,6 +13,7 @@ from swarm_node.tasks.judging.places import reference_text
 
 MAX_LETTER = "J"  # the last letter that a choice has: sets with ten choices are usual
 MAX_NUMBERED = 10  # choices that are numbered
+FEW = 20  # one reference in so many may be of another kind in a file that is nearly of one
 
 _LETTER = re.compile(rf"[(\[]?[A-{MAX_LETTER}a-{MAX_LETTER.lower()}][)\].:]?")
 _LETTER_AND_TEXT = re.compile(rf"[(\[]?[A-{MAX_LETTER}][)\].:]\s+\S.*", re.DOTALL)
@@ -23,25 +25,42 @@ _NUMBER = re.compile(
 _CODE = re.compile(r"\s*[-+]?0\d")  # 007, 0151: its zeros count
 _LATEX = re.compile(r"\\[a-zA-Z]|\^")
 _MATHS = re.compile(r"\\[a-zA-Z]+|[\^_{}=]|√|π")
+_Fits = Callable[[str, str], bool]  # whether a question's reference is of a kind
 
 
-def guess_kind(rows: Iterable[tuple[str, Sequence[str]]]) -> AnswerKind:
-    """The kind of all answers in `rows`: (question, accepted answers) of each. What fits no kind is text."""
-    listed = [(question, reference) for question, accepted in rows for reference in accepted]
-    said = [reference_text(reference) or "" for _, reference in listed]
-    if not said:
-        return "text"
-    if all(choices.yes_or_no(each) is not None for each in said):
-        return "yes-no"
-    if all(_LETTER.fullmatch(each) or _LETTER_AND_TEXT.fullmatch(each) for each in map(choices.plain_words, said)):
-        return "choice"
-    if all(_is_numbered(question, each) for (question, _), each in zip(listed, said, strict=True)):
-        return "choice"
-    if all(_is_number(each) for each in said):
-        return "number"
-    if any(_MATHS.search(each) for each in said) and all(map(maths.is_readable, said)):
-        return "maths"
-    return "text"
+def guess_kind(asked: Iterable[tuple[str, str]]) -> AnswerKind:
+    """The kind of all references in `asked`: (question, reference). What fits no kind is text."""
+    listed = [(question, reference_text(reference) or "") for question, reference in asked]
+    found = (kind for kind, fits in _kinds(listed) if all(starmap(fits, listed)))
+    return next(found, "text") if listed else "text"
+
+
+def nearly(asked: Sequence[tuple[str, str]], guessed: AnswerKind) -> tuple[AnswerKind, list[int]] | None:
+    """(a kind that the guess passed over for a few references only, the indices of these in `asked`), if there is
+    one."""
+    most = len(asked) // FEW
+    listed = [(question, reference_text(reference) or "") for question, reference in asked]
+    for kind, fits in _kinds(listed, most):
+        if kind == guessed or guessed == "maths":  # which takes numbers, too
+            return None
+        odd = list(islice((i for i, each in enumerate(listed) if not fits(*each)), most + 1))
+        if 0 < len(odd) <= most:
+            return kind, odd
+    return None
+
+
+def _kinds(listed: Sequence[tuple[str, str]], least: int = 1) -> Iterator[tuple[AnswerKind, _Fits]]:
+    """Each kind but text, with its test; maths if at least so many references have its signs."""
+    yield "yes-no", lambda _, said: choices.yes_or_no(said) is not None
+    yield "choice", lambda _, said: _is_labelled(choices.plain_words(said))
+    yield "choice", _is_numbered
+    yield "number", lambda _, said: _is_number(said)
+    if sum(_MATHS.search(said) is not None for _, said in listed) >= least:
+        yield "maths", lambda _, said: maths.is_readable(said)
+
+
+def _is_labelled(said: str) -> bool:
+    return bool(_LETTER.fullmatch(said) or _LETTER_AND_TEXT.fullmatch(said))
 
 
 def _is_number(said: str) -> bool:

@@ -43,7 +43,7 @@ CAPITAL = "What is the capital of France?\n{} Rome\n{} Paris\n{} Oslo\n{} Bonn"
     ],
 )
 def test_kinds_by_references(kind: AnswerKind, references: list[str]) -> None:
-    assert guess_kind([("What?", [each]) for each in references]) == kind
+    assert guess_kind([("What?", each) for each in references]) == kind
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_kinds_by_references(kind: AnswerKind, references: list[str]) -> None:
 )
 def test_numbered_choices_are_no_numbers(labels: tuple[str, ...], answers: str, kind: AnswerKind) -> None:
     question = CAPITAL.format(*labels)
-    assert guess_kind([(question, [each]) for each in answers]) == kind
+    assert guess_kind([(question, each) for each in answers]) == kind
 
 
 def test_a_question_with_numbers_has_no_choices() -> None:
-    assert guess_kind([(f"What is {n} + 1?", [str(n + 1)]) for n in (1, 2, 3)]) == "number"
-    assert guess_kind([("1. Take 3. 2. Add 1. How many?", ["4"]), ("1. Take 9. 2. Add 5.", ["14"])]) == "number"
+    assert guess_kind([(f"What is {n} + 1?", str(n + 1)) for n in (1, 2, 3)]) == "number"
+    assert guess_kind([("1. Take 3. 2. Add 1. How many?", "4"), ("1. Take 9. 2. Add 5.", "14")]) == "number"
 
 
 def sums(tmp_path: Path, answers: list[object]) -> str:
@@ -88,6 +88,55 @@ def sums(tmp_path: Path, answers: list[object]) -> str:
 def test_the_start_says_how_answers_are_read(tmp_path: Path, answers: list[object], said: str) -> None:
     tasks = load_tasks([sums(tmp_path, answers)], RewardsConfig(), whole=True)
     assert any(said in line for line in tasks.read_as), tasks.read_as
+
+
+NUMBERS: list[object] = list(range(499))
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (
+            [*NUMBERS[:316], "12 apples", *NUMBERS[316:]],
+            "read as whole texts (guessed: kind = text): 0, 1, 2; but 499 of 500 are numbers, and line 317 is "
+            "'12 apples': --kind number reads it as 12",
+        ),
+        ([*NUMBERS, "N/A"], "499 of 500 are numbers, and line 500 is 'N/A': correct it for --kind number"),
+        (
+            ["yes", "no"] * 20 + ["maybe"],
+            "40 of 41 are yes or no, and line 41 is 'maybe': correct it for --kind yes-no",
+        ),
+        (
+            ["A", "B"] * 20 + ["C or D"],
+            "40 of 41 are choices, and line 41 is 'C or D': --kind choice reads it as C or D",
+        ),
+        (
+            [r"\frac{1}{2}", "x^2", "7", "even"] * 10 + ["5 # 6"],
+            "40 of 41 are expressions of mathematics, and line 41 is '5 # 6': correct it for --kind maths",
+        ),
+        ([["9", "9.0"]] * 20 + [["9", "N/A"]], "41 of 42 are numbers, and line 21 is 'N/A'"),
+    ],
+)
+def test_the_start_names_the_answer_that_is_not_as_nearly_all_are(
+    tmp_path: Path, answers: list[object], said: str
+) -> None:
+    tasks = load_tasks([sums(tmp_path, answers)], RewardsConfig(), whole=True)
+    assert said in tasks.read_as[-1], tasks.read_as
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [7] * 18 + ["N/A"],  # one in nineteen are many
+        [7] * 38 + ["N/A", "none", "12 apples"],
+        [7] * 40 + [r"\sqrt{2}"],  # maths takes numbers, too
+        ["Paris", "Rome"] * 20 + ["x_1", "3#"],
+        ["2024-05-01", "12:30"] * 20 + ["noon, or later"],
+    ],
+)
+def test_texts_and_what_fits_the_guess_are_nearly_of_no_other_kind(tmp_path: Path, answers: list[object]) -> None:
+    tasks = load_tasks([sums(tmp_path, answers)], RewardsConfig(), whole=True)
+    assert "; but" not in tasks.read_as[-1]
 
 
 @pytest.mark.parametrize("named", ["file", "rewards"])
