@@ -134,13 +134,24 @@ def _with_weights(run: RunDir, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def settings_in(state: Mapping[str, Any], config: NodeConfig) -> NodeConfig:
-    """`config` of a run with the settings in the state of a checkpoint, and with the dtype in which it was trained,
-    which a short test may have chosen. Raises UserError."""
+    """`config` of a run with the settings in the state of a checkpoint, with the number of questions that its
+    evaluations have, for which time was left before training, and with the dtype in which it was trained, which a short
+    test may have chosen. Raises UserError."""
     config, chosen = as_trained(config, state.get("settings")), state.get("in_effect")
+    if 0 < (asked := _asked(state)) < config.eval.questions:
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"questions": asked})})
     dtype = chosen.get("policy.dtype") if isinstance(chosen, dict) else None
     if config.policy.dtype != "auto" or dtype not in DTYPES:
         return config
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
+
+
+def _asked(state: Mapping[str, Any]) -> int:
+    """The number of questions in each evaluation of a run; 0 if its checkpoint does not say."""
+    try:
+        return record_of(state).asked
+    except NOT_MEASURED:
+        return 0
 
 
 def _at_start(checkpoint: Checkpoint, best: Best) -> float | None:
