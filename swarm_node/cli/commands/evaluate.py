@@ -115,7 +115,7 @@ def main(
     document = {
         "target": target,
         "samples": samples,
-        "settings": _conditions(policy, config, rollouts),
+        "settings": _conditions(policy, config, rollouts, task_set),
         "rewards": rewards,
         "held_out": msgspec.to_builtins(table),
     }
@@ -265,7 +265,7 @@ def _option_of(function: RewardFunctionConfig) -> str:
     return path if function.weight == 1 else f"{{path={json.dumps(path)}, weight={function.weight:g}}}"
 
 
-def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) -> dict[str, Any]:
+def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig, tasks: TaskSet) -> dict[str, Any]:
     """What two measurements must share to be compared, besides questions and samples."""
     has_template = bool(policy.tokenizer.chat_template)
     return {
@@ -273,7 +273,7 @@ def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) ->
         "prompt": config.policy.system_prompt if has_template else config.policy.prompt_template,
         "chat_template_kwargs": config.policy.chat_template_kwargs if has_template else {},
         "answer": config.rewards.answer,
-        "kind": config.rewards.kind,
+        "kind": tasks.kind or tasks.kinds or None,
         **rollouts.model_dump(include={"max_new_tokens", "max_prompt_tokens", "temperature", "top_p"}),
     }
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from protocol.answer_form import AnswerKind
 from protocol.errors import visible
 from swarm_node.cli.commands.export_card import about_run, base_of, name_base
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
@@ -146,6 +147,13 @@ def settings_in(state: Mapping[str, Any], config: NodeConfig) -> NodeConfig:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
 
 
+def _kind_in(state: Mapping[str, Any]) -> AnswerKind | None:
+    """The kind of the answers in all question files of a run; None if its checkpoint does not say."""
+    chosen = state.get("in_effect")
+    kind = chosen.get("rewards.kind") if isinstance(chosen, dict) else None
+    return kind if kind in get_args(AnswerKind) else None
+
+
 def _asked(state: Mapping[str, Any]) -> int:
     """The number of questions in each evaluation of a run; 0 if its checkpoint does not say."""
     try:
@@ -218,7 +226,7 @@ def export_run(
     with os_errors_explained(out):
         written.save(out)
         name_base(out, of_base, base, written.is_lora, report)
-        write_prompt_format(out, written.tokenizer, config, tasks, written.is_lora, about)
+        write_prompt_format(out, written.tokenizer, config, tasks, written.is_lora, about, _kind_in(written.state))
     report(f"exported to {out}; load it with {loaded_with(out, written.is_lora)}")
     return out
 

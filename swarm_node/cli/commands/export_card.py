@@ -36,7 +36,7 @@ STARTER = "the starter, the tiny model that comes with swarm-node"
 KNOWN = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Names of this package for models of the hub: the model that the weights were made from."""
 OF_THE_MACHINE = {"policy.model", "policy.revision", "policy.device", "policy.threads", "policy.dtype"}
-REPEATED = {"seed", "rounds", "rewards", "rollouts", "grpo", "policy", "eval"}
+REPEATED = {"seed", "rewards", "rollouts", "grpo", "policy", "eval"}
 """Keys, sections among them, that a command which repeats a run sets."""
 NOT_REPEATED = {*OF_THE_MACHINE, "rewards.functions", "eval.tasks", "eval.every", "eval.share"}
 CODE = re.compile(r"^[^:]+:[A-Za-z_]\w*$")
@@ -122,7 +122,7 @@ def about_run(
         samples=0 if held is None else held.samples,
         measured=0 if held is None else held.round,
         settings=_settings(config, state),
-        command=_command(run, config, tasks, base.name),
+        command=_command(run, config, tasks, base.name, _round(state)),
     )
 
 
@@ -185,24 +185,34 @@ def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str) -> str:
-    """The command that repeats a run, with words in capitals for what only its machine has."""
+def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str, rounds: int) -> str:
+    """The command that repeats `rounds` rounds of a run, or all that it was to have, with words in capitals for what
+    only its machine has."""
     words = ["swarm-node", "join", "SWARM"] if config.swarm else ["swarm-node", "local"]
-    of_its_swarm = config.swarm and "model" not in own_layer(run.config, lambda sentence: None).get("policy", {})
+    own = own_layer(run.config, lambda sentence: None)
+    of_its_swarm = config.swarm and "model" not in own.get("policy", {})
     if base != "starter" and not of_its_swarm:
         words += ["--model", base or "MODEL"]
     if not config.swarm:
         files = 0
         for task in tasks:
             files += _is_file(task)
-            words += ["--tasks", f"QUESTIONS{files if files > 1 else ''}.jsonl" if _is_file(task) else _in_toml(task)]
+            words += ["--tasks", _in_toml(_nameless(task, files) if _is_file(task) else task)]
     for number, function in enumerate(config.rewards.functions, 1):
         name = f"REWARD{number if number > 1 else ''}.py:FUNCTION"
         words += ["--reward", name if function.weight == 1 else f'{{path="{name}", weight={function.weight:g}}}']
-    for key, value in _pairs(own_layer(run.config, lambda sentence: None)):
+    if length := own.get("rounds") or rounds:  # not `minutes`, which are those of one machine
+        words += ["--rounds", str(length)]
+    for key, value in _pairs(own):
         if key.partition(".")[0] in REPEATED and key not in NOT_REPEATED and value is not None:
-            words += ["--rounds", str(value)] if key == "rounds" else ["--set", f"{key}={_value(value)}"]
+            words += ["--set", f"{key}={_value(value)}"]
     return shlex.join(words)
+
+
+def _nameless(task: str | TaskConfig, number: int) -> str | TaskConfig:
+    """A task whose question file, the run's `number`th, has a name in capitals in place of its own."""
+    name = f"QUESTIONS{number if number > 1 else ''}.jsonl"
+    return name if isinstance(task, str) else task.model_copy(update={"file": name})
 
 
 def _pairs(table: Table) -> Iterator[tuple[str, object]]:

@@ -170,6 +170,28 @@ def test_the_card_tells_of_the_training_and_of_no_machine(trained: Path) -> None
     assert len(warned) == 1 and "--base OWNER/NAME" in warned[0] and "--merged" in warned[0]
 
 
+@pytest.mark.parametrize("kind", [None, "maths"])
+def test_the_kind_of_answers_leaves_with_a_run(kind: str | None) -> None:
+    """It was guessed, or a table named it. The command for the same training has it, the columns and a length."""
+    lines = [{"prompt": f"What is {n} + {n}?", "solution": str(2 * n)} for n in range(20)]
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = {"file": "sums.jsonl", "question": "prompt", "answer": "solution", "kind": kind}
+    config = {"run_dir": "run", "rounds": 2, "tasks": [table], "rollouts": {"groups": 2, "max_new_tokens": 4}}
+    train_locally(NodeConfig.model_validate(config | {"eval": {"questions": 0}}), json_output=True)
+    own = read_own(Path("run/config.toml")).model_dump(mode="json", exclude_none=True)
+    own["minutes"] = float(own.pop("rounds"))
+    Path("run/config.toml").write_text(tomli_w.dumps(own))
+    export_run("run", "out", lambda sentence: None)
+    assert json.loads(Path("out/swarm-node.json").read_text())["kind"] == (kind or "number")
+    card, named = Path("out/README.md").read_text(), f', kind = "{kind}"' if kind else ""
+    asked = f'{{file = "QUESTIONS.jsonl", question = "prompt", answer = "solution"{named}}}'
+    assert f"swarm-node local --tasks '{asked}' --rounds 2" in card and "sums.jsonl" not in card
+    columns = '{file="sums.jsonl", question="prompt", answer="solution"}'
+    for target, judged in (("out", kind or "number"), ("starter", "number")):
+        found, _ = measured(target, "--tasks", columns, "--all", "--samples", "1")
+        assert found["settings"]["kind"] == judged
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_base_is_named_as_the_user_says(trained: Path, merged: bool) -> None:
     said = quietly(trained, "out", merged=merged, base="me/my-base")
