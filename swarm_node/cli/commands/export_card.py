@@ -25,8 +25,9 @@ from swarm_node.config.training import is_question_file
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.adapters import adapter_base
+from swarm_node.policy.gguf_files.store import made_of
 from swarm_node.policy.model_card import About, FigureChange, licence_of
-from swarm_node.policy.model_path import is_place, starter_path
+from swarm_node.policy.model_path import is_place, local_folder, starter_path
 from swarm_node.runtime.held_out import compared
 from swarm_node.say import Warned
 from swarm_node.storage.model_names import DIGEST, model_name
@@ -50,6 +51,7 @@ class Base(NamedTuple):
     hub_id: str = ""
     in_words: str = ""
     licence: str = ""
+    dequantised: str = ""  # the same of what was made of a GGUF file, whose weights no other model has
 
 
 def base_of(policy: PolicyConfig, given: str | None) -> Base:
@@ -70,18 +72,25 @@ def base_of(policy: PolicyConfig, given: str | None) -> Base:
 
 
 def _named(at: str, given: str | None) -> Base:
+    folder = local_folder(at)
+    if folder and (file := made_of(folder)):
+        hub_id, dequantised = given or KNOWN.get(at, ""), f"weights dequantised from {file}"
+        others = f", which are not those of {_linked(hub_id)}" if hub_id else ""
+        return Base(at if at in KNOWN else "", hub_id, dequantised + others, dequantised=dequantised)
     model, is_from_members = model_name(at), bool(DIGEST.fullmatch(Path(at).name))
     if given is not None:
-        return Base(given, given, f"[{given}](https://huggingface.co/{given})")
-    if model in KNOWN:
-        return Base(model, KNOWN[model], f"`{model}`: {KNOWN[model].partition('/')[2]}, from weights rounded to 4 bits")
+        return Base(given, given, _linked(given))
     if model == "starter":
         return Base("starter", "", STARTER)
     if is_from_members:
         return Base(in_words=f"`{model}`, the model of its swarm")
-    if is_place(model) or model.endswith(".gguf"):  # a file may be gone
+    if is_place(model):
         return Base()
-    return Base(model, model, f"[{model}](https://huggingface.co/{model})")
+    return Base(model, model, _linked(model))
+
+
+def _linked(hub_id: str) -> str:
+    return f"[{hub_id}](https://huggingface.co/{hub_id})"
 
 
 def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Callable[[str], None]) -> None:
@@ -89,7 +98,7 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     one on the hub, else the base's place on this machine, which is said. Of a whole model it is said if the card names
     no base."""
     if not is_lora:
-        if not base.name:
+        if not (base.name or base.hub_id):
             say("the card names no base, since this was trained from a file or directory here: --base OWNER/NAME does")
         return
     file = out / "adapter_config.json"
@@ -97,13 +106,16 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     there = str(document.get("base_model_name_or_path") or "")
     if given is not None:
         document |= {"base_model_name_or_path": given, "revision": None}
+        if base.dequantised:
+            say(Warned(f"{file} names {given}; it was trained over {base.dequantised}: --merged needs no base"))
     elif is_place(there):
         place = str(Path(there).expanduser().resolve())
         document["base_model_name_or_path"] = place
+        named = "" if base.dequantised else "with --base OWNER/NAME, the base's name on the hub, or "
         say(
             Warned(
                 f"{file} names the base by its place on this machine, {place}; before you give the adapter away, "
-                "export it with --base OWNER/NAME, the base's name on the hub, or with --merged, which needs no base"
+                f"export it {named}with --merged, which needs no base"
             )
         )
     file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
