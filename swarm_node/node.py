@@ -138,10 +138,12 @@ class Node:
         if not isinstance(trainer.optimizer, Optimizer):
             return {}
         low, high = clip_range(trainer.config, trainer.loss)
-        grpo, falls = self.config.grpo, dict[str, Any]()
+        grpo, found = self.config.grpo, dict[str, Any]()
         if grpo.schedule != "constant":
-            falls["grpo.schedule_rounds"] = grpo.schedule_rounds or self.config.total_rounds
-        return falls | {
+            found["grpo.schedule_rounds"] = grpo.schedule_rounds or self.config.total_rounds
+        if self.tasks.kind is not None:
+            found["rewards.kind"] = self.tasks.kind
+        return found | {
             "policy.lora": policy.is_lora,
             "policy.device": policy.device.type,
             "policy.dtype": name_of(policy.dtype),

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from protocol.answer_form import AnswerKind
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError
@@ -58,9 +59,10 @@ def write_prompt_format(
     tasks: Sequence[str | TaskConfig],
     adapter: bool = False,
     about: About | None = None,
+    kind: AnswerKind | None = None,
 ) -> None:
     """Write the prompt format of a run with `config` and `tasks` into `out`, a model or adapter in Hugging Face layout.
-    `about`: what the card tells of the training.
+    `about`: what the card tells of the training. `kind`: that of the answers in all question files; None = not known.
 
     Question files and reward functions are paths on one machine, so they are left out.
     """
@@ -76,7 +78,7 @@ def write_prompt_format(
         "policy": config.policy.model_dump(include={*PROMPTS, ARGUMENTS, "dtype"}),
         "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
         "answer": config.rewards.answer,
-        "kind": config.rewards.kind,
+        "kind": kind or config.rewards.kind,
         "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
         "question_files": len(tasks) - len(public),
         "eval": config.eval.model_dump(include=set(EVALUATION)),

@@ -110,10 +110,16 @@ def evaluate_on(
 
 
 def answers_to(
-    held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
+    held_out: Sequence[Task],
+    policy: Policy,
+    tasks: TaskSet,
+    rollouts: RolloutsConfig,
+    samples: int,
+    asked: Asked | None = None,
 ) -> list[Group]:
-    """These questions of `tasks`, each with so many scored answers, in their order; those too long are left out."""
-    asked = Asked()
+    """These questions of `tasks`, each with so many scored answers, in their order; those too long are left out.
+    `asked`: see `ask_in_parts`."""
+    asked = Asked() if asked is None else asked
     ask_in_parts(held_out, policy, tasks, rollouts, samples, asked)
     return asked.groups
 

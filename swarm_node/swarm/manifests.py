@@ -93,9 +93,10 @@ def make_manifest(
 def with_usual_columns(
     specs: Sequence[str | TaskConfig], folder: Path, say: Say, kind: AnswerKind | None = None
 ) -> list[str | TaskConfig]:
-    """`specs` in which each file that is not JSON lines with the texts `question` and `answer` is replaced by a copy of
-    such lines in `folder`. The copy is called as the file; `say` gets sentences on what was read, and how answers are
-    judged: `kind` is as for `make_manifest`. Raises UserError, also if another file of that name is there."""
+    """`specs` in which each file that is not JSON lines with the texts `question` and `answer`, and each data set of
+    the hub, is replaced by a copy of such lines in `folder`. The copy is called as the file; `say` gets sentences on
+    what was read, and how answers are judged: `kind` is as for `make_manifest`. Raises UserError, also if another file
+    of that name is there."""
     from swarm_node.tasks.files import QuestionFile
 
     found: list[str | TaskConfig] = []
@@ -107,7 +108,7 @@ def with_usual_columns(
         file = QuestionFile(table.file, columns=table.columns, kind=table.kind or kind)
         say(file.was_read)
         say(file.is_judged)
-        if file.as_members_read:
+        if file.as_members_read and not table.file.startswith(HUB):  # whose files lie in a cache
             found.append(spec)
             continue
         if file.has_several and file.kind == "text":

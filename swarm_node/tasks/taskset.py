@@ -101,6 +101,12 @@ class TaskSet:
         return {file.label: file.kind for file in files if file.kind != "text"}
 
     @property
+    def kind(self) -> AnswerKind | None:
+        """The kind of the answers in all question files; None if there is no file, or if their kinds differ."""
+        kinds = {source.kind for source in self._sources if isinstance(source, QuestionFile)}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    @property
     def read_as(self) -> list[str]:
         """A sentence for each question file: what was read as what."""
         files = [source for source in self._sources if isinstance(source, QuestionFile)]

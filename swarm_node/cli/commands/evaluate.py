@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
@@ -15,6 +17,7 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from protocol.errors import visible
@@ -38,9 +41,9 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length, too_long
 from swarm_node.rollouts.collect import encode_each
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, answers_to, cells, summarise, titles, told
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, answers_to, cells, summarise, titles, told
 from swarm_node.runtime.limits import MemoryLimit
-from swarm_node.say import Warned
+from swarm_node.say import Warned, is_shown
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
@@ -100,7 +103,8 @@ def main(
     note(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
     if of_tasks is not None and tasks and config.eval.tasks and not config.swarm:
         say_trained("the run", config, asked, note)
-    groups = answers_to(asked, policy, task_set, rollouts, samples)
+    with _counting(len(asked), not json_output) as answered:
+        groups = answers_to(asked, policy, task_set, rollouts, samples, answered)
     table = summarise(groups, task_set.labels)
     if not table:
         lengths = [len(ids) for ids in encode_each(policy, list(map(task_set.prompt, asked))) if ids is not None]
@@ -111,7 +115,7 @@ def main(
     document = {
         "target": target,
         "samples": samples,
-        "settings": _conditions(policy, config, rollouts),
+        "settings": _conditions(policy, config, rollouts, task_set),
         "rewards": rewards,
         "held_out": msgspec.to_builtins(table),
     }
@@ -124,6 +128,19 @@ def main(
             note(f"wrote {out}")
     if json_output:
         print(json.dumps(document))
+
+
+@contextmanager
+def _counting(questions: int, shown: bool) -> Iterator[Asked]:
+    """What the questions of a measurement are collected in; on a terminal they are counted, if that is to be `shown`,
+    with the time that is left."""
+    console, columns = Console(stderr=True), (BarColumn(), TimeRemainingColumn())
+    hidden = not (shown and console.is_terminal and is_shown(logging.INFO))
+    told = TextColumn("{task.completed} of {task.total} questions")
+    with Progress(told, *columns, console=console, transient=True, disable=hidden) as bar:
+        count = bar.add_task("", total=questions)
+        asked = Asked(progress=lambda: bar.update(count, completed=asked.questions))
+        yield asked
 
 
 def fit_into_memory(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig, samples: int) -> None:
@@ -248,7 +265,7 @@ def _option_of(function: RewardFunctionConfig) -> str:
     return path if function.weight == 1 else f"{{path={json.dumps(path)}, weight={function.weight:g}}}"
 
 
-def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) -> dict[str, Any]:
+def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig, tasks: TaskSet) -> dict[str, Any]:
     """What two measurements must share to be compared, besides questions and samples."""
     has_template = bool(policy.tokenizer.chat_template)
     return {
@@ -256,7 +273,7 @@ def _conditions(policy: Policy, config: NodeConfig, rollouts: RolloutsConfig) ->
         "prompt": config.policy.system_prompt if has_template else config.policy.prompt_template,
         "chat_template_kwargs": config.policy.chat_template_kwargs if has_template else {},
         "answer": config.rewards.answer,
-        "kind": config.rewards.kind,
+        "kind": tasks.kind or tasks.kinds or None,
         **rollouts.model_dump(include={"max_new_tokens", "max_prompt_tokens", "temperature", "top_p"}),
     }
 

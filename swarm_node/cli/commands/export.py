@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from protocol.answer_form import AnswerKind
 from protocol.errors import visible
 from swarm_node.cli.commands.export_card import about_run, base_of, name_base
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
@@ -134,13 +135,31 @@ def _with_weights(run: RunDir, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def settings_in(state: Mapping[str, Any], config: NodeConfig) -> NodeConfig:
-    """`config` of a run with the settings in the state of a checkpoint, and with the dtype in which it was trained,
-    which a short test may have chosen. Raises UserError."""
+    """`config` of a run with the settings in the state of a checkpoint, with the number of questions that its
+    evaluations have, for which time was left before training, and with the dtype in which it was trained, which a short
+    test may have chosen. Raises UserError."""
     config, chosen = as_trained(config, state.get("settings")), state.get("in_effect")
+    if 0 < (asked := _asked(state)) < config.eval.questions:
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"questions": asked})})
     dtype = chosen.get("policy.dtype") if isinstance(chosen, dict) else None
     if config.policy.dtype != "auto" or dtype not in DTYPES:
         return config
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
+
+
+def _kind_in(state: Mapping[str, Any]) -> AnswerKind | None:
+    """The kind of the answers in all question files of a run; None if its checkpoint does not say."""
+    chosen = state.get("in_effect")
+    kind = chosen.get("rewards.kind") if isinstance(chosen, dict) else None
+    return kind if kind in get_args(AnswerKind) else None
+
+
+def _asked(state: Mapping[str, Any]) -> int:
+    """The number of questions in each evaluation of a run; 0 if its checkpoint does not say."""
+    try:
+        return record_of(state).asked
+    except NOT_MEASURED:
+        return 0
 
 
 def _at_start(checkpoint: Checkpoint, best: Best) -> float | None:
@@ -207,7 +226,7 @@ def export_run(
     with os_errors_explained(out):
         written.save(out)
         name_base(out, of_base, base, written.is_lora, report)
-        write_prompt_format(out, written.tokenizer, config, tasks, written.is_lora, about)
+        write_prompt_format(out, written.tokenizer, config, tasks, written.is_lora, about, _kind_in(written.state))
     report(f"exported to {out}; load it with {loaded_with(out, written.is_lora)}")
     return out
 

@@ -25,8 +25,9 @@ from swarm_node.config.training import is_question_file
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.adapters import adapter_base
+from swarm_node.policy.gguf_files.store import made_of
 from swarm_node.policy.model_card import About, FigureChange, licence_of
-from swarm_node.policy.model_path import is_place, starter_path
+from swarm_node.policy.model_path import is_place, local_folder, starter_path
 from swarm_node.runtime.held_out import compared
 from swarm_node.say import Warned
 from swarm_node.storage.model_names import DIGEST, model_name
@@ -36,7 +37,7 @@ STARTER = "the starter, the tiny model that comes with swarm-node"
 KNOWN = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Names of this package for models of the hub: the model that the weights were made from."""
 OF_THE_MACHINE = {"policy.model", "policy.revision", "policy.device", "policy.threads", "policy.dtype"}
-REPEATED = {"seed", "rounds", "rewards", "rollouts", "grpo", "policy", "eval"}
+REPEATED = {"seed", "rewards", "rollouts", "grpo", "policy", "eval"}
 """Keys, sections among them, that a command which repeats a run sets."""
 NOT_REPEATED = {*OF_THE_MACHINE, "rewards.functions", "eval.tasks", "eval.every", "eval.share"}
 CODE = re.compile(r"^[^:]+:[A-Za-z_]\w*$")
@@ -50,6 +51,7 @@ class Base(NamedTuple):
     hub_id: str = ""
     in_words: str = ""
     licence: str = ""
+    dequantised: str = ""  # the same of what was made of a GGUF file, whose weights no other model has
 
 
 def base_of(policy: PolicyConfig, given: str | None) -> Base:
@@ -70,18 +72,25 @@ def base_of(policy: PolicyConfig, given: str | None) -> Base:
 
 
 def _named(at: str, given: str | None) -> Base:
+    folder = local_folder(at)
+    if folder and (file := made_of(folder)):
+        hub_id, dequantised = given or KNOWN.get(at, ""), f"weights dequantised from {file}"
+        others = f", which are not those of {_linked(hub_id)}" if hub_id else ""
+        return Base(at if at in KNOWN else "", hub_id, dequantised + others, dequantised=dequantised)
     model, is_from_members = model_name(at), bool(DIGEST.fullmatch(Path(at).name))
     if given is not None:
-        return Base(given, given, f"[{given}](https://huggingface.co/{given})")
-    if model in KNOWN:
-        return Base(model, KNOWN[model], f"`{model}`: {KNOWN[model].partition('/')[2]}, from weights rounded to 4 bits")
+        return Base(given, given, _linked(given))
     if model == "starter":
         return Base("starter", "", STARTER)
     if is_from_members:
         return Base(in_words=f"`{model}`, the model of its swarm")
-    if is_place(model) or model.endswith(".gguf"):  # a file may be gone
+    if is_place(model):
         return Base()
-    return Base(model, model, f"[{model}](https://huggingface.co/{model})")
+    return Base(model, model, _linked(model))
+
+
+def _linked(hub_id: str) -> str:
+    return f"[{hub_id}](https://huggingface.co/{hub_id})"
 
 
 def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Callable[[str], None]) -> None:
@@ -89,7 +98,7 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     one on the hub, else the base's place on this machine, which is said. Of a whole model it is said if the card names
     no base."""
     if not is_lora:
-        if not base.name:
+        if not (base.name or base.hub_id):
             say("the card names no base, since this was trained from a file or directory here: --base OWNER/NAME does")
         return
     file = out / "adapter_config.json"
@@ -97,13 +106,16 @@ def name_base(out: Path, base: Base, given: str | None, is_lora: bool, say: Call
     there = str(document.get("base_model_name_or_path") or "")
     if given is not None:
         document |= {"base_model_name_or_path": given, "revision": None}
+        if base.dequantised:
+            say(Warned(f"{file} names {given}; it was trained over {base.dequantised}: --merged needs no base"))
     elif is_place(there):
         place = str(Path(there).expanduser().resolve())
         document["base_model_name_or_path"] = place
+        named = "" if base.dequantised else "with --base OWNER/NAME, the base's name on the hub, or "
         say(
             Warned(
                 f"{file} names the base by its place on this machine, {place}; before you give the adapter away, "
-                "export it with --base OWNER/NAME, the base's name on the hub, or with --merged, which needs no base"
+                f"export it {named}with --merged, which needs no base"
             )
         )
     file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -122,7 +134,7 @@ def about_run(
         samples=0 if held is None else held.samples,
         measured=0 if held is None else held.round,
         settings=_settings(config, state),
-        command=_command(run, config, tasks, base.name),
+        command=_command(run, config, tasks, base.name, _round(state)),
     )
 
 
@@ -185,24 +197,34 @@ def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str) -> str:
-    """The command that repeats a run, with words in capitals for what only its machine has."""
+def _command(run: RunDir, config: NodeConfig, tasks: Sequence[str | TaskConfig], base: str, rounds: int) -> str:
+    """The command that repeats `rounds` rounds of a run, or all that it was to have, with words in capitals for what
+    only its machine has."""
     words = ["swarm-node", "join", "SWARM"] if config.swarm else ["swarm-node", "local"]
-    of_its_swarm = config.swarm and "model" not in own_layer(run.config, lambda sentence: None).get("policy", {})
+    own = own_layer(run.config, lambda sentence: None)
+    of_its_swarm = config.swarm and "model" not in own.get("policy", {})
     if base != "starter" and not of_its_swarm:
         words += ["--model", base or "MODEL"]
     if not config.swarm:
         files = 0
         for task in tasks:
             files += _is_file(task)
-            words += ["--tasks", f"QUESTIONS{files if files > 1 else ''}.jsonl" if _is_file(task) else _in_toml(task)]
+            words += ["--tasks", _in_toml(_nameless(task, files) if _is_file(task) else task)]
     for number, function in enumerate(config.rewards.functions, 1):
         name = f"REWARD{number if number > 1 else ''}.py:FUNCTION"
         words += ["--reward", name if function.weight == 1 else f'{{path="{name}", weight={function.weight:g}}}']
-    for key, value in _pairs(own_layer(run.config, lambda sentence: None)):
+    if length := own.get("rounds") or rounds:  # not `minutes`, which are those of one machine
+        words += ["--rounds", str(length)]
+    for key, value in _pairs(own):
         if key.partition(".")[0] in REPEATED and key not in NOT_REPEATED and value is not None:
-            words += ["--rounds", str(value)] if key == "rounds" else ["--set", f"{key}={_value(value)}"]
+            words += ["--set", f"{key}={_value(value)}"]
     return shlex.join(words)
+
+
+def _nameless(task: str | TaskConfig, number: int) -> str | TaskConfig:
+    """A task whose question file, the run's `number`th, has a name in capitals in place of its own."""
+    name = f"QUESTIONS{number if number > 1 else ''}.jsonl"
+    return name if isinstance(task, str) else task.model_copy(update={"file": name})
 
 
 def _pairs(table: Table) -> Iterator[tuple[str, object]]:

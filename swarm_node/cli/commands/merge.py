@@ -178,7 +178,8 @@ def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
         policy.save(out)
         base = base_of(cohort.config.policy, None)
         about = about_tasks(cohort.tasks, base)
-        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora, about)
+        kind = None if exam is None else exam.tasks.kind
+        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora, about, kind)
     _check_written(out, cohort)
     if exam is not None:
         say(f"testing the merged model and each of its {len(sources)} sources on {len(asked)} held-out questions")

@@ -142,6 +142,12 @@ def kept_from(file: Path) -> Path | None:
     return kept(found[0].name) if len(found) == 1 else None
 
 
+def made_of(folder: Path) -> str:
+    """The name of the GGUF file that such a directory was made of, with its sha256; empty for other directories."""
+    record = _record(folder) if folder.resolve().parent == models().resolve() else None
+    return "" if record is None else f"{Path(record.source).name}, sha256 {folder.name}"
+
+
 def _record(folder: Path) -> Record | None:
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)

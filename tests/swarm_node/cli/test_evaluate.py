@@ -12,11 +12,14 @@ from typer.testing import CliRunner, Result
 
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import evaluate
+from swarm_node.config import NodeConfig
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.rollouts import evaluate as rollouts_evaluate
+from swarm_node.rollouts.evaluate import QUESTIONS_PER_SEED
 from swarm_node.types import Group
 from tests.support.run_files import read_jsonl
+from tests.support.starting import train_locally
 
 QUESTIONS = [{"prompt": f"What is {n} + {n}?", "solution": str(2 * n)} for n in range(3)]
 SUMS = '{file="sums.jsonl", question="prompt", answer="solution"}'
@@ -45,6 +48,34 @@ def test_one_answer_has_one_figure() -> None:
     Path("sums.jsonl").write_text(json.dumps(QUESTIONS[0]))
     done = CliRunner().invoke(app, ["eval", "starter", "--tasks", SUMS, "--all", "--samples", "1"])
     assert done.exit_code == 0 and done.stdout.count("pass@1") == 2, "in the table's head and in its legend"
+
+
+def test_a_terminal_counts_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    words, counted = WORDS[:-3], "3 of 3 questions"
+    assert counted in CliRunner().invoke(app, words).stderr
+    for silent in ("--json", "--quiet"):
+        assert counted not in CliRunner().invoke(app, [*words, silent]).stderr
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    assert counted not in CliRunner().invoke(app, words).stderr
+
+
+def test_a_run_is_asked_as_many_questions_as_it_asked_itself() -> None:
+    """There was no time for all of them before training, so none of its evaluations had more."""
+    short = {"questions": 40, "samples": 1, "before_s": 1e-9}
+    config = {"run_dir": "run", "rounds": 1, "tasks": ["small/gcd"], "rollouts": {"groups": 2, "max_new_tokens": 4}}
+    train_locally(NodeConfig.model_validate(config | {"eval": short}), json_output=True)
+    words = {
+        QUESTIONS_PER_SEED: (["run"], ["starter", "--like", "run"]),
+        40: (["run", "--questions", "40"], ["run", "--set", "eval.questions=40"]),
+    }
+    for questions, ways in words.items():
+        for way in ways:
+            found = json.loads(CliRunner().invoke(app, ["eval", *way, "--json"]).stdout)
+            assert found["held_out"]["all"]["questions"] == questions
+    assert CliRunner().invoke(app, ["export", "run", "out"]).exit_code == 0
+    assert json.loads(Path("out/swarm-node.json").read_text())["eval"]["questions"] == QUESTIONS_PER_SEED
 
 
 def test_own_functions_judge_beside_the_checker() -> None:

@@ -23,12 +23,14 @@ from swarm_node.cli.app import app
 from swarm_node.cli.commands import export
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
-from swarm_node.config import NodeConfig
+from swarm_node.cli.commands.export_card import base_of
+from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
+from tests.support.gguf_files import write_gguf
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
@@ -170,6 +172,28 @@ def test_the_card_tells_of_the_training_and_of_no_machine(trained: Path) -> None
     assert len(warned) == 1 and "--base OWNER/NAME" in warned[0] and "--merged" in warned[0]
 
 
+@pytest.mark.parametrize("kind", [None, "maths"])
+def test_the_kind_of_answers_leaves_with_a_run(kind: str | None) -> None:
+    """It was guessed, or a table named it. The command for the same training has it, the columns and a length."""
+    lines = [{"prompt": f"What is {n} + {n}?", "solution": str(2 * n)} for n in range(20)]
+    Path("sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = {"file": "sums.jsonl", "question": "prompt", "answer": "solution", "kind": kind}
+    config = {"run_dir": "run", "rounds": 2, "tasks": [table], "rollouts": {"groups": 2, "max_new_tokens": 4}}
+    train_locally(NodeConfig.model_validate(config | {"eval": {"questions": 0}}), json_output=True)
+    own = read_own(Path("run/config.toml")).model_dump(mode="json", exclude_none=True)
+    own["minutes"] = float(own.pop("rounds"))
+    Path("run/config.toml").write_text(tomli_w.dumps(own))
+    export_run("run", "out", lambda sentence: None)
+    assert json.loads(Path("out/swarm-node.json").read_text())["kind"] == (kind or "number")
+    card, named = Path("out/README.md").read_text(), f', kind = "{kind}"' if kind else ""
+    asked = f'{{file = "QUESTIONS.jsonl", question = "prompt", answer = "solution"{named}}}'
+    assert f"swarm-node local --tasks '{asked}' --rounds 2" in card and "sums.jsonl" not in card
+    columns = '{file="sums.jsonl", question="prompt", answer="solution"}'
+    for target, judged in (("out", kind or "number"), ("starter", "number")):
+        found, _ = measured(target, "--tasks", columns, "--all", "--samples", "1")
+        assert found["settings"]["kind"] == judged
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_base_is_named_as_the_user_says(trained: Path, merged: bool) -> None:
     said = quietly(trained, "out", merged=merged, base="me/my-base")
@@ -179,6 +203,25 @@ def test_a_base_is_named_as_the_user_says(trained: Path, merged: bool) -> None:
     if not merged:
         assert json.loads(Path("out/adapter_config.json").read_text())["base_model_name_or_path"] == "me/my-base"
     assert str(trained) not in "".join(file.read_text() for file in Path("out").glob("*.json"))
+
+
+def test_a_base_made_of_a_gguf_file_is_named_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub has other weights: an adapter over them would not give the figures in the card."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hf"))
+    file = write_gguf(tmp_path / "tiny.gguf")
+    config = {"run_dir": "run", "rounds": 1, "tasks": ["small/gcd"], "rollouts": {"groups": 2, "max_new_tokens": 4}}
+    more = {"policy": {"model": str(file), "lora": True, "dtype": "float32"}, "eval": {"questions": 0}}
+    train_locally(NodeConfig.model_validate(config | more), json_output=True)
+    made = f"weights dequantised from tiny.gguf, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    for out, base in (("plain", None), ("named", "me/base"), ("merged", "me/base")):
+        said: list[str] = []
+        export_run("run", out, said.append, base=base, merged=out == "merged")
+        card = ModelCard.load(f"{out}/README.md")
+        assert made in card.text and "--model MODEL" in card.text and card.data.base_model == base
+        warned = [each for each in said if isinstance(each, Warned) and "adapter_config.json" in each]
+        assert not any("--base" in sentence for sentence in said) and len(warned) == (out != "merged")
+        assert all("--merged" in sentence for sentence in warned)
+    assert base_of(PolicyConfig(model="plain"), None).in_words == made, "an adapter that was trained further"
 
 
 def test_all_weights_need_no_merge() -> None:

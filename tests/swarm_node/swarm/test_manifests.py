@@ -24,7 +24,7 @@ from swarm_node.swarm.manifests import (
     with_usual_columns,
     write_manifest,
 )
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks import hub_data, load_tasks
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
 from swarm_node.tasks.reasoning_gym import ReasoningGym
@@ -212,6 +212,23 @@ def test_named_columns_become_the_usual_ones(tmp_path: Path) -> None:
         with_usual_columns([table], tmp_path, print)
     Path("usual.jsonl").write_text('{"question": "1+1?", "answer": 2}\n')
     assert with_usual_columns(["small", "usual.jsonl"], tmp_path, print) == ["small", "usual.jsonl"]
+
+
+def test_a_hub_s_json_lines_become_the_questions_of_a_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as members read them already, but lie in the hub's cache, in one or more files."""
+    Path("cache").mkdir()
+    files = [Path("cache/0.jsonl"), Path("cache/1.jsonl")]
+    for number, file in enumerate(files):
+        file.write_text("".join(f'{{"question": "{number}{n}+1?", "answer": "{n + 1}"}}\n' for n in range(40)))
+    monkeypatch.setattr(hub_data, "files_of", lambda name: hub_data.HubFiles(hub_data.parse(name), files))
+    told = CliRunner().invoke(app, ["new", "--name", "sums", "--tasks", "hf:org/sums"])
+    assert told.exit_code == 0, told.output
+    (task,) = parse_manifest(Path("sums.toml").read_bytes()).tasks
+    assert (task.name, task.kind, task.source) == ("sums-questions", "number", "")
+    assert hashlib.sha256(Path("sums-questions.jsonl").read_bytes()).hexdigest() == task.sha256
+    questions = [json.loads(line)["question"] for file in files for line in file.read_text().splitlines()]
+    copied = Path("sums-questions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["question"] for line in copied] == questions
 
 
 def test_a_manifest_names_the_kind_of_answers() -> None:
