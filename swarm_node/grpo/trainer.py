@@ -95,8 +95,7 @@ class Trainer:
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
-        dear = policy.device.type != "cpu" or any(map(is_packed, policy.model.parameters()))  # each pass dequantises
-        self._padding = batch.PADDING if dear else batch.padding_on_cpu(policy.width)
+        self._padding = _most_padding(policy)
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
         self._said: set[str] = set()  # failures of `logprobs` that were reported
@@ -396,6 +395,13 @@ def _down_sampled(groups: Sequence[Group], advantages: Tensor, config: GrpoConfi
             group = down_sampled(whole, config.answers, rng, finished=config.mask_truncated)
         kept.append(group)
     return kept
+
+
+def _most_padding(policy: Policy) -> float:
+    """Padding tokens of a microbatch that cost as much as another pass; where weights are quantised, each pass
+    dequantises them."""
+    dear = policy.device.type != "cpu" or any(map(is_packed, policy.model.parameters()))
+    return batch.PADDING if dear else batch.padding_on_cpu(policy.width)
 
 
 def _recorded(group: Group, rollout: Rollout, top_p: float) -> np.ndarray:
