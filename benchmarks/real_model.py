@@ -28,6 +28,7 @@ weights are trained.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -130,16 +131,16 @@ def questions_of(spec: dict[str, Any]) -> list[str]:
 
 def run_ours(spec: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.decode import limit_of
-    from swarm_node.cli.commands.bench_arms import endless_engine, our_steps, peak_bytes
-    from swarm_node.config import RolloutsConfig
+    from swarm_node.cli.commands.bench_arms import config_of, endless_engine, our_steps, peak_bytes
     from swarm_node.policy.dtypes import name_of
     from swarm_node.policy.engines.native import NativeEngine
     from swarm_node.policy.loading import load_policy
     from swarm_node.types import Task
 
     work = work_of(spec)
-    rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
-    policy = load_policy(policy_of(spec), rollouts, lambda text: print(text, file=sys.stderr))
+    config = config_of(work)
+    said = functools.partial(print, file=sys.stderr)
+    policy = load_policy(policy_of(spec), config.rollouts, said, of_round=lambda policy: config)
     if spec["who"] == EAGER:
         policy.engine = policy.engine_of(NativeEngine)
     if spec["shape"] == REAL:

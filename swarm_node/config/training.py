@@ -277,5 +277,6 @@ class EvalConfig(Section):
     """Rounds between two evaluations while the run trains; 0 = only before and after it. The best checkpoint by
     held-out pass@1 (mean reward with `rewards.checker_weight` = 0) is then kept beside the newest ones."""
     share: float = Field(0.05, gt=0, le=1)
-    """Most of the time that evaluations take while the run trains: one that would take more waits for a later round
-    that is due. 1 = no limit."""
+    """Most of the time that evaluations take while the run trains, in all its starts together: one that would take
+    more waits for a later round that is due. The first one waits for at most five times its own time, and the next
+    ones make up for that. 1 = no limit."""

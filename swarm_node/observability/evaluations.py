@@ -137,6 +137,8 @@ class HeldOutRecord(msgspec.Struct):
     seconds: float = 0.0  # seconds that the latest evaluation took
     asked: int = 0  # questions of each evaluation, if that before training had no time for more; 0 = `eval.questions`
     worse: dict[str, str] = {}  # `remarks` of `falling` about `last`
+    trained_s: float = 0.0  # seconds of training in all starts, to the end of the latest round
+    spent_s: float = 0.0  # seconds of all evaluations while the run trained
 
     def by_round(self, with_reward: bool) -> dict[int, dict[str, float]]:
         """Round (0 = before training) -> the number of questions and the figures over all tasks, as far as measured."""

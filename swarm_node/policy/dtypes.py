@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swarm_node.config import NodeConfig, RolloutsConfig
+from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.architecture import largest
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.probes import ProbeText, bf16_slowdown, update_seconds
+from swarm_node.policy.probes import ProbeText, bf16_slowdown, update_seconds, update_tokens
 from swarm_node.say import Detail
 from swarm_node.types import Sampling
 
@@ -75,9 +75,10 @@ def expected(
 
 
 def fastest(
-    choice: DtypeChoice, make: Callable[[torch.dtype], Policy], rollouts: RolloutsConfig
+    choice: DtypeChoice, make: Callable[[torch.dtype], Policy], of_round: Callable[[Policy], NodeConfig]
 ) -> tuple[Policy, DtypeChoice]:
-    """The policy that `make` gives in the type in which a round takes less time, of float32 and bfloat16.
+    """The policy that `make` gives in the type in which a round of the settings `of_round` takes less time, of float32
+    and bfloat16.
 
     One policy exists at a time. The type that is expected to win is tried last, so that it need not be made again.
     A type in which the model cannot be trained is not taken. Raises UserError if it cannot be in either.
@@ -91,7 +92,7 @@ def fastest(
         except UserError as error:
             refused[dtype] = error
             continue
-        seconds[dtype] = short_round(policy, rollouts)
+        seconds[dtype] = short_round(policy, of_round(policy))
         policy.report(Detail(f"a short round in {name_of(dtype)} takes {seconds[dtype]:.1f} s"))
     if not seconds:
         raise refused[choice.dtype]
@@ -123,11 +124,12 @@ def with_dtype(config: NodeConfig, policy: Policy) -> NodeConfig:
     return config.model_copy(update={"policy": fixed})
 
 
-def short_round(policy: Policy, rollouts: RolloutsConfig) -> float:
-    """Seconds of a round with the paths of `policy`, reckoned from at most `ROWS` answers of a few tokens.
+def short_round(policy: Policy, config: NodeConfig) -> float:
+    """Seconds of a round of `config` with the paths of `policy`, reckoned from at most `ROWS` answers of a few tokens.
 
     copy of the weights + steps of sampling + tokens of an update, each measured after a pass that warms caches up
     """
+    rollouts = config.rollouts
     n, new = rollouts.group_size, rollouts.max_new_tokens
     groups = max(1, min(rollouts.groups or ROWS // n, ROWS // n))
     text = ProbeText.of(policy)
@@ -135,11 +137,10 @@ def short_round(policy: Policy, rollouts: RolloutsConfig) -> float:
     steps = max(1, min(STEPS, new - WARM, policy.max_positions - len(prompt) - WARM))
     warm, whole = (_sampling_s(policy, [prompt] * groups, n, length) for length in (WARM, WARM + steps))
     step = max(0.0, whole - warm) / steps
-    copies = 1 if policy.packing else n  # of the prompt in the rows of an update
-    trained = groups * (n * new + copies * len(prompt))
+    tokens, passes = update_tokens(policy, rollouts, config.grpo, len(prompt), new)
     row = (prompt * ROW)[: min(ROW, policy.max_positions)]
     update = [update_seconds(policy, part) for part in (row[:WARM], row)][-1]
-    return warm + step * (new - WARM) + trained * update / len(row)
+    return warm + step * (new - WARM) + groups * tokens * passes * update / len(row)
 
 
 def _sampling_s(policy: Policy, prompts: list[list[int]], n: int, length: int) -> float:

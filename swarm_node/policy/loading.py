@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
-from swarm_node.config import PolicyConfig, RolloutsConfig
+from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, trains_layers, with_adapter
@@ -81,10 +81,12 @@ def load_policy(
     samples: bool = True,
     check: Callable[[Plan], None] = lambda plan: None,
     fit: Callable[[Policy], object] = lambda policy: None,
+    of_round: Callable[[Policy], NodeConfig] | None = None,
 ) -> Policy:
     """Load the policy that `config` names, and report the choices that were made. Without `samples`, nothing is
     reported about sampling and training, which the policy will not do. `check` is called before weights are fetched,
-    and `fit` before anything is sampled, to make that fit into memory.
+    and `fit` before anything is sampled, to make that fit into memory. `of_round` gives the settings of the rounds for
+    which the faster type is taken; None = `rollouts` and the defaults of an update.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
@@ -100,7 +102,7 @@ def load_policy(
         return policy
 
     if plan.choice.timed:
-        policy, choice = _fastest(plan, made, rollouts, report, check)
+        policy, choice = _fastest(plan, made, of_round or (lambda policy: NodeConfig(rollouts=rollouts)), report, check)
         plan = replace(plan, choice=choice)
     else:
         policy = made(plan)
@@ -133,7 +135,7 @@ def load_policy(
 def _fastest(
     plan: Plan,
     make: Callable[[Plan], Policy],
-    rollouts: RolloutsConfig,
+    of_round: Callable[[Policy], NodeConfig],
     report: Callable[[str], None],
     check: Callable[[Plan], None],
 ) -> tuple[Policy, DtypeChoice]:
@@ -145,7 +147,7 @@ def _fastest(
         choice = DtypeChoice(torch.bfloat16, "float32 does not fit into memory")
         return make(replace(plan, choice=choice)), choice
     report(Detail("timing a short round in float32 and in bfloat16"))
-    return fastest(plan.choice, lambda dtype: make(replace(plan, choice=DtypeChoice(dtype, ""))), rollouts)
+    return fastest(plan.choice, lambda dtype: make(replace(plan, choice=DtypeChoice(dtype, ""))), of_round)
 
 
 def _policy_of(

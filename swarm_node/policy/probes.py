@@ -231,15 +231,23 @@ def round_seconds(
     new = rollouts.max_new_tokens if tokens is None else tokens
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * new
-    kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
-    copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
-    row = kept * new + copies * length
+    row, passes = update_tokens(policy, rollouts, grpo, length, new)
     trained = teaching * rollouts.groups * row
-    passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
     per_sampled, per_trained = _measure(policy, prompts[0], rollouts, min(round(row), MEASURED_ROW))
     per_sampled = per_sampled if per_token_s is None else per_token_s
     seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
     return seconds + trained * passes * per_trained
+
+
+def update_tokens(
+    policy: Policy, rollouts: RolloutsConfig, grpo: GrpoConfig, prompt: int, new: float
+) -> tuple[float, float]:
+    """Tokens of a group in an update, and how often they pass through the model and back. `prompt`, `new`: tokens of
+    the prompt and of each completion."""
+    kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
+    copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
+    passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
+    return kept * new + copies * prompt, passes
 
 
 def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig, trained: int) -> tuple[float, float]:

@@ -24,8 +24,8 @@ QUESTIONS, SAMPLES = 8, 4
 
 
 def with_answer_length(config: NodeConfig, policy: Policy, tasks: TaskSet, say: Say) -> NodeConfig:
-    """`config` with the length limit of answers for `policy`, if nobody has set it and sampling counts, which it does
-    from `SMALL` parameters on. Gives `config` itself otherwise."""
+    """`config` with the length limit of answers for `policy`, which is then set, if nobody has set it and sampling
+    counts, which it does from `SMALL` parameters on. Gives `config` itself otherwise."""
     rollouts = config.rollouts
     if "max_new_tokens" in rollouts.model_fields_set or policy.num_parameters() < SMALL:
         return config
@@ -41,5 +41,7 @@ def with_answer_length(config: NodeConfig, policy: Policy, tasks: TaskSet, say: 
         ended = sum(answer.finished for group in groups for answer in group) / (SAMPLES * len(prompts))
         if ended >= ENDED:
             say(f"answers may take {length} tokens, of which {ended:.0%} need fewer: rollouts.max_new_tokens")
-            return config.model_copy(update={"rollouts": rollouts.model_copy(update={"max_new_tokens": length})})
-    return config
+            break
+    else:
+        length = rollouts.max_new_tokens
+    return config.model_copy(update={"rollouts": rollouts.model_copy(update={"max_new_tokens": length})})

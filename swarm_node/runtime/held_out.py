@@ -41,6 +41,7 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 Allowed = Callable[[], AbstractContextManager[None]]
 QUICK_S = 2.0  # a measurement that takes less is made once more after a stop
+FIRST = 5.0  # times as long as an evaluation takes: so much training before the first one is enough
 
 
 class HeldOutFigures:
@@ -75,7 +76,7 @@ class HeldOutFigures:
         self.is_new_best = False  # whether the latest evaluation was the best one, and its checkpoint is due
         self._broken_off = False  # whether a stop ended an evaluation
         self.doing = ""  # what is being measured now; empty = nothing
-        self._since = time.monotonic()  # when training began, or went on after an evaluation
+        self._since = time.monotonic()  # from when on training is not in `figures.trained_s`
         self._told_of_share = False  # whether it was said that evaluations are left out
         self._noticed: set[str] = set()  # keys of the remarks that the latest evaluation gave reason for
         self._said: set[str] = set()  # keys of the remarks that were made and hold
@@ -143,12 +144,18 @@ class HeldOutFigures:
         self._since = time.monotonic()
 
     def due(self, round: int) -> bool:
-        """Whether to evaluate after this round: it is one of the `eval.every`, and the share of time allows it."""
-        settings = self._config.eval
-        if not settings.questions or not settings.every or round % settings.every:
+        """Count the training before the end of this round, and tell whether to evaluate after it: it is one of the
+        `eval.every`, and the share of time allows it."""
+        settings, figures, now = self._config.eval, self.figures, time.monotonic()
+        if not settings.questions or not settings.every:
             return False
-        trained_s = time.monotonic() - self._since
-        allowed = self.figures.seconds * (1 - settings.share) <= settings.share * trained_s
+        figures.trained_s += now - self._since
+        self._since = now
+        if round % settings.every:
+            return False
+        ratio = 1 / settings.share - 1  # of training to evaluations
+        ratio = ratio if figures.round else min(ratio, FIRST)
+        allowed = figures.trained_s >= ratio * (figures.spent_s + figures.seconds)
         if not allowed and "every" in settings.model_fields_set and not self._told_of_share:
             self._told_of_share = True
             share = f"{100 * settings.share:g} % of the time; `--set eval.share=1` makes them all"
@@ -157,7 +164,11 @@ class HeldOutFigures:
 
     def measure_during(self, round: int) -> dict[str, float]:
         """Measure after a round; the metrics, which are empty if no question is held out. Says if something fell."""
-        now = self._measure(f"after round {round}", round)
+        began = time.monotonic()
+        try:
+            now = self._measure(f"after round {round}", round)
+        finally:  # one that a signal ends has taken time as well
+            self.figures.spent_s += time.monotonic() - began
         if not now.table:
             return {}
         self._remark()

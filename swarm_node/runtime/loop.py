@@ -387,8 +387,13 @@ def _load(config: NodeConfig, run: RunDir, tasks: TaskSet, limits: ResourceLimit
     def fit(policy: Policy) -> None:
         fit_sampling(policy, hardware_of(policy.device, limits.own_memory), rollouts, rollouts.group_size)
 
-    policy = load_policy(config.policy, rollouts, say, check=partial(check_plan, config), fit=fit)
-    return policy, with_answer_length(with_dtype(config, policy), policy, tasks, partial(say, kind="start"))
+    def of_round(policy: Policy) -> NodeConfig:
+        nonlocal config
+        config = with_answer_length(config, policy, tasks, partial(say, kind="start"))
+        return config
+
+    policy = load_policy(config.policy, rollouts, say, check=partial(check_plan, config), fit=fit, of_round=of_round)
+    return policy, with_dtype(of_round(policy), policy)
 
 
 def _asked(tasks: TaskSet, node: Node) -> list[list[int]]:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,12 @@ def rewards(n: int) -> list[float]:
     return [float(i % 2) for i in range(n)]
 
 
+def config_of(work: StepWork) -> NodeConfig:
+    """The settings of our steps, which train on all answers, as TRL does."""
+    rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
+    return NodeConfig(rollouts=rollouts, grpo=GrpoConfig(learning_rate=work.learning_rate, answers=0))
+
+
 def our_steps(
     policy: Policy,
     tasks: Sequence[Task],
@@ -80,11 +87,11 @@ def our_steps(
 ) -> Times:
     """Steps of this package on `tasks`, `work.prompts` of them in each step. `fit`: they fit into free memory, as those
     of a run do. UserError if they cannot, or if a question does not fit the model."""
-    rollouts = RolloutsConfig(groups=work.prompts, group_size=work.group_size, max_new_tokens=work.new)
-    grpo = GrpoConfig(learning_rate=work.learning_rate, answers=0)  # trains on all answers, as TRL does
-    trainer = Trainer(policy, grpo, Sampling(work.new), lambda sentence: print(sentence, file=sys.stderr))
+    config = config_of(work)
+    rollouts = config.rollouts
+    trainer = Trainer(policy, config.grpo, Sampling(work.new), lambda sentence: print(sentence, file=sys.stderr))
     if fit:
-        config = NodeConfig(policy=policy.config, rollouts=rollouts, grpo=grpo)
+        config = config.model_copy(update={"policy": policy.config})
         prompts = [policy.encode(task.question) for task in tasks[: work.prompts]]
         Fitting(trainer, prompts, config, hardware_of(policy.device)).fit()
 
@@ -217,12 +224,14 @@ def measure_arm(spec: Spec) -> Arm:
 
 
 def _measure_ours(spec: Spec, config: PolicyConfig) -> Arm:
-    rollouts = RolloutsConfig(group_size=spec.work.group_size, max_new_tokens=spec.work.new)
+    steps = config_of(spec.work)
+    rollouts = steps.rollouts
 
     def fit(policy: Policy) -> None:
         fit_sampling(policy, hardware_of(policy.device), rollouts, rollouts.group_size)
 
-    policy = load_policy(config, rollouts, lambda sentence: print(sentence, file=sys.stderr), fit=fit)
+    report = partial(print, file=sys.stderr)
+    policy = load_policy(config, rollouts, report, fit=fit, of_round=lambda policy: steps)
     if spec.work.new > policy.max_positions // 2:
         raise UserError(f"--length {spec.work.new}: this model takes at most {policy.max_positions // 2}")
     work = _with_prompts(spec.work, policy.device, policy.num_parameters())

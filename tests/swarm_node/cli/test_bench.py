@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import bench
 from swarm_node.cli.commands.bench import Arm, BenchRequest, Result, Spec, StepWork, describe, quartiles, table
-from swarm_node.cli.commands.bench_arms import endless_engine, goes_on, rewards
+from swarm_node.cli.commands.bench_arms import endless_engine, goes_on, measure_arm, rewards
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import dtypes
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Sampling
 
@@ -58,6 +59,16 @@ def test_both_arms_do_the_same_work() -> None:
     document = json.loads(json.dumps(describe(config(), REQUEST, results)))
     assert document["arms"]["ours"]["engine"] == "native" and document["arms"]["trl"]["engine"].startswith("TRL")
     assert any(line.startswith("TRL takes ") for line in table(document))
+
+
+def test_the_type_is_chosen_for_the_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[NodeConfig] = []
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 1.0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: timed.append(config) or 1.0)
+    adapter = {"model": "starter", "lora": True, "lora_rank": 2, "device": "cpu"}
+    measure_arm(Spec("ours", adapter, StepWork(prompts=1, group_size=6, new=4, steps=1)))
+    found = [(each.rollouts.group_size, each.rollouts.max_new_tokens, each.grpo.answers) for each in timed]
+    assert found == [(6, 4, 0)] * 2, "all answers are trained on"
 
 
 @pytest.mark.parametrize("kind", ["native", "transformers"])

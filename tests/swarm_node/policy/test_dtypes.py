@@ -6,6 +6,7 @@ import json
 import shutil
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 
 
+def of_round(policy):
+    return NodeConfig(rollouts=ROLLOUTS)
+
+
 def adapter_of(folder, **options):
     """A policy that trains an adapter, and what was said."""
     said = []
@@ -34,7 +39,7 @@ def adapter_of(folder, **options):
 def test_a_round_decides_and_not_a_layer(layer, seconds, dtype, tmp_path, monkeypatch):
     """`layer`, `seconds`: in bfloat16, where float32 takes 1. Little is not worth the rounding."""
     monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: layer)
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: seconds if policy.dtype == BF16 else 1.0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: seconds if policy.dtype == BF16 else 1.0)
     policy, said = adapter_of(save("llama", tmp_path))
     assert policy.dtype == dtype and isinstance(policy.engine, NativeEngine)
     assert all(p.dtype == F32 for p in policy.trainable_parameters())
@@ -42,7 +47,7 @@ def test_a_round_decides_and_not_a_layer(layer, seconds, dtype, tmp_path, monkey
 
 
 def test_no_round_is_timed_where_a_layer_is_hopeless_or_none_will_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: 1 / 0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: 1 / 0)
     monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 5.0)
     config = PolicyConfig(model=str(save("llama", tmp_path)), lora=True, device="cpu")
     assert load_policy(config, ROLLOUTS, lambda text: None).dtype == F32
@@ -63,7 +68,7 @@ def test_a_large_model_is_not_loaded_twice(monkeypatch):
 
 def test_memory_for_bfloat16_alone_decides(tmp_path, monkeypatch):
     monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 0.1)
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: 1 / 0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: 1 / 0)
 
     def check(plan):
         if plan.dtype == F32:
@@ -90,14 +95,14 @@ class _Made:
     ("times", "made"), [({F32: 1.0, BF16: 0.5}, [F32, BF16]), ({F32: 1.0, BF16: 2.0}, [F32, BF16, F32])]
 )
 def test_one_policy_exists_at_a_time(times, made, monkeypatch):
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: times[policy.dtype])
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: times[policy.dtype])
     asked = []
-    policy, choice = fastest(DtypeChoice(BF16, "", True), lambda dtype: asked.append(dtype) or _Made(dtype), ROLLOUTS)
+    policy, choice = fastest(DtypeChoice(BF16, "", True), lambda dtype: asked.append(dtype) or _Made(dtype), of_round)
     assert asked == made and policy.dtype == choice.dtype == made[-1]
 
 
 def test_a_type_in_which_the_model_is_refused_is_not_taken(monkeypatch):
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: 1.0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: 1.0)
 
     def only(*possible):
         def made(dtype):
@@ -108,11 +113,11 @@ def test_a_type_in_which_the_model_is_refused_is_not_taken(monkeypatch):
         return made
 
     for dtype in (F32, BF16):
-        policy, choice = fastest(DtypeChoice(BF16, "", True), only(dtype), ROLLOUTS)
+        policy, choice = fastest(DtypeChoice(BF16, "", True), only(dtype), of_round)
         assert policy.dtype == choice.dtype == dtype and "cannot be trained" in choice.why
         del policy
     with pytest.raises(UserError, match="not in torch.bfloat16"):
-        fastest(DtypeChoice(BF16, "", True), only(), ROLLOUTS)
+        fastest(DtypeChoice(BF16, "", True), only(), of_round)
 
 
 def test_an_adapter_with_whole_layers_is_in_float32(tmp_path, monkeypatch):
@@ -134,8 +139,21 @@ def test_an_adapter_with_whole_layers_is_in_float32(tmp_path, monkeypatch):
 def test_a_short_round_leaves_the_policy_as_it_was(kind, tmp_path):
     policy, _ = adapter_of(save(kind, tmp_path), dtype="bfloat16")
     before = policy.fingerprint
-    assert short_round(policy, ROLLOUTS) > 0
+    assert short_round(policy, of_round(policy)) > 0
     assert policy.fingerprint == before and all(p.grad is None for p in policy.trainable_parameters())
+
+
+@pytest.mark.parametrize(("answers", "kept"), [(4, 4), (0, 8), (16, 8)])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_short_round_trains_what_a_round_does(answers, kept, packing, tmp_path, monkeypatch):
+    """Sampling takes no time here, and a token of an update one second."""
+    monkeypatch.setattr(dtypes, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(dtypes, "update_seconds", lambda policy, row: float(len(row)))
+    policy, _ = adapter_of(save("llama", tmp_path), dtype="float32")
+    prompt = min(dtypes.PROMPT, policy.max_positions - ROLLOUTS.max_new_tokens)
+    grpo = {"answers": answers, "packing": packing, "iterations": 2}
+    tokens = 4 * (8 * kept + prompt * (1 if packing else kept))
+    assert policy.packing and short_round(policy, NodeConfig(rollouts=ROLLOUTS, grpo=grpo)) == pytest.approx(2 * tokens)
 
 
 def test_a_short_round_keeps_to_the_room(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.observability.evaluations import HeldOutRecord, newest_checkpoint, record_of
 from swarm_node.policy import dtypes
+from swarm_node.rollouts import answer_length
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.rollouts.probe_answers import ProbeAnswers
 from swarm_node.runtime import records
@@ -72,7 +73,7 @@ def test_the_type_that_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     """A later start, `eval` and `export` have it, whatever a measurement would say now."""
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
     monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 1.0)
-    monkeypatch.setattr(dtypes, "short_round", lambda policy, rollouts: seconds[policy.dtype])
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: seconds[policy.dtype])
     of_adapter = {"policy": {"lora": True, "lora_rank": 2, "device": "cpu"}, "averaging": {"method": "none"}}
     start(1, **of_adapter)
     assert load_config(Path("run/config.toml")).policy.dtype == "bfloat16"
@@ -84,6 +85,18 @@ def test_the_type_that_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert policy.dtype == torch.bfloat16 and config.policy.dtype == "bfloat16"
     start(1, run_dir="anew", **of_adapter)
     assert load_config(Path("anew/config.toml")).policy.dtype == "float32"
+
+
+def test_the_type_is_measured_with_rounds_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[NodeConfig] = []
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 1.0)
+    monkeypatch.setattr(dtypes, "short_round", lambda policy, config: timed.append(config) or 1.0)
+    monkeypatch.setattr(answer_length, "SMALL", 1)
+    adapter = {"lora": True, "lora_rank": 2, "device": "cpu"}
+    said = start(1, rollouts={"groups": 2, "group_size": 4}, policy=adapter, grpo={"answers": 2})
+    assert sum(text.startswith("answers may take 32 tokens") for text in said) == 1, "it is measured in one type"
+    assert [(each.rollouts.max_new_tokens, each.grpo.answers) for each in timed] == [(32, 2)] * 2
+    assert load_config(Path("run/config.toml")).rollouts.max_new_tokens == 32
 
 
 def test_moments_in_8_bits_resume_bit_for_bit() -> None:
