@@ -95,7 +95,6 @@ class Trainer:
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
-        self._padding = _most_padding(policy)
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
         self._said: set[str] = set()  # failures of `logprobs` that were reported
@@ -303,7 +302,7 @@ class Trainer:
             limit = min(limit, logits_bytes(self.policy.device) // (4 * self.policy.vocabulary))
         if self.policy.microbatches > 1:
             limit = min(limit, max(1, sum(row.length for row in rows) // self.policy.microbatches))
-        return batch.plan(rows, self.packing, limit, self.policy.width, self._padding)
+        return batch.plan(rows, self.packing, limit, self.policy.width, _most_padding(self.policy))
 
     def _token_batches(self, microbatches: list[list[batch.Row]], flat: batch.Flat) -> Iterator[TokenBatch]:
         for rows in microbatches:
