@@ -18,7 +18,9 @@ from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import dump_own
+from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.tail import Tail
+from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import answered, metrics, write
 
 Change = Callable[[Path], object]
@@ -206,6 +208,46 @@ def test_a_strangers_run_writes_no_file_elsewhere(name: str, trained: Path, tmp_
     done = CliRunner().invoke(app, ["resume", str(run), "--rounds", "2", "--set", "rewards.functions=[]"])
     assert done.exit_code == 2 and f"{run / name} is no file, but a link" in done.output, done.output
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "below"),
+    [
+        *[("files", "ab/q.jsonl"), ("peers", "config.toml"), ("plots", "rewards.png"), ("export", "config.json")],
+        *[("checkpoints", "round-00000001/state.json"), ("stages", "0/round-00000001/state.json")],
+    ],
+)
+def test_no_linked_directory_leads_to_files_elsewhere(name: str, below: str, tmp_path: Path) -> None:
+    run, mine, other = a_run(tmp_path / "run"), tmp_path / "mine", tmp_path / "run/other"
+    mine.touch()
+    (other / below).parent.mkdir(parents=True)
+    (other / below).symlink_to(mine)
+    (run / name).symlink_to("other")
+    with pytest.raises(UserError, match="is no file, but a link"):
+        RunDir.open(run)
+
+
+@pytest.mark.parametrize("name", ["export", "files", "peers", "plots", "wandb-id.txt"])
+def test_only_what_is_large_may_be_on_another_disk(name: str, tmp_path: Path) -> None:
+    run, other = a_run(tmp_path / "run"), tmp_path / "other"
+    other.mkdir()
+    for large in ("checkpoints", "stages"):
+        (run / large).symlink_to(other)
+    RunDir(run).check_usable()
+    (run / name).symlink_to(other)
+    with pytest.raises(UserError, match=f"{name} is no file, but a link"):
+        RunDir.open(run)
+
+
+def test_a_directory_that_shows_nothing_is_refused(tmp_path: Path) -> None:
+    """Its files cannot be listed, but opened by name."""
+    run, folder = a_run(tmp_path / "run"), tmp_path / "run/files/ab"
+    folder.mkdir(parents=True)
+    (folder / "q.jsonl").symlink_to(tmp_path / "mine")
+    folder.chmod(0o311)
+    with pytest.raises(UserError):
+        RunDir.open(run)
+    folder.chmod(0o755)
 
 
 def test_the_page_reads_no_pipe(tmp_path: Path) -> None:
