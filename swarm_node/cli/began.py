@@ -23,8 +23,8 @@ def where_it_began(message: str, values: Mapping[str, Any]) -> str:
         except UserError:  # that is what the error is about
             continue
         for path in _paths(config):
-            place = Path(path).expanduser()
-            if not place.is_absolute() and str(place) in message and not place.exists():
+            place = Path(path)
+            if not place.is_absolute() and path[:1] != "~" and str(place) in message and not place.exists():
                 return f"; {place} in {file} is relative to where the run began: give the command there"
     return ""
 

@@ -81,7 +81,9 @@ def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> 
     """The configuration in a run's config.toml. A key that this version does not know is reported and left out. Raises
     UserError if the file cannot be read, or another value in it is wrong."""
     table = read_toml(file, "the run's settings")
-    if (gone := table.get("grpo", {}).get("correction")) in GONE:
+    grpo = table.get("grpo")
+    gone = grpo.get("correction") if isinstance(grpo, dict) else None
+    if isinstance(gone, str) and gone in GONE:
         del table["grpo"]["correction"]
         say(Warned(f'{file} has grpo.correction = "{gone}", which is no more; a clone has it as {GONE[gone]}'))
     try:

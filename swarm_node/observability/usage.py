@@ -91,10 +91,11 @@ class ProcessTree:
                     self._cpu_s[child] = sum(child.cpu_times()[:2])
         return time.process_time() + sum(self._cpu_s.values())
 
-    def rss(self) -> int:
-        """Bytes of memory; a shared page counts once per process. Raises OSError if the system does not tell."""
+    def rss(self, alone: bool = False) -> int:
+        """Bytes of memory, of this process `alone` or of all; a shared page counts once per process. Raises OSError if
+        the system does not tell."""
         total = 0
-        for process in (self._me, *self._look()):
+        for process in [self._me] if alone else (self._me, *self._look()):
             with suppress(psutil.Error):
                 total += process.memory_info().rss
         return total

@@ -34,6 +34,7 @@ from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare,
 from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import Checkpoint, read_checkpoint
 from swarm_node.storage.model_names import model_name
+from swarm_node.storage.plain_files import as_a_node_writes
 from swarm_node.storage.rundir import RunDir
 
 Say = Callable[[str], None]
@@ -89,7 +90,8 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
             read[-1].tensors.pop("optimizer", None)  # twice as large as the weights, and not exported
         else:
             break
-    stages = _weights(config, plan, chosen, read)
+    with as_a_node_writes(runs[0].path):
+        stages = _weights(config, plan, chosen, read)
     updates = [one.updates for one in chosen]
     if len(set(updates)) > 1:
         listed = ", ".join(f"stage {one.stage} after update {one.updates}" for one in chosen)

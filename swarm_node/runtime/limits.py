@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -109,6 +109,10 @@ class MemoryLimit:
         """A sentence if the node takes more than the limit now, else empty. Raises OSError."""
         return self.exceeded_by(self._processes.rss()) if self else ""
 
+    def within(self, most: int) -> bool:
+        """Whether this process alone takes less than `most` bytes now. Raises OSError."""
+        return self._processes.rss(alone=True) < most
+
 
 class Allowance:
     """A budget of CPU time: `rate` seconds per second."""
@@ -170,8 +174,6 @@ class ResourceLimits:
     ) -> None:
         self.reason = ""  # why the node is paused; empty = it is not
         self.over: UserError | None = None  # why the node had to leave, if it took too much memory
-        self.gets_on: Callable[[], bool] = lambda: False
-        """Returns whether this start has done a round. If none is, the next start would end in the same way."""
         self._paused_s = 0.0
         self._waits_since: float | None = None
         self._config = config = config.in_force()
@@ -258,18 +260,24 @@ class ResourceLimits:
             self._waits_since = None
             self._paused_s += time.monotonic() - began
 
+    def _may_get_on(self) -> bool:
+        """Whether the next start may do a round: this run has done one, or what grew is a member's network. Raises
+        OSError."""
+        return self._run.has_rounds or (self._member and self._memory.within(self.own_memory))
+
     def _watch(self, stop: Stopper, ended: threading.Event) -> None:
         once = Once(self._say)
         while not ended.wait(PAUSE_CHECK_S if self._memory else MACHINE_CHECK_S):
             try:
                 self.look(ended)
                 exceeded = self._memory.exceeded() if self.over is None else ""
+                gets_on = bool(exceeded) and self._may_get_on()
             except OSError as error:  # too many open files, for one
                 once("look", Warned(f"limits and pauses wait until this machine can be looked at again: {error}"))
                 continue
             if exceeded and not ended.is_set():
-                over, code, then = UserError, USER_ERROR, "this start did no round, and the next would do none"
-                if self.gets_on():
+                over, code, then = UserError, USER_ERROR, "this run has done no round, and the next start would do none"
+                if gets_on:
                     over, code, then = TemporaryError, TEMPORARY, "what it had learned is saved"
                 self.over = over(f"the node took {exceeded}; {then}")
                 stop.notice(MEMORY_LEAVE_S, exit_code=code)

@@ -143,7 +143,6 @@ class Run:
         self.records = RunRecords(config, run, self.node.round, self.console.health, stack, decode)
         self.state.catch_up()
         self.began_at = self.node.round  # the round after which this start resumed; 0 if it began anew
-        self.limits.gets_on = lambda: self.node.round > self.began_at
         if crew is None:
             self.checkpoints.check_room(self.state.checkpoint_bytes, best=self.held_out.keeps_best)
         if resumed:

@@ -15,6 +15,8 @@ from pathlib import Path
 from swarm_node.errors import UserError
 from swarm_node.say import in_short
 
+LINKED = {"checkpoints", "stages"}  # directories of a run that may be links, as to another disk
+
 
 def open_plain(path: Path) -> BufferedReader:
     """The file at `path`, open for reading. Raises OSError, also if it is no regular file."""
@@ -47,11 +49,19 @@ def as_a_node_writes(run: Path) -> Iterator[None]:
 
 def check_plain(own: Path, key: Path) -> None:
     """Raise UserError unless `own`, which is of a run, is a file or a directory, and all below it: what the run writes
-    would go elsewhere. A directory itself may be a link, and so may the file `key`, which is only read."""
-    if own.is_symlink() and (own.is_dir() or (own == key and own.is_file())):
+    would go elsewhere. One of `LINKED` may itself be a link to a directory, and `key`, which is only read, to a file.
+    Raises OSError where files lie that cannot be listed."""
+    if own == key and own.is_file():
         return
-    below = (Path(folder, name) for folder, *names in os.walk(own) for name in chain(*names))
-    for path in (own, *below):
+    top = own.resolve() if own.name in LINKED and own.is_symlink() and own.is_dir() else own
+    below = (Path(folder, name) for folder, *names in os.walk(top, onerror=_unless_shut) for name in chain(*names))
+    for path in chain([top], below):
         with suppress(FileNotFoundError):  # a node that runs there removes some
             if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
                 raise UserError(f"{path} is no file, but a link, a pipe, a device or the like: remove it")
+
+
+def _unless_shut(error: OSError) -> None:
+    """Raise `error` of a directory that cannot be listed, but entered: writing would follow links in it."""
+    if isinstance(error, PermissionError) and os.access(error.filename, os.X_OK):
+        raise error

@@ -54,7 +54,7 @@ from swarm_node.storage.plain_files import check_plain, read_plain
 RUN_FILES = {  # of a directory in which a run began, but did not get as far as its config.toml
     *("lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "checkpoints", "best.json", "stages", "export"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("plots", "peers", "paused", "waits", "stop", "health.json", "page"),
+    *("plots", "peers", "paused", "waits", "stop", "health.json", "page", "wandb-id.txt", "trackio-id.txt"),
 }
 BOOTSTRAP = "bootstrap"  # role in swarm.json of a run that trains nothing
 PAGE = "page"  # role in swarm.json of a directory that holds only the page of a swarm

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from protocol.errors import RemoteProtocolError
@@ -18,7 +19,10 @@ from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import dump_own
+from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.tail import Tail
+from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
+from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import answered, metrics, write
 
 Change = Callable[[Path], object]
@@ -92,6 +96,8 @@ CHANGES: dict[str, Change] = {
     **{f"device {name}": device(name) for name in ("best.json", "metrics.jsonl", "samples.jsonl", "swarm.json")},
     "toml brackets": text("config.toml", "a = " + "[" * 3000 + "]" * 3000),
     "toml dots": text("config.toml", "a" + ".a" * 40_000 + " = 1\n"),
+    "toml number": text("config.toml", "grpo = 1\n"),
+    "toml list": text("config.toml", '[grpo]\ncorrection = ["a"]\n'),
     "toml long": text("config.toml", "# " + "x" * 2**21),
     "json brackets": text("swarm.json", "[" * 100_000),
     "json types": text("swarm.json", json.dumps(TYPES)),
@@ -117,14 +123,22 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("words", [("compare",), ("samples",), ("status",), ("status", "-v")], ids=" ".join)
+READERS = {
+    **{name: f"{name} {{run}}" for name in ("doctor", "eval", "samples", "status", "status -v")},
+    "compare": "compare {run} {good}",
+    "export": "export {run} {out}",
+    "merge": "merge {run} {good} --out {out}",
+    "resume": "resume {run} --dry-run",
+}
+
+
+@pytest.mark.parametrize("command", sorted(READERS))
 @pytest.mark.parametrize("change", sorted(CHANGES))
-def test_an_odd_file_is_told_in_words(change: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_odd_file_is_told_in_words(change: str, command: str, tmp_path: Path) -> None:
     run, good = a_run(tmp_path / "run"), a_run(tmp_path / "good")
     CHANGES[change](run)
-    more = [str(good)] if words == ("compare",) else []
-    done = CliRunner().invoke(app, [*words, str(run), *more])
-    assert done.exit_code in (0, 2), done.output
+    done = CliRunner().invoke(app, READERS[command].format(run=run, good=good, out=tmp_path / "out").split())
+    assert done.exit_code in ((0, 1, 2) if command == "doctor" else (0, 2)), done.output
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 0 or done.output.strip()
 
@@ -195,6 +209,23 @@ def test_no_command_prints_what_a_strangers_settings_say(command: str, trained: 
         assert "?]0;owned??x.py:f" in shown.output
 
 
+@pytest.mark.parametrize("command", ["eval", "export", "merge"])
+@pytest.mark.parametrize("odd", ["type", "shape", "names"])
+def test_odd_weights_are_told_in_words(odd: str, command: str, trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    newest = read_checkpoint(max((run / "checkpoints").iterdir()), lambda state: None)
+    policy = {name: tensor.to(torch.int8) for name, tensor in newest.tensors["policy"].items()}
+    if odd == "shape":
+        policy = {name: torch.zeros(3) for name in policy}
+    store = CheckpointStore(run / "checkpoints", 2, print)
+    store.save(2, {"policy": {} if odd == "names" else policy}, newest.state)
+    store.close()
+    words = COMMANDS[command].format(run=run, other=trained, out=tmp_path / "out").split()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 or (odd == "type" and command != "export" and not done.exit_code), done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+
+
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "metrics.tmp", "config.tmp", "peers.new"])
 def test_a_strangers_run_writes_no_file_elsewhere(name: str, trained: Path, tmp_path: Path) -> None:
     """`resume` of a directory in which one of the run's own files is a link."""
@@ -206,6 +237,46 @@ def test_a_strangers_run_writes_no_file_elsewhere(name: str, trained: Path, tmp_
     done = CliRunner().invoke(app, ["resume", str(run), "--rounds", "2", "--set", "rewards.functions=[]"])
     assert done.exit_code == 2 and f"{run / name} is no file, but a link" in done.output, done.output
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "below"),
+    [
+        *[("files", "ab/q.jsonl"), ("peers", "config.toml"), ("plots", "rewards.png"), ("export", "config.json")],
+        *[("checkpoints", "round-00000001/state.json"), ("stages", "0/round-00000001/state.json")],
+    ],
+)
+def test_no_linked_directory_leads_to_files_elsewhere(name: str, below: str, tmp_path: Path) -> None:
+    run, mine, other = a_run(tmp_path / "run"), tmp_path / "mine", tmp_path / "run/other"
+    mine.touch()
+    (other / below).parent.mkdir(parents=True)
+    (other / below).symlink_to(mine)
+    (run / name).symlink_to("other")
+    with pytest.raises(UserError, match="is no file, but a link"):
+        RunDir.open(run)
+
+
+@pytest.mark.parametrize("name", ["export", "files", "peers", "plots", "wandb-id.txt"])
+def test_only_what_is_large_may_be_on_another_disk(name: str, tmp_path: Path) -> None:
+    run, other = a_run(tmp_path / "run"), tmp_path / "other"
+    other.mkdir()
+    for large in ("checkpoints", "stages"):
+        (run / large).symlink_to(other)
+    RunDir(run).check_usable()
+    (run / name).symlink_to(other)
+    with pytest.raises(UserError, match=f"{name} is no file, but a link"):
+        RunDir.open(run)
+
+
+def test_a_directory_that_shows_nothing_is_refused(tmp_path: Path) -> None:
+    """Its files cannot be listed, but opened by name."""
+    run, folder = a_run(tmp_path / "run"), tmp_path / "run/files/ab"
+    folder.mkdir(parents=True)
+    (folder / "q.jsonl").symlink_to(tmp_path / "mine")
+    folder.chmod(0o311)
+    with pytest.raises(UserError):
+        RunDir.open(run)
+    folder.chmod(0o755)
 
 
 def test_the_page_reads_no_pipe(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.best import Best, read_best
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from swarm_node.storage.model_names import model_name
+from swarm_node.storage.plain_files import as_a_node_writes
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, existing_part, os_errors_explained
@@ -84,11 +85,12 @@ def policy_at(
         model = model_name(config.policy.model)
         raise UserError(f"the checkpoints of {path} were trained from another {model} than the one here")
     trained = checkpoint.tensors["policy"]
-    if not samples:  # the weights are only written: none is rounded to the dtype that was chosen here
-        for name, tensor in policy.trainable_state().items():
-            if name in trained:
-                policy.model.get_parameter(name).data = tensor.to(trained[name].dtype)
-    policy.load_trainable_state(trained)
+    with as_a_node_writes(path):
+        if not samples:  # the weights are only written: none is rounded to the dtype that was chosen here
+            for name, tensor in policy.trainable_state().items():
+                if name in trained:
+                    policy.model.get_parameter(name).data = tensor.to(trained[name].dtype)
+        policy.load_trainable_state(trained)
     policy.version = checkpoint.state["policy_version"]
     report(f"policy of {path} after round {checkpoint.round}")
     return policy

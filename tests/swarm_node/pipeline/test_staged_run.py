@@ -14,6 +14,7 @@ from protocol.crew import Source
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
+from swarm_node.storage.checkpoints import read_checkpoint
 from swarm_node.storage.rundir import RunDir
 from tests.support.held_stages_world import RUN, Peer, World, same
 from tests.support.pipeline_crew import Saved, saver
@@ -107,6 +108,18 @@ def test_a_stage_that_is_missing_is_named(saved: Saved, tmp_path: Path) -> None:
     assert "swarm-node export" in str(caught.value)
     with pytest.raises(UserError, match="stage 0 of 2"):
         runs.export(tmp_path / "out2", runs.paths[1])
+
+
+def test_a_stage_without_weights_is_told_in_words(saved: Saved, tmp_path: Path) -> None:
+    runs = Runs(saved("llama"), tmp_path)
+    runs.train()
+    store = runs.peers[1].held_stages.checkpoints.store(1)
+    assert store.newest is not None
+    state = read_checkpoint(store.newest, lambda state: None).state
+    store.save(1, {}, state)
+    store.close()
+    with pytest.raises(UserError, match="is not as a node of this version writes it"):
+        runs.export(tmp_path / "out")
 
 
 def test_stages_are_taken_after_the_same_update(saved: Saved, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ from swarm_node.runtime.shutdown import EmbeddedStopper
 from swarm_node.say import level_of
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.rundir import RunDir, goes_with_container
-from tests.support.run_files import read_jsonl
+from tests.support.run_files import metrics, read_jsonl, write
 from tests.support.starting import train_locally
 from tests.support.virtual_time import VirtualTime
 from tests.support.waiting import until
@@ -565,15 +565,37 @@ def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(ended.value, TemporaryError) == (rounds > 0), "the next start would come no further"
 
 
-@pytest.mark.parametrize(("gets_on", "code"), [(True, TEMPORARY), (False, USER_ERROR)])
-def test_too_much_memory_is_an_error_whose_code_a_forced_exit_has(gets_on: bool, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [False, True])
+@pytest.mark.parametrize(("rounds", "code"), [(1, TEMPORARY), (0, USER_ERROR)])
+def test_too_much_memory_is_an_error_whose_code_a_forced_exit_has(
+    rounds: int, code: int, member: bool, tmp_path: Path
+) -> None:
+    """A round of an earlier start counts as well."""
+    write(RunDir(tmp_path).metrics, *map(metrics, range(1, 1 + rounds)))
+    assert _ends_over(0.01, member, tmp_path) == code
+
+
+@pytest.mark.parametrize(("member", "code"), [(True, TEMPORARY), (False, USER_ERROR)])
+def test_a_network_that_grew_says_nothing_of_the_next_start(member: bool, code: int, tmp_path: Path) -> None:
+    """This process keeps to its share: other processes take more than the network has in the estimate."""
+    most = ProcessTree().rss(alone=True) + NETWORK_BYTES + 2**27
+    child = [sys.executable, "-c", "import sys; kept = b'x' * 2**29; print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert _ends_over(most / 2**30, member, tmp_path) == code
+        other.communicate()
+
+
+def _ends_over(gib: float, member: bool, path: Path) -> int:
+    """The exit code for which a run is ended that takes more memory than `gib`, which it says as an error."""
     said: SimpleQueue[str] = SimpleQueue()
-    limits, stop = ResourceLimits(ResourcesConfig(max_memory_gb=0.01), RunDir(tmp_path), said.put), EmbeddedStopper()
-    limits.gets_on = lambda: gets_on
+    config, stop = ResourcesConfig(max_memory_gb=gib), EmbeddedStopper()
+    limits = ResourceLimits(config, RunDir(path), said.put, member=member)
     with limits.watching(stop):
         sentence = said.get(timeout=60)
-    assert level_of(sentence) == logging.ERROR and sentence == str(limits.over)
-    assert stop.requested and stop.exit_code == code and isinstance(limits.over, TemporaryError) == gets_on
+    assert level_of(sentence) == logging.ERROR and sentence == str(limits.over) and stop.requested
+    assert isinstance(limits.over, TemporaryError) == (stop.exit_code == TEMPORARY)
+    return stop.exit_code
 
 
 # --------------------------------------------------------------------- where it lives
