@@ -40,8 +40,8 @@ FEW_WAIT_S = 30.0
 """The same while too few peers are connected: a peer that was heard of is found in a minute, whoever else is gone."""
 WANTED = 8  # connections below which members are dialled although somebody already leads to them
 MAX_DHT_DIALS = 4
-"""Peers handed out at a time, bootstrap peers not counted. Half of these places are for peers that were connected once:
-anybody can have any number of fresh peers heard of."""
+"""Peers handed out at a time, bootstrap peers not counted. Half of these places are for peers that were connected once,
+in turn: anybody can have any number of fresh peers heard of, or take each dial and hang up. Fresh ones get the rest."""
 MAX_KNOWN_PEERS = 256
 """Peers whose addresses are kept from round to round: all bootstrap peers, then peers that were connected once, up to
 half, then peers with a card; in each group, the latest heard of. A flood of cards does not push out peers that
@@ -71,7 +71,7 @@ class _Tries:
     """Tries to dial something since it last worked."""
 
     count: int = 0
-    last_at: float = 0.0
+    last_at: float = 0.0  # of the last try, or when it was last seen to work
     wait: float = 0.0
 
     def due(self, now: float, longest: float = math.inf) -> bool:
@@ -174,7 +174,7 @@ class PeerTable:
             self.dials.longest_wait_s = few_s if self._connected else FEW_WAIT_S
         for peer in self._connected & self._known.keys():
             known = self._known[peer]
-            known.seen, known.worked, known.tries = now, True, _Tries()
+            known.seen, known.worked, known.tries = now, True, _Tries(last_at=now)
 
     def _make_room(self, peer: str) -> None:
         """Make room for one more card. If a newcomer must give way, it is drawn at random."""
@@ -249,8 +249,9 @@ class PeerTable:
             and any(self._may(address, now) for address in self.addresses_of(peer))
         ]
         others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
-        proven = [peer for peer in others if due[peer].worked][: MAX_DHT_DIALS // 2]
-        chosen = first + list(dict.fromkeys(proven + others))[:MAX_DHT_DIALS]
+        proven = sorted((peer for peer in others if due[peer].worked), key=lambda peer: due[peer].tries.last_at)
+        fresh = [peer for peer in others if not due[peer].worked]
+        chosen = first + list(dict.fromkeys(proven[: MAX_DHT_DIALS // 2] + fresh + proven))[:MAX_DHT_DIALS]
         for peer in chosen:
             due[peer].tries.note(now, BOOTSTRAP_WAIT_S if due[peer].given else OTHER_WAIT_S, self._rng)
         return {peer: self.addresses_of(peer) for peer in chosen}

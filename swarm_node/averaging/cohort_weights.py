@@ -44,6 +44,7 @@ SEEK_S = 120.0
 """How long a node looks for a peer that is ahead: cards take seconds, dialling all of a large swarm a minute."""
 GIVE_PAUSE_S = 5.0  # after weights were given to one peer, before they are given to another
 SAME_PEER_PAUSE_S = 60.0  # the same peer waits at least so long, and at least as long as its last transfer took
+TRIALS = 3  # weights that a node tries at one start: each trial takes as long as the answers of a round
 
 
 @dataclass(eq=False)
@@ -106,6 +107,7 @@ class LateJoin:
         self._rng = rng
         self._seek_s: float | None = None  # how long to look, from the next step on
         self._seek_until = -1.0
+        self._trials = 0  # weights that were refused
         self._donors: defaultdict[str, transfer.Donor] = defaultdict(transfer.Donor)  # the peers that were asked
         self._asked_at = -1.0  # when the last was asked
         self._fetch: WeightsFetch | None = None
@@ -137,16 +139,20 @@ class LateJoin:
             return None
         if not self.averager.replace(values):
             self._failed(fetch.peer, "probe", "answers are worse, or nothing could be computed")
+            self._trials += 1
+            if self._trials == TRIALS:
+                self._seek_until = -1.0
             return None
         self._seek_until = -1.0
         return fetch
 
     def _failed(self, peer: str, reason: str, detail: str) -> None:
-        """Go on looking, long enough for `peer` to be ready again, even if this attempt took all the time there was."""
+        """Go on looking, long enough for `peer` to be ready again if it may be, even if this attempt took all the time
+        that there was."""
         self.averager.skip(reason, detail, peer, then="it, or another, is asked again")
         now = self.averager.now()
         self._donors[peer].failed(reason, now, RETRY)
-        if reason != "busy":
+        if reason not in ("busy", "probe"):
             pause = max(SAME_PEER_PAUSE_S, now - self._asked_at)
             self._seek_until = max(self._seek_until, now + pause + PACE.grace_s)
 

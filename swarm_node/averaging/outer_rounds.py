@@ -42,10 +42,12 @@ class _Round:
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Accepted calls by peer and, for a leaving peer, fragment (otherwise -1)."""
     drained: str | None = None  # the leaving peer that was averaged with
+    seen: set[tuple[str, int]] = field(default_factory=set)
+    """Peer and fragment of exchanges that are not whole, of which this node's promised body has begun to leave."""
 
 
 class OuterRounds:
-    """This node's record of recent rounds. `settle` and `fail` are for the training thread, all else needs a lock."""
+    """This node's record of recent rounds. `settle`, `average` and `fail` are for training; all else needs a lock."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -75,9 +77,18 @@ class OuterRounds:
         """Nothing more is tried in this round."""
         self._rounds[round].settled, self._rounds[round].failure = True, None
 
-    def fail(self, round: int, reason: str, peer: str, now: float) -> bool:
+    def show(self, round: int, fragment: int, peer: str) -> None:
+        """A promised body begins to leave for `peer`, which could make another for these weights. For any thread."""
+        self._rounds.get(round, _Round()).seen.add((peer, fragment))
+
+    def average(self, round: int, fragment: int, peer: str) -> None:
+        """This node averaged with its partner."""
+        self.settle(round)
+        self._rounds[round].seen.discard((peer, fragment))
+
+    def fail(self, round: int, fragment: int, reason: str, peer: str, now: float) -> bool:
         """An exchange with the partner failed. True if nothing more is tried in this round."""
-        if reason in FINAL:
+        if reason in FINAL or (peer, fragment) in self._rounds[round].seen:
             self.settle(round)
             return True
         self._rounds[round].failure = reason, peer
@@ -98,6 +109,8 @@ class OuterRounds:
         round = self._rounds.get(call.round, _Round())
         if round.calls[_kind(call, peer)] >= ATTEMPTS or (round.settled and not call.draining):
             raise RemoteProtocolError("late", f"round {call.round} is over")
+        if (peer, call.fragment) in round.seen:
+            raise RemoteProtocolError("late", "this peer has seen the weights of this round")
         if call.draining and round.drained not in (None, peer):
             raise RemoteProtocolError("late", "another leaving peer was averaged with in this round")
         if call.draining and now - self._drained_at.get((peer, call.fragment), -math.inf) < DRAINED_PAUSE_S:
@@ -110,6 +123,7 @@ class OuterRounds:
     def drained(self, round: int, fragment: int, peer: str, now: float) -> None:
         """This node averaged with a leaving `peer`."""
         self._rounds[round].drained = peer
+        self._rounds[round].seen.discard((peer, fragment))
         self._drained_at[peer, fragment] = now
 
     def forget(self, now: float) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
 from protocol.peers import is_relayed
 from protocol.tensors import AVERAGE_METHOD, AverageHead
@@ -231,7 +232,8 @@ class PairAverager(Averager):
     def _checked(self, peer: str, data: bytes, size: int) -> AverageHead:
         """The head that `peer` sent. Raises RemoteProtocolError unless it begins a pair's exchange, of `size` bytes."""
         head = self._head_of(peer, data)
-        check_head(head, size, self.fragments.sizes[head.fragment], self._both)
+        version = version_for(peer, self.transport.members())
+        check_head(head, size, self.fragments.sizes[head.fragment], self._both, version)
         return head
 
     def _check_turn(self, call: AverageHead, peer: str) -> None:
@@ -240,8 +242,7 @@ class PairAverager(Averager):
             raise RemoteProtocolError("fragment", f"{call.fragment} in round {call.round}")
         if not self._due(call.round):
             raise RemoteProtocolError("early", "not enough updates since the last exchange")
-        # A stranger is not worth the work of pairing.
-        if peer not in self._cohort() or self._partner(call.round) != peer:
+        if peer not in self._cohort() or self._partner(call.round) != peer:  # a stranger is not worth pairing
             raise RemoteProtocolError("partner", f"another is this node's in round {call.round}")
 
     def _check_open(self, call: AverageHead, peer: str) -> None:
@@ -277,8 +278,8 @@ class PairAverager(Averager):
     def _half(self, exchange: PairExchange) -> Outgoing:
         copy, me = exchange.copy, self.place.peer_id
         size = body_size(self._codec, self.fragments.sizes[copy.fragment], len(copy.written_out), self._both)
-        pieces = partial(exchange.pieces, me)
-        return exchange.promised(self._outgoing(exchange.partner, self._codec, size, pieces, **exchange.head()), me)
+        ours = self._outgoing(exchange.partner, self._codec, size, partial(exchange.pieces, me), **exchange.head())
+        return exchange.promised(ours, me, partial(self._rounds.show, exchange.round, copy.fragment, exchange.partner))
 
     def _weigh(self, exchange: PairExchange, theirs: Tensor, their_slow: Tensor | None = None) -> None:
         """Check the partner's weights, which have arrived, and compute the new momentum in their place."""
@@ -336,7 +337,7 @@ class PairAverager(Averager):
         self.momentum[fragment] = momentum
         if not helped:  # an exchange with a leaving peer leaves this node's own turn as it was
             self._exchanged_at[fragment] = copy.updates
-            self._rounds.settle(exchange.round)
+            self._rounds.average(exchange.round, fragment, exchange.partner)
         self._generations[fragment] += 1  # last: a thread that reads this number copies all of the above afterwards
         if helped:
             self._rounds.drained(exchange.round, fragment, exchange.partner, self.now())
@@ -353,5 +354,5 @@ class PairAverager(Averager):
                 self.skip(reason, detail, peer, then=self._drain.then(self._cohort()))
         elif exchange.draining:
             self.skip(reason, detail, peer, then="that peer is leaving")
-        elif self._rounds.fail(exchange.round, reason, peer, self.now()):
+        elif self._rounds.fail(exchange.round, exchange.copy.fragment, reason, peer, self.now()):
             self.skip(reason, detail, peer)

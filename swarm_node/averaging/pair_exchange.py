@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -153,11 +153,19 @@ class PairExchange:
                 self.check_live()
                 yield piece
 
-    def promised(self, ours: Outgoing, me: str) -> Outgoing:
-        """`ours`, the half of this node `me`, with the promise of its body if the caller's version has promises."""
+    def promised(self, ours: Outgoing, me: str, shown: Callable[[], None]) -> Outgoing:
+        """`ours`, the half of this node `me`, with the promise of its body if the caller's version has promises;
+        `shown` is then called before the body leaves."""
         call = decode_head(ours.head, AverageHead) if self.ours else self.theirs
         assert call is not None
-        return replace(ours, promise=partial(self._promise, me)) if call.protocol >= PROMISES else ours
+        if call.protocol < PROMISES:
+            return ours
+
+        def leaving() -> Iterable[bytes | memoryview]:
+            shown()
+            return ours.pieces()
+
+        return replace(ours, promise=partial(self._promise, me), pieces=leaving)
 
     def _promise(self, me: str) -> bytes:
         hashed = hashlib.sha256()
@@ -303,9 +311,12 @@ class ExchangeSlot:
         self.exchange = None
 
 
-def check_head(head: AverageHead, size: int, values: int, both: bool) -> None:
+def check_head(head: AverageHead, size: int, values: int, both: bool, version: int) -> None:
     """Raises RemoteProtocolError unless `head` begins a pair's exchange of `values` weights in a body of `size` bytes.
-    Both fast and slow weights travel if `both`."""
+    Both fast and slow weights travel if `both`. The sender's card says `version`: in an older one nothing is promised.
+    """
+    if head.protocol < version:
+        raise RemoteProtocolError("schema", f"protocol {head.protocol}, where the card says {version}")
     if head.phase or head.group:
         raise RemoteProtocolError("schema", "not a pair's exchange")
     if head.codec not in PAIR_CODECS.values():

@@ -195,6 +195,21 @@ def test_fresh_names_do_not_hold_up_who_worked() -> None:
     assert tried[0] == 0 and max(b - a for a, b in pairwise([*tried, 120])) <= FEW_WAIT_S + 1
 
 
+def test_who_hangs_up_on_each_dial_holds_up_nobody() -> None:
+    peers, liars, tried, dialled = table(), [f"liar{i}" for i in range(2 * MAX_DHT_DIALS)], [0], dict[str, list[str]]()
+    peers.learn(map(address, ["friend", *liars]), NOW)
+    peers.set_connected(["friend", *liars], NOW)
+    for second in range(1, 600):
+        peers.set_connected(dialled.keys() & set(liars), NOW + second)  # the friend is away, and others take each dial
+        peers.set_connected([], NOW + second)
+        peers.hear(f"x{second}", [address(f"x{second}")], NOW + second)
+        dialled = peers.to_dial(NOW + second)
+        assert f"x{second}" in dialled
+        if "friend" in dialled:
+            tried.append(second)
+    assert max(b - a for a, b in pairwise([*tried, 600])) <= FEW_WAIT_S + 2 * len(liars) / MAX_DHT_DIALS
+
+
 def test_those_who_worked_do_not_hold_up_fresh_names() -> None:
     peers, gone = table(), [f"gone{i}" for i in range(50)]
     peers.learn(map(address, gone), NOW)

@@ -24,6 +24,7 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_he
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
+from swarm_node.averaging import pair_averager
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
@@ -624,13 +625,15 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("calls_in", [1, 2])
 def test_the_call_decides_whether_halves_are_promised(calls_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node of protocol 1 promises nothing, and the answer to its call says nothing that it would not expect."""
+    """A node of protocol 1 promises nothing, and the answer to its call says nothing that it would not expect. Its card
+    says so: else its call is refused."""
     cohort = Cohort(2, every=1)
     caller = cohort.trainees[0]
     caller_id, halves = caller.transport.peer_id, list[tuple[PairExchange, Outgoing]]()
     kept: list[bool] = []
     versions = lambda peer, members: 2 if peer == caller_id else calls_in  # noqa: E731
     monkeypatch.setattr(averager_module, "version_for", versions)
+    monkeypatch.setattr(pair_averager, "version_for", lambda peer, members: calls_in)
     for trainee in cohort.trainees:
         averager = trainee.averager
         assert isinstance(averager, PairAverager)

@@ -27,6 +27,7 @@ from swarm_node.averaging.cohort_weights import (
     RETRY,
     SAME_PEER_PAUSE_S,
     SEEK_S,
+    TRIALS,
     LateJoin,
     WeightsFetch,
     collect_weights,
@@ -414,6 +415,32 @@ def test_but_not_for_ever(error: Exception, tries: int) -> None:
     asked = asked_by(late)
     cohort.run(2 * PERIOD_S + 3 * SEEK_S)
     assert len(asked) == tries and not late.fetched
+
+
+def refuser(cohort: Cohort) -> Trainee:
+    """A newcomer that answers worse with any weights of others than with its own."""
+    late = newcomer(cohort, trains=False)
+    late.averager.trial = lambda: lambda: True
+    return late
+
+
+def test_few_weights_are_tried() -> None:
+    """Each trial takes a round's answers, and fresh names with a high version cost nothing."""
+    cohort = seekers()
+    for _ in range(2 * TRIALS):
+        member(cohort)
+    late = refuser(cohort)
+    cohort.run(2 * PERIOD_S + SEEK_S)
+    assert late.averager.counts["skipped/probe"] == TRIALS
+
+
+def test_a_refusal_gives_no_more_time() -> None:
+    cohort = seekers(link=SLOW)
+    member(cohort), member(cohort)
+    late = refuser(cohort)
+    late.late_join.seek(2.0)
+    cohort.run(2 * PERIOD_S + SEEK_S)
+    assert late.averager.counts["skipped/probe"] == 1, "the other one was asked too late"
 
 
 def test_a_torn_donor_gives_again_after_its_rest() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AverageHead, encode_head
+from protocol.tensors import PROMISES, AverageHead, decode_head, encode_head
 from protocol.transports.base import Accepted
 from swarm_node.averaging import pair_averager as pairs
 from swarm_node.averaging import pair_exchange
@@ -95,11 +95,11 @@ def test_without_overlap_a_callee_waits_too() -> None:
 class Answering:
     """A member that makes steps when told to, and no calls. The other members do nothing by themselves."""
 
-    def __init__(self, n: int = 2, **options: Any) -> None:
+    def __init__(self, n: int = 2, me: int = 0, **options: Any) -> None:
         self.cohort = Cohort(n, every=1, **options)
         for trainee in self.cohort.trainees:
             trainee.dead = True
-        averager = self.cohort.trainees[0].averager
+        averager = self.cohort.trainees[me].averager
         assert isinstance(averager, PairAverager)
         self.averager = averager
         averager._call = lambda round, now: None  # type: ignore[method-assign]
@@ -115,16 +115,16 @@ class Answering:
         self.updates += 1
         self.averager.step(self.updates)
 
-    def called(self, round: int, peer: str = "") -> Accepted:
+    def called(self, round: int, peer: str = "", protocol: int = PROTOCOL_VERSION, draining: bool = False) -> Accepted:
         """Its partner of that round, or `peer`, calls it in round `round`."""
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
         peer = peer or partner(me, self.averager.transport.members(), round, COHORT) or ""
-        head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
+        head = AverageHead(protocol, SWARM, COHORT, peer, me, round, 0, draining=draining)
         return self.averager.accept(peer, encode_head(head), coded_bytes("float32", size))
 
-    def refusal(self, round: int, peer: str = "") -> str:
+    def refusal(self, round: int, peer: str = "", **changes: Any) -> str:
         with pytest.raises(RemoteProtocolError) as error:
-            self.called(round, peer)
+            self.called(round, peer, **changes)
         return error.value.reason
 
     def body(self, value: float) -> Tensor:
@@ -236,6 +236,41 @@ def test_a_withheld_end_teaches_nothing() -> None:
     send(node.called(1013), node.body(-50.0)).done(None)
     node.step()
     assert node.averager.robust.state() != known
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_who_has_seen_a_body_promises_none_in_that_round(leaving: bool, at_once: bool) -> None:
+    """It would know the weights for which it chooses its own, also before this node's next step counts the failure."""
+    node = Answering()
+    call = node.called(1010, draining=leaving)
+    assert call.ours.promise is not None and call.ours.promise()
+    assert next(iter(call.ours.pieces()))
+    call.done(TORN)
+    if not at_once:
+        node.step()
+    assert node.refusal(1010) == node.refusal(1010, draining=True) == "late"
+    node.at(1011, 0.5)
+    node.called(1011, draining=leaving)
+
+
+def test_a_call_that_crosses_a_body_is_late() -> None:
+    """The other way into the same round: it lets this node call, takes the body, and calls as well."""
+    node, caller = Answering(me=1), "peer0"
+    assert caller < node.averager.place.peer_id, "its call would count"
+    mine = node.averager._exchange(1010, node.averager._copied(0), caller, ours=True)
+    node.averager._begin(mine)
+    half = node.averager._half(mine)
+    mine.sink(decode_head(half.head, AverageHead), lambda *values: None)
+    assert next(iter(half.pieces()))
+    assert node.refusal(1010) == "late"
+    assert node.averager.slot.exchange is mine, "which goes on"
+
+
+def test_a_head_older_than_its_card_is_refused() -> None:
+    """Else a peer would choose that nobody promises."""
+    node = Answering()
+    assert node.refusal(1010, protocol=PROMISES - 1) == "schema"
 
 
 def test_failures_count_and_few_fit_a_round() -> None:
