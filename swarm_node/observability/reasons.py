@@ -5,7 +5,7 @@ from __future__ import annotations
 WORDS = {
     "age": "too old",
     "assignment": "not the sender's task",
-    "balance": "commoner in answer or length than own ones",
+    "balance": "commoner in kind, answer or length than own ones",
     "busy": "asked while all places were taken",
     "cap": "over the swarm's limits",
     "connections": "connected while all places were taken",

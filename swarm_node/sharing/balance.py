@@ -13,9 +13,13 @@ there is room for, in its kind and in all kinds. A right answer can do harm by t
 length, however plainly it is written: liars answer only questions with one answer, which then spreads, or write each
 answer as long as the gate lets them, and what honest nodes take up opens the next step.
 
-Kinds with fewer than LEAST own tasks count as one kind. While they have fewer together, nothing of them is counted or
-refused, so specialists hear the other kinds. For every SPARE own tasks one group is admitted whose length has no room,
-so longer answers are heard a little where own ones are short.
+Kinds with fewer than LEAST own tasks count as one kind, the rest. While they have fewer together, they count as LEAST
+where answers and lengths are compared, and, since senders choose which kinds they send, the rest has room itself:
+
+    E             max(part of own tasks that are of the rest, RARE) n       n: all groups admitted lately, with the new
+
+For every SPARE own tasks one group without room, for its length or in the rest, is admitted and not counted: longer
+answers are heard a little where own ones are short, and other kinds by a specialist.
 
 Nothing depends on who sends, or on what most groups have: keys cost nothing, and one of them can send more than all
 others.
@@ -47,7 +51,8 @@ SLACK = 2.0
 """Standard deviations by which a number of admitted groups may exceed own proportions: chance then keeps out few groups
 of honest peers, and an answer of 10 % of all tasks may be 12 % of what is admitted."""
 PLACES = 1  # groups that are admitted of anything
-SPARE = 64  # own tasks for one group that is longer than own proportions allow
+RARE = 1 / 32  # part of admitted groups that kinds with few own tasks may have: a specialist hears them
+SPARE = 64  # own tasks for one group that is longer, or of a rarer kind, than own proportions allow
 FINENESS = 20.0  # lengths are told apart to one token below 20 tokens, and to 5 % above
 BINS = 256
 ROUNDING = 1e-9  # rewards that differ by less are equal
@@ -79,7 +84,7 @@ class Balance:
         """`tokens` gives the number of tokens of an answer."""
         self._tokens = lru_cache(maxsize=1024)(tokens)
         self._asked, self._taught, self._admitted = _Lately(LATEST), _Lately(TEACHING), _Lately(LATEST)
-        self._spare = 0.0  # longer groups that may be admitted now
+        self._spare = 0.0  # groups without room that may be admitted now
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Take in own scored groups."""
@@ -94,18 +99,17 @@ class Balance:
     def admits(self, group: Group) -> bool:
         """Whether there is room for a foreign scored group, which counts as admitted then."""
         one = self._one(group)
-        kind, asked = self._kind(one.label), self._numbers(self._asked, one.answer)
-        if asked[kind][GROUPS] < LEAST:
+        if len(self._asked.groups) < LEAST:
             return True
-        has_room = self._has_room(one, kind, asked)
+        has_room = self._has_room(one)
         if one.answer is not None and not has_room[ANSWER]:
             return False
-        if not has_room[LENGTHS : LENGTHS + one.length + 1].all():
-            if self._spare < 1:
-                return False
-            self._spare -= 1
-            one = msgspec.structs.replace(one, length=0)  # takes no room of the others
-        self._admitted.add(one)
+        if has_room[GROUPS] and has_room[LENGTHS : LENGTHS + one.length + 1].all():
+            self._admitted.add(one)
+        elif self._spare < 1:
+            return False
+        else:
+            self._spare -= 1  # it takes no room of the others
         return True
 
     def state(self) -> Any:
@@ -119,17 +123,20 @@ class Balance:
             for one in ones[-LATEST:]:
                 lately.add(one)
 
-    def _has_room(self, one: One, kind: str, asked: dict[str, Numbers]) -> NDArray[np.bool_]:
-        """Whether there is room for one more group of `kind`, by the places of `Numbers`."""
-        bounded = [each for each, numbers in asked.items() if numbers[GROUPS] >= LEAST]
+    def _has_room(self, one: One) -> NDArray[np.bool_]:
+        """Whether there is room for one more group, by the places of `Numbers`."""
+        kind, asked = self._kind(one.label), self._numbers(self._asked, one.answer)
+        own = asked[kind][GROUPS]
         admitted, shares = self._numbers(self._admitted, one.answer), self._shares(one.answer, asked)
         in_kind = admitted[kind]
-        in_all = sum((admitted[each] for each in bounded), np.zeros_like(in_kind))
-        expected = {each: shares[each] * (admitted[each][GROUPS] + (each == kind)) for each in bounded}
+        in_all = sum(admitted.values(), np.zeros_like(in_kind))
+        expected = {each: shares[each] * (admitted[each][GROUPS] + (each == kind)) for each in asked}
         expected_in_all = sum(expected.values(), np.zeros_like(in_kind))
-        tasks = sum(asked[each][GROUPS] for each in bounded)
-        expected[kind][ANSWER] += (in_kind[GROUPS] + 1) / asked[kind][GROUPS]  # as if one own task more had it
+        tasks = len(self._asked.groups)
+        expected[kind][ANSWER] += (in_kind[GROUPS] + 1) / max(own, LEAST)  # as if one own task more had it
         expected_in_all[ANSWER] += (in_all[GROUPS] + 1) / tasks
+        if own < LEAST:
+            expected[kind][GROUPS] = max(own / tasks, RARE) * (in_all[GROUPS] + 1)
         return (in_kind + 1 <= _room(expected[kind])) & (in_all + 1 <= _room(expected_in_all))
 
     def _shares(self, answer: int | None, asked: dict[str, Numbers]) -> dict[str, Numbers]:
@@ -144,13 +151,13 @@ class Balance:
                 share = (mine + PRIOR * usual / usual[LENGTHS]) / (mine[LENGTHS] + PRIOR)
             else:
                 share = np.ones_like(usual)
-            share[ANSWER] = max(tasks[ANSWER] / tasks[GROUPS], teaching[ANSWER] / max(teaching[GROUPS], LEAST))
+            share[ANSWER] = max(each[ANSWER] / max(each[GROUPS], LEAST) for each in (tasks, teaching))
             shares[kind] = share
         return shares
 
     def _numbers(self, lately: _Lately, answer: int | None) -> dict[str, Numbers]:
         """By kind, the groups, those with `answer`, and those of each length or more."""
-        found: dict[str, Numbers] = defaultdict(lambda: np.zeros(LENGTHS + BINS))
+        found: dict[str, Numbers] = defaultdict(lambda: np.zeros(LENGTHS + BINS), {REST: np.zeros(LENGTHS + BINS)})
         for label, counts in lately.labels.items():
             kind = found[self._kind(label)]
             kind += counts.numbers

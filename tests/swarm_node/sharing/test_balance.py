@@ -108,11 +108,63 @@ def test_tasks_without_a_reference_answer_differ_in_length_only() -> None:
     assert sum(balance.admits(one(None, 9)) for _ in range(40)) <= PLACES + 1
 
 
-def test_a_specialist_hears_the_other_kinds() -> None:
-    balance, rng = make(), random.Random(3)
-    choices = [one(rng.choice("ABCD"), rng.choice([9, 40]), "choice") for _ in range(1000)]
-    assert all(map(balance.admits, choices))
-    assert sum(balance.admits(one("3", 2)) for _ in range(200)) < 20, "own kinds have the room they had"
+@pytest.mark.parametrize("others", [0, 8])
+def test_a_specialist_hears_the_other_kinds_a_little(others: int) -> None:
+    """Also one whose kind nobody else draws."""
+    balance, rng, heard = make(), random.Random(3), 0
+    for _ in range(100):
+        balance.observe(honest(rng, 8))
+        choices = [one(rng.choice("ABCD"), rng.choice([9, 40]), "choice") for _ in range(8)]
+        came = honest(rng, others) + choices
+        heard += sum(balance.admits(each) and each.task.label == "choice" for each in rng.sample(came, len(came)))
+    assert 0.9 * 800 / SPARE < heard < 800 / SPARE + 4 + 6 * others
+    assert sum(balance.admits(one("3", 2)) for _ in range(200)) < 40, "own kinds have the room they had"
+
+
+def rare(answer: str, length: int, kind: str = "riddle") -> Group:
+    return one(answer, length, kind)
+
+
+RARE_LIES: dict[str, Lie] = {
+    "one answer": lambda rng: rare("3", 2),
+    "at length": lambda rng: rare(rng.choice(ANSWERS), 40),
+    "like honest ones": lambda rng: rare(rng.choice(ANSWERS), rng.choice(LENGTHS)),
+    "many kinds": lambda rng: rare("3", 40, f"kind {rng.randrange(10)}"),
+}
+
+
+def of_two_kinds(rng: random.Random, n: int, part: float) -> list[Group]:
+    """Honest groups, of which `part` are of the rare kind."""
+    made = honest(rng, n)
+    return [rare(each.task.answer or "", length(each)) if rng.random() < part else each for each in made]
+
+
+@pytest.mark.parametrize("own", [0.0, 0.02])
+@pytest.mark.parametrize("part", [0.3, 0.8])
+@pytest.mark.parametrize("lie", RARE_LIES)
+def test_a_kind_with_few_own_tasks_is_no_way_round(lie: str, part: float, own: float) -> None:
+    """Senders choose the kind: liars send nothing but one that has 2 % of all tasks, or none of this node's."""
+    rng = random.Random(9)
+    balance = make(of_two_kinds(rng, 600, own))
+    truth = of_two_kinds(rng, 700, own)
+    lies = [msgspec.structs.replace(RARE_LIES[lie](rng), peer="liar") for _ in range(int(700 * part / (1 - part)))]
+    came = rng.sample(truth + lies, len(truth) + len(lies))
+    found = [each for each in came if balance.admits(each)]
+    rest = [each for each in found if each.task.label != "gcd"]
+    assert len(rest) < 0.06 * len(found)
+    assert sum(each.task.answer == "3" for each in rest) < 0.015 * len(found)
+    assert sum(length(each) == 40 for each in rest) < 0.006 * len(found)
+    assert sum(each.peer != "liar" for each in found) > 0.9 * len(truth)
+
+
+def test_honest_groups_of_a_rare_kind_are_admitted() -> None:
+    rng = random.Random(10)
+    balance = make(of_two_kinds(rng, 1000, 0.02))
+    came = of_two_kinds(rng, 1500, 0.02)
+    found = [each for each in came if balance.admits(each)]
+    assert len(found) > 0.93 * len(came)
+    kinds = [Counter(each.task.label for each in groups)["riddle"] for groups in (came, found)]
+    assert kinds[1] > 0.9 * kinds[0] > 20
 
 
 def test_kinds_have_answers_and_lengths_of_their_own() -> None:
