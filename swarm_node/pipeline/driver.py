@@ -15,9 +15,10 @@ stage makes it once; a stage that was lost before goes without. A stage itself s
 
 A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up.
 
-A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others'. The
-stage is named, and lost if it says so `TRIES` times within `RECENT` steps, or `OFTEN` times within `LONG`. What is
-merely unusual is used, and the stage is named: a long gradient makes the step of all stages short.
+A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others';
+and of the last stage, if the loss over its log-probabilities has a gradient that is not finite. The stage is named, and
+lost if that happens `TRIES` times within `RECENT` steps, or `OFTEN` times within `LONG`. What is merely unusual is
+used, and the stage is named: a long gradient makes the step of all stages short.
 """
 
 from __future__ import annotations
@@ -262,14 +263,14 @@ class Driver:
             if answer is not None and answer[0].total == self.total:
                 squares[answer[0].stage] = answer[0].squares
         doubtful = impossible(squares, self.workers)
+        if self.spoiled and not doubtful:
+            doubtful[self.stages - 1] = "log-probabilities over which the loss has a gradient that is not finite"
         self._doubted.append(doubtful.keys() - self.workers.keys())
         lost = {stage for stage in doubtful if self._is_doubted(stage)}
         if lost:
             self._doubted.clear()
             raise StageLost(lost, " and ".join(f"it says {doubtful[stage]}" for stage in sorted(lost)))
         self.unusable = "; ".join(f"stage {stage} says {what}" for stage, what in sorted(doubtful.items()))
-        if self.spoiled and not doubtful:
-            self.unusable = f"the loss over what stage {self.stages - 1} computed has a gradient that is not finite"
         self._tell_unusual(squares)
         return math.nan if self.unusable else math.sqrt(math.fsum(filter(None, squares.values())))
 

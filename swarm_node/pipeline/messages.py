@@ -4,8 +4,8 @@
 
 `check_message` knows the shapes that belong to each kind of message and what this stage can expect. It is asked before
 the body is read, so nothing is allocated for a message that does not fit. `decode_message` then refuses numbers that
-are not finite and indices that point nowhere: a mistake of a neighbour must not become an error of this process, nor a
-wrong gradient.
+are not finite, log-probabilities above 0 and indices that point nowhere: a mistake of a neighbour must not become an
+error of this process, nor a wrong gradient.
 
 Activations and gradients travel in a codec; log-probabilities, their gradients and uniform numbers in float32, and ids,
 places and masks exactly.
@@ -30,6 +30,7 @@ from swarm_node.pipeline.compute.tensor_codec import decode_tensor, encode_tenso
 from swarm_node.pipeline.compute.tied_weights import rows_of
 
 LEADER = -1  # receiver of a message: the loop that drives all stages, at the peer that holds stage 0
+ROUNDING = 0.01  # log-probabilities that are so far above 0 are 0
 TARGETS = 64  # most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt
 
 
@@ -84,7 +85,7 @@ class Limits:
 class _Field(NamedTuple):
     """A tensor of a message: how it travels, its shape in symbols, and below which symbol its values must lie."""
 
-    kind: Literal["values", "exact", "unit", "whole", "bits"]
+    kind: Literal["values", "exact", "logprob", "unit", "whole", "bits"]
     shape: tuple[str, ...]
     below: str = ""
 
@@ -108,7 +109,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
         case heads.Backward():
             return (_Field("values", ("R", "T", "H")),)
         case heads.Logprobs():
-            return (_Field("exact", ("N",)),) * (1 + head.entropy)
+            return (_Field("logprob", ("N",)), _Field("exact", ("N",)))[: 1 + head.entropy]
         case heads.LossGradient():
             return (_Field("exact", ("N",)),)
         case heads.TiedGradient():
@@ -121,7 +122,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
             picked = (_Field("whole", ("P",)), _Field("whole", ("P", "G"))) if head.picked else ()
             return x, _Field("unit", ("W",)), *picked
         case heads.Tokens():
-            return _Field("whole", ("W",), "V"), _Field("exact", ("W",))
+            return _Field("whole", ("W",), "V"), _Field("logprob", ("W",))
         case heads.TiedMatrix():
             return (_Field("exact", ("B", "H")),)
     return ()
@@ -263,11 +264,13 @@ def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) ->
     rest = memoryview(body)
     for field, part in zip(_layout(envelope.head, envelope.stage), envelope.parts, strict=True):
         tensor, rest = decode_tensor(part, rest[: part.size]), rest[part.size :]
-        if field.kind in ("values", "exact", "unit"):
+        if field.kind in ("values", "exact", "logprob", "unit"):
             if not bounded(tensor.view(-1)):
                 raise RemoteProtocolError("nonfinite", f"a number of {type(envelope.head).__name__} is not finite")
             if field.kind == "unit" and not (tensor.min() >= 0 and tensor.max() < 1):
                 raise RemoteProtocolError("values", "uniform numbers are at least 0 and less than 1")
+            if field.kind == "logprob" and tensor.max() > ROUNDING:
+                raise RemoteProtocolError("values", "log-probabilities are at most 0")
         elif field.kind == "whole" and not (tensor.min() >= 0 and tensor.max() < symbols[field.below]):
             raise RemoteProtocolError("values", f"an index is negative, or {symbols[field.below]} or more")
         tensors.append(tensor)

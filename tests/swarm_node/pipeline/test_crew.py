@@ -8,6 +8,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from msgspec import structs
 
 from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import GradientNorm, GradientNormRequest
+from protocol.pipeline import Forward, GradientNorm, GradientNormRequest
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.announcing import LeaderSubscriptions
@@ -132,6 +133,25 @@ def test_a_stage_that_says_what_cannot_be_is_named_and_given_up(
     assert world.machines["spare"].updates == {1: 4} and lead.node.driver.updates == 4 and lead.leads
     assert lead.node.stage_transport.plan is not None
     assert [seat.peer for seat in lead.node.stage_transport.plan.assignments] == ["a", "spare"]
+
+
+def test_a_stage_with_log_probabilities_above_0_is_given_up_at_once(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2)
+    spare = world.start("spare").node.stage_transport
+    world.until(lambda: spare.plan is not None and spare.plan.spares == ("spare",))
+    liar = world.machines["b"].node.held_stages.workers[1]
+    forward = liar._forward
+
+    def lie(message: StageMessage, head: Forward) -> list[StageMessage]:
+        out = forward(message, head)
+        return [replace(each, tensors=(each.tensors[0] + 300, *each.tensors[1:])) for each in out]
+
+    liar._forward = lie  # type: ignore[method-assign]
+    world.train(2)
+    lead = world.lead()
+    assert any("is lost" in line and "what it says is refused: values" in line for line in lead.said), lead.said
+    plan = lead.node.stage_transport.plan
+    assert plan is not None and [seat.peer for seat in plan.assignments] == ["a", "spare"]
 
 
 @pytest.mark.long

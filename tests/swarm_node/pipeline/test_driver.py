@@ -516,6 +516,26 @@ def test_a_stage_that_says_now_and_then_what_cannot_be_is_given_up(
     assert sum("grad_norm" not in metrics for metrics in steps) == 3 and not crew.said
 
 
+def test_a_stage_whose_log_probabilities_spoil_the_loss_is_given_up(saved: Saved) -> None:
+    """They are what log-probabilities may be, and infinitely far from those of the reference."""
+    crew, lost, said = Crew(saved("llama"), 3, grpo(beta=0.05)), list[StageLost](), list[str]()
+    crew.driver.on_lost, crew.trainer.report = lost.append, said.append
+    forward = crew.workers[2]._forward
+
+    def lie(message: StageMessage, head: Forward) -> list[StageMessage]:
+        out = forward(message, head)
+        if head.reference or lost:
+            return out
+        return [replace(each, tensors=(torch.full_like(each.tensors[0], -1e4), *each.tensors[1:])) for each in out]
+
+    crew.workers[2]._forward = lie  # type: ignore[method-assign]
+    steps = [crew.trainer.step(some_groups(10 * i)) for i in range(driver.TRIES + 1)]
+    assert [each.stages for each in lost] == [{2}] and "log-probabilities" in str(lost[0])
+    assert "grad_norm" in steps[-1], "the truth makes an update"
+    assert not any("grad_norm" in metrics for metrics in steps[: driver.TRIES - 1])
+    assert said and all(line.startswith("stage 2 says log-probabilities") for line in said)
+
+
 def test_a_stage_whose_gradient_is_unusual_is_named_once(saved: Saved) -> None:
     crew = Crew(saved("llama"), 3, grpo())
     crew.trainer.step(some_groups())

@@ -86,14 +86,14 @@ MESSAGES = [
     FORWARD,
     StageMessage(2, Forward(4, 0, 0, 3, 2, 1.0), FORWARD.tensors[:4]),
     StageMessage(2, Backward(4, 0, 2), (rand(2, 9, H),)),
-    StageMessage(LEADER, Logprobs(4, 0, True), (rand(N), rand(N))),
+    StageMessage(LEADER, Logprobs(4, 0, True), (-rand(N).abs(), rand(N))),
     StageMessage(3, LossGradient(4, 0), (rand(N),)),
     StageMessage(3, TiedGradient(1), (rand(V, H),)),
     StageMessage(3, TiedMatrix(), (rand(V, H),)),
     StageMessage(2, Prefill(5, 0, 3, 6, 1.0, 0.9), (rand(2, 4, H), torch.tensor([4, 1]), torch.rand(6))),
     StageMessage(2, Step(5, 0, 2, True), (rand(2, H), torch.rand(2), torch.tensor([1]), torch.tensor([[0, 2]]))),
     StageMessage(2, Step(5, 0, 2), (rand(6, H), torch.rand(6))),
-    StageMessage(LEADER, Tokens(5, 0, 3), (whole(V, 6), rand(6))),
+    StageMessage(LEADER, Tokens(5, 0, 3), (whole(V, 6), -rand(6).abs())),
     StageMessage(2, GradientNormRequest(1)),
     StageMessage(LEADER, GradientNorm(1, 3, None)),
     StageMessage(2, Apply(1, 1.0, 1e-3)),
@@ -127,6 +127,18 @@ def reason(head: bytes, body: bytes | bytearray, limits: Limits = LIMITS) -> str
         decode(head, bytearray(body), limits)
     assert caught.value.reason in REASONS
     return caught.value.reason
+
+
+@pytest.mark.parametrize(("value", "taken"), [(1e-4, True), (0.1, False), (300.0, False)])
+def test_log_probabilities_are_at_most_0(value: float, taken: bool) -> None:
+    """Rounding aside; a ratio of probabilities of e^300 is infinite."""
+    logprobs = torch.tensor([-1.0, value, -2.0])
+    for head, others in ((Logprobs(4, 0), ()), (Tokens(5, 0, 3), (whole(V, 3),))):
+        message = StageMessage(LEADER, head, (*others, logprobs))
+        if taken:
+            assert torch.equal(decode(*sent(message), LIMITS).tensors[-1], logprobs)
+        else:
+            assert reason(*sent(message)) == "values"
 
 
 @pytest.mark.parametrize("codec", CODECS)
