@@ -40,7 +40,7 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.packed import is_packed
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.policy.sizes import SMALL
-from swarm_node.say import Warned
+from swarm_node.say import Once, Warned
 from swarm_node.types import Group, Rollout, Sampling
 
 
@@ -95,9 +95,10 @@ class Trainer:
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.packing = config.packing and policy.packing
+        self._padding = _most_padding(policy)
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
-        self._said: set[str] = set()  # failures of `logprobs` that were reported
+        self._say_once = Once(report)  # failures of `logprobs`
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
@@ -172,21 +173,16 @@ class Trainer:
                 try:
                     self.policy.again(interrupted)
                 except Unworkable as error:
-                    self._say_once(f"{error} while {purpose}")
+                    self._say_once(f"{error}/{purpose}", f"{error} while {purpose}")
                     return None
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
-                self._say_once(f"out of memory while {purpose}")
+                self._say_once(f"memory/{purpose}", f"out of memory while {purpose}")
                 return None
             else:
                 parts = iter(np.split(values.cpu().numpy(), flat.start[1:]))  # one transfer for all
                 return [[next(parts).tolist() for _ in group.rollouts] for group in groups]
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self.report(line)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Everything but the weights that resuming needs: live tensors, and numbers."""
@@ -302,7 +298,7 @@ class Trainer:
             limit = min(limit, logits_bytes(self.policy.device) // (4 * self.policy.vocabulary))
         if self.policy.microbatches > 1:
             limit = min(limit, max(1, sum(row.length for row in rows) // self.policy.microbatches))
-        return batch.plan(rows, self.packing, limit, self.policy.width, _most_padding(self.policy))
+        return batch.plan(rows, self.packing, limit, self.policy.width, self._padding)
 
     def _token_batches(self, microbatches: list[list[batch.Row]], flat: batch.Flat) -> Iterator[TokenBatch]:
         for rows in microbatches:
