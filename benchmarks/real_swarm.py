@@ -7,8 +7,9 @@
     python -m benchmarks.real_swarm --quick          # each part with the starter and few rounds; nothing is stored
 
     ways     supervised steps of four members that average as `benchmarks.real_swarm_ways` says, three seeds
-    arms     numbers only (`sums`), 20 rounds, three seeds: alone, sharing, averaging in the two best ways, both
-    steps    the best of these arms against alone where steps are written out, two seeds
+    arms     numbers only (`sums`), 20 rounds, three seeds: alone, alone with as many updates as a member makes,
+             sharing, averaging in the two best ways, both
+    steps    the best of these arms against both silos where steps are written out, two seeds
     link     two real processes joined by link, and two that are not
 
 A row is a part, an arm and a seed. It is kept as soon as it is there. The two best ways are those with the least loss
@@ -34,7 +35,7 @@ from benchmarks.common import RESULTS, folder_of, machine, write_row
 from benchmarks.processes import mind_signals, other_load
 from benchmarks.real_held_out import Asked
 from benchmarks.real_sets import NEW_TOKENS, path_of
-from benchmarks.real_swarm_arms import ALONE, AVERAGING, BOTH, SHARING, Play
+from benchmarks.real_swarm_arms import ALONE, AVERAGING, BOTH, OFTEN, SHARING, Play
 from benchmarks.real_swarm_link import JOINED
 from benchmarks.real_swarm_report import best_arm, best_ways, report
 from benchmarks.real_swarm_supervised import NEVER, POOLED, Course
@@ -63,7 +64,7 @@ PARTS = {
     "link": Part("sums", (1,), 15),
 }
 """In all about one hour, nine hours on one core, four hours on one core, and half an hour."""
-SWARMS = (ALONE, SHARING, *(f"{kind}:{way}" for kind in (AVERAGING, BOTH) for way in WAYS))
+SWARMS = (ALONE, OFTEN, SHARING, *(f"{kind}:{way}" for kind in (AVERAGING, BOTH) for way in WAYS))
 ARMS = {"ways": (NEVER, POOLED, *WAYS), "arms": SWARMS, "steps": SWARMS, "link": (JOINED, ALONE)}
 QUICK_COURSE = Course(averagings=2, steps=2, held_out=4)
 QUICK_PLAY = Play(rounds=2, every=1, questions=4, samples=1, thorough=1)
@@ -76,10 +77,10 @@ def arms_of(part: str, rows: Sequence[Row], args: argparse.Namespace) -> list[st
         return [arm for arm in ARMS[part] if not args.arms or arm in args.arms]
     if part == "steps":
         best = best_arm(rows)
-        return [ALONE, best] if best else [ALONE]
+        return [ALONE, OFTEN, *([best] if best else [])]
     ways = args.ways or best_ways(rows, PARTS["ways"].seeds)
     first = [f"{kind}:{ways[0]}" for kind in (AVERAGING, BOTH)] if ways else []
-    return [ALONE, *first, SHARING, *(f"{AVERAGING}:{way}" for way in ways[1:])]
+    return [ALONE, *first, OFTEN, SHARING, *(f"{AVERAGING}:{way}" for way in ways[1:])]
 
 
 def file_of(part: str, arm: str, seed: int) -> Path:

@@ -1,6 +1,7 @@
 """Four equal members with a real model, alone or in a swarm: the parts `arms` and `steps` of `benchmarks.real_swarm`.
 
-    alone              four silos, 8 groups a round
+    alone              four silos, 8 groups a round, one update
+    alone:often        the same with as many updates of a round as a member makes that uses all groups it may
     sharing            8 own groups and the best answers of up to 24 groups of others
     averaging:WAY      8 own groups; adapters are averaged in pairs, as WAY of `benchmarks.real_swarm_ways` says
     both:WAY           both
@@ -35,6 +36,8 @@ from swarm_node.runtime.simulation import START, Speed
 from swarm_node.tasks import load_tasks
 
 ALONE, SHARING, AVERAGING, BOTH = "alone", "sharing", "averaging", "both"
+OFTEN = "alone:often"
+FOREIGN = 24  # most groups of others that a member trains on in a round
 RATE = 2e-4
 DEFAULTS: dict[str, dict[str, Any]] = {
     "policy": {"lora": True, "dtype": "float32", "threads": 1},
@@ -64,14 +67,18 @@ class Play:
 def arm_of(name: str, peers: int) -> Arm:
     """The arm of that name, as `benchmarks.sharing` takes it."""
     kind, _, way = name.partition(":")
-    averaging = {"reducer": WAYS[way].reducer} if way else {"method": "none"}
+    averages = way in WAYS
+    sets = {**DEFAULTS, "averaging": {"reducer": WAYS[way].reducer} if averages else {"method": "none"}}
+    if name == OFTEN:
+        own = DEFAULTS["rollouts"]["groups"]
+        sets["grpo"] = {"batch_groups": own * own // (own + FOREIGN)}
     return Arm(
         says=name,
-        foreign=24 if kind in (SHARING, BOTH) else 0,
+        foreign=FOREIGN if kind in (SHARING, BOTH) else 0,
         silo=kind == ALONE,
-        node=Member if way else Measured,
+        node=Member if averages else Measured,
         peers=peers,
-        sets={**DEFAULTS, "averaging": averaging},
+        sets=sets,
     )
 
 

@@ -18,6 +18,7 @@ from benchmarks.real_swarm import PARTS, asked_for, file_of, minutes_of
 from benchmarks.real_swarm_report import best_arm, best_ways, ratios, report, shares, sooner_by_reward, strongest
 from benchmarks.real_swarm_supervised import Course, partner
 from benchmarks.real_swarm_ways import WAYS, State, apart, factored, fitted
+from swarm_node.config import NodeConfig
 
 RANK, WIDE, TALL = 4, 24, 40
 A, B = "model.layers.0.q_proj.lora_A.default.weight", "model.layers.0.q_proj.lora_B.default.weight"
@@ -157,14 +158,14 @@ def test_a_frozen_factor_stays_and_pairs_end_equal() -> None:
 # --------------------------------------------------------------------- members
 
 
-@pytest.mark.parametrize("name", ["alone", "both:factored", "averaging:alternating"])
+@pytest.mark.parametrize("name", ["alone:often", "both:factored", "averaging:alternating"])
 def test_arms_run_and_average(name: str) -> None:
     play = real_swarm_arms.Play(peers=2, rounds=24, every=12, questions=4, samples=1, thorough=1)
     found = real_swarm_arms.run("starter", "sums", name, 1, play)
     assert json.loads(json.dumps(found)) == found
     assert [len(rewards) for rewards in found["rewards"]] == [24, 24]
     assert [len(looks) for looks in found["looks"]] == [2, 2] and len(found["ends"]) == 2
-    assert bool(found["averaging"].get("exchanges")) == (name != "alone")
+    assert bool(found["averaging"].get("exchanges")) == (name != "alone:often")
     assert bool(found["swarm"].get("swarm/groups_used")) == (name == "both:factored")
 
 
@@ -227,6 +228,24 @@ def test_a_member_is_sooner_than_the_strongest_silo() -> None:
     assert ratios([silos, arm_row("sharing", 1, (0.2, 0.5))], "arms", "sharing") == [0.0]
 
 
+def test_silos_with_more_updates_are_silos_as_well() -> None:
+    silos, often = arm_row("alone", 1, (0.3, 0.7)), arm_row("alone:often", 1, (0.6, 0.8))
+    member = arm_row("both:apart", 1, (0.75, 0.9))  # 0.95 on average at its end, where the other silo has 0.9
+    assert ratios([silos, often, member], "arms", "both:apart") == [
+        pytest.approx(100 / (62.5 + 62.5 * (0.9 - 0.8) / (0.95 - 0.8)))
+    ]
+    assert best_arm([silos, often]) == "", "more updates are no way of joining"
+
+
+def test_a_silo_makes_as_many_updates_as_a_member_may() -> None:
+    often = real_swarm_arms.arm_of("alone:often", 2)
+    member = real_swarm_arms.arm_of("sharing", 2)
+    groups = often.sets["rollouts"]["groups"]
+    whole = NodeConfig().grpo.batch_groups
+    assert often.silo and often.foreign == 0
+    assert groups / often.sets["grpo"]["batch_groups"] == (groups + member.foreign) / whole
+
+
 def test_the_goal_is_judged_by_the_best_arm() -> None:
     rows = [arm_row("alone", seed, (0.3, 0.7)) for seed in (1, 2)]
     rows += [arm_row("both:apart", seed, (0.75, 0.9)) for seed in (1, 2)]
@@ -253,9 +272,10 @@ def test_rows_are_asked_for_in_their_order_and_once() -> None:
     keys = list(asked_for(wanted(ways=["fitted", "apart"]), list))
     assert len({file_of(*key) for key in keys}) == len(keys)
     arms = [arm for part, arm, seed in keys if (part, seed) == ("arms", 2)]
-    assert arms == ["alone", "averaging:fitted", "both:fitted", "sharing", "averaging:apart"]
-    assert [key for key in keys if key[0] == "steps"] == [("steps", "alone", 1), ("steps", "alone", 2)], "no best arm"
-    assert [key[1] for key in asked_for(wanted(parts=["arms"], seeds=[3]), list)] == ["alone", "sharing"]
+    assert arms == ["alone", "averaging:fitted", "both:fitted", "alone:often", "sharing", "averaging:apart"]
+    steps = [("steps", arm, seed) for seed in (1, 2) for arm in ("alone", "alone:often")]
+    assert [key for key in keys if key[0] == "steps"] == steps, "no best arm"
+    assert [key[1] for key in asked_for(wanted(parts=["arms"], seeds=[3]), list)] == ["alone", "alone:often", "sharing"]
     named = asked_for(wanted(arms=["both:apart", "fitted", "joined"], seeds=[1]), list)
     assert [key[:2] for key in named] == [
         ("ways", "fitted"),
