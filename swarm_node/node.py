@@ -61,16 +61,21 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
 
 
 GROUPS_OF_SMALL = 32  # `rollouts.groups`, if it is 0, of policies below SMALL parameters; others have GROUPS
+ANSWERS_OF_SMALL = 4  # `grpo.answers`, if it is unset, of the same; others train on all
 SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
-    """`config` within what `policy` can do, and with a number of groups; `Node` and `Member` take the result."""
-    rollouts = fit_length(config.rollouts, policy, say)
+    """`config` within what `policy` can do, and with what goes by its size where nothing is set; `Node` and `Member`
+    take the result."""
+    rollouts, grpo = fit_length(config.rollouts, policy, say), config.grpo
+    is_small = config.pipeline.stages == 0 and policy.num_parameters() < SMALL
     if not rollouts.groups:
-        is_small = config.pipeline.stages == 0 and policy.num_parameters() < SMALL
         rollouts = rollouts.model_copy(update={"groups": GROUPS_OF_SMALL if is_small else GROUPS})
-    return config.model_copy(update={"rollouts": rollouts})
+    falls = not (is_small or config.swarm or config.pipeline.stages)
+    chosen = {"answers": ANSWERS_OF_SMALL if is_small else 0, "schedule": "linear" if falls else "constant"}
+    unset = {key: value for key, value in chosen.items() if getattr(grpo, key) is None}
+    return config.model_copy(update={"rollouts": rollouts, "grpo": grpo.model_copy(update=unset)})
 
 
 class Node:
@@ -129,6 +134,7 @@ class Node:
         has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
         self._seed_torch = torch.manual_seed if has_gpu else torch.default_generator.manual_seed  # the first is slow
         self.round = 0
+        self.of_time: Callable[[], float] = float  # part of the run's time that is over; 0 where none is set
         self._function_s = dict[str, float]()  # seconds that reward functions had taken when this round began
         self.collected = Collected()  # groups of this round that were sampled and scored, until they are shared
 
@@ -139,8 +145,8 @@ class Node:
             return {}
         low, high = clip_range(trainer.config, trainer.loss)
         grpo, found = self.config.grpo, dict[str, Any]()
-        if grpo.schedule != "constant":
-            found["grpo.schedule_rounds"] = grpo.schedule_rounds or self.config.total_rounds
+        if grpo.schedule != "constant" and math.isfinite(rounds := grpo.schedule_rounds or self.config.total_rounds):
+            found["grpo.schedule_rounds"] = rounds
         if self.tasks.kind is not None:
             found["rewards.kind"] = self.tasks.kind
         return found | {
@@ -148,6 +154,8 @@ class Node:
             "policy.device": policy.device.type,
             "policy.dtype": name_of(policy.dtype),
             "rollouts.groups": self.config.rollouts.groups,
+            "grpo.answers": grpo.answers,
+            "grpo.schedule": grpo.schedule,
             "grpo.learning_rate": trainer.optimizer.learning_rate,
             "grpo.epsilon_low": low,
             "grpo.epsilon_high": high,
@@ -235,8 +243,7 @@ class Node:
         n = max(1, round(len(groups) / size)) if groups else 1
         first, *others = batches = [groups[i::n] for i in range(n)]
         began = time.monotonic()
-        if self.config.grpo.schedule != "constant":
-            self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds)
+        self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds, self.of_time())
         steps = [self.trainer.step(first, before_update)]
         for batch in others:
             try:

@@ -148,7 +148,8 @@ def _check_together(config: NodeConfig) -> None:
             "group with no more answers, pass@k training learns nothing"
         )
     grpo = config.grpo
-    if grpo.schedule != "constant" and not grpo.schedule_rounds and math.isinf(config.total_rounds):
+    has_end = math.isfinite(config.total_rounds) or (config.minutes and not config.pipeline.stages)
+    if grpo.schedule in ("linear", "cosine") and not grpo.schedule_rounds and not has_end:
         raise UserError(
             f'grpo.schedule = "{grpo.schedule}" has to know where it ends, and this run has no number of rounds: set '
             "--rounds or grpo.schedule_rounds"

@@ -197,8 +197,9 @@ class GrpoConfig(Section):
     | median and MAD | share in the group's pass@k | a plugin `package.module:function`."""
     k: PositiveInt = 4
     """`pass_k`: answers of which one has to be right. It must be less than `rollouts.group_size`."""
-    answers: int = Field(4, ge=0)
-    """Train on so many answers of each own group: half the best ones, half the worst, ties by chance. 0 = all."""
+    answers: int | None = Field(None, ge=0)
+    """Train on so many answers of each own group: half the best ones, half the worst, ties by chance. 0 = all; unset =
+    4 for policies below 20 million parameters on one machine, else all."""
     replay: int = Field(0, ge=0)
     """Own earlier right answers to train on again in each round, beside the new groups; 0 = none. For nodes that train
     alone: in a swarm, the answers of others do the same."""
@@ -243,13 +244,14 @@ class GrpoConfig(Section):
     """Largest norm of the gradient."""
     warmup: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from round to round, beside the warm-up; see docs/grpo.md."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """How the learning rate falls until the run ends, beside the warm-up; see docs/grpo.md. Unset = `linear` for
+    policies of 20 million parameters or more that train alone on one machine, else `constant`."""
     final_rate: float = Field(0.0, ge=0, le=1)
     """`linear`, `cosine`: share of the learning rate that is left at the end."""
     schedule_rounds: PositiveInt | None = None
     """`linear`, `cosine`: rounds over which the rate falls; it stays there. Unset = `rounds`, which a run that goes on
-    for longer stretches."""
+    for longer stretches, and `minutes`, over which it falls anew in each start."""
     microbatch_tokens: PositiveInt = 8192
     """Most tokens (padding included) in one forward pass. Fewer where free memory asks for it; halved when it runs
     out."""

@@ -228,9 +228,10 @@ class Run:
         self._prepare()
         started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
         self._saved_at = time.monotonic()
+        self.node.of_time = partial(self._of_time, started)
         while self.node.round < config.total_rounds and not self.callbacks.ends:
             self.limits.wait(stop)
-            if self._is_time_over(started):
+            if self._of_time(started) >= 1.0:
                 say(f"{config.minutes:g} minutes are over", "stop")
                 break
             stop.allow()
@@ -260,13 +261,13 @@ class Run:
             say(f"all {node.round} rounds are done; {self.goes_on('--rounds N')} trains more", "done")
             self.own.say_unused()
         elif self.crew is None:
-            self.own.announce(f"from round {node.round + 1}")
+            self.own.announce(f"from round {node.round + 1}", config.grpo.schedule)
 
-    def _is_time_over(self, started: float) -> bool:
+    def _of_time(self, started: float) -> float:
         if self.crew is not None:
-            return self.crew.minutes_over
+            return float(self.crew.minutes_over)
         minutes = self.config.minutes
-        return minutes is not None and time.monotonic() - started - self.limits.paused_s > 60 * minutes
+        return 0.0 if minutes is None else (time.monotonic() - started - self.limits.paused_s) / (60 * minutes)
 
     def _round(self, began: float) -> tuple[Sequence[Group], float]:
         """Sample, share, learn and record a round that `began` then: its own groups and their mean reward."""

@@ -54,9 +54,9 @@ class RunSettings:
         if not checkpoint:
             self.of_weights = self._for_checkpoints(self._before)
 
-    def announce(self, when: str) -> None:
-        """Say which settings change; `when` names the round."""
-        self._say_stretched(when)
+    def announce(self, when: str, schedule: str | None = None) -> None:
+        """Say which settings change; `when` names the round. `schedule`: the one in effect, if it is known."""
+        self._say_stretched(when, schedule or self._config.grpo.schedule)
         if changed := self._changed():
             words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
             self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
@@ -68,16 +68,24 @@ class RunSettings:
         if changed:
             self._say(Warned(not_used(self.not_used)))
 
-    def _say_stretched(self, when: str) -> None:
-        """Say that the learning rate jumps where its schedule falls over other rounds than before."""
+    def _say_stretched(self, when: str, schedule: str | None) -> None:
+        """Say that the learning rate jumps where its schedule falls over other rounds than before, or anew."""
         before, now = self._before, self._config
-        if before is None or now.grpo.schedule == "constant" or before.grpo.schedule != now.grpo.schedule:
+        if before is None or schedule in (None, "constant") or (before.grpo.schedule or schedule) != schedule:
             return
-        if now.grpo.schedule_rounds or before.grpo.schedule_rounds or now.total_rounds == before.total_rounds:
+        if now.grpo.schedule_rounds or before.grpo.schedule_rounds:
+            return
+        if now.minutes:
+            over = f"falls anew over the {now.minutes:g} minutes of this start"
+        elif now.total_rounds != before.total_rounds:
+            by_time = before.minutes and not before.rounds
+            earlier = f"{before.minutes:g} minutes" if by_time else f"{before.total_rounds:g}"
+            over = f"now falls over {now.total_rounds:g} rounds instead of {earlier}"
+        else:
             return
         self._say(
-            f"the learning rate jumps {when}: grpo.schedule = {now.grpo.schedule} now falls over {now.total_rounds:g} "
-            f"rounds instead of {before.total_rounds:g}; grpo.schedule_rounds, set at the start, prevents that"
+            f"the learning rate jumps {when}: grpo.schedule = {schedule} {over}; grpo.schedule_rounds, set at the "
+            "start, prevents that"
         )
 
     def trained(self) -> None:

@@ -24,8 +24,9 @@ from tests.support.tiny_policy import TinyPolicy, group, make
 SMALL = 20_000_000
 
 
-def node(batch_groups: int) -> Node:
-    config = NodeConfig.model_validate({"grpo": {"batch_groups": batch_groups}, "rollouts": {"max_new_tokens": 6}})
+def node(batch_groups: int, **grpo: Any) -> Node:
+    grpo |= {"batch_groups": batch_groups}
+    config = NodeConfig.model_validate({"grpo": grpo, "rollouts": {"max_new_tokens": 6}})
     parts: Any = TinyPolicy(make()), SimpleNamespace(reward_weights={})
     return Node(config, *parts, print)
 
@@ -143,6 +144,32 @@ def test_small_policies_sample_more_groups(parameters: int, stages: int, given: 
     policy: Any = SimpleNamespace(num_parameters=lambda: parameters, max_positions=1000)
     config = NodeConfig.model_validate({"rollouts": {"groups": given}, "pipeline": {"stages": stages}})
     assert fitted(config, policy, print).rollouts.groups == groups
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given", "answers", "schedule"),
+    [
+        (SMALL - 1, {}, 4, "constant"),
+        (SMALL, {}, 0, "linear"),
+        (SMALL, {"swarm": "some.toml"}, 0, "constant"),
+        (SMALL, {"pipeline": {"stages": 2}}, 0, "constant"),
+        (SMALL, {"grpo": {"answers": 2, "schedule": "cosine"}}, 2, "cosine"),
+        (SMALL - 1, {"grpo": {"answers": 0, "schedule": "linear"}}, 0, "linear"),
+    ],
+)
+def test_large_policies_train_on_all_answers_at_a_falling_rate(
+    parameters: int, given: dict[str, Any], answers: int, schedule: str
+):
+    policy: Any = SimpleNamespace(num_parameters=lambda: parameters, max_positions=1000)
+    grpo = fitted(NodeConfig.model_validate(given), policy, print).grpo
+    assert (grpo.answers, grpo.schedule) == (answers, schedule)
+
+
+def test_the_rate_falls_as_the_time_of_the_run_passes():
+    learner, passed = node(0, schedule="linear", learning_rate=1e-3), iter([0.0, 0.25, 0.5])
+    learner.of_time = lambda: next(passed)
+    rates = [learner.learn([group([1, 0])])["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
 
 
 def test_reward_std_is_that_of_each_group() -> None:

@@ -58,13 +58,23 @@ def test_the_rate_stays_after_the_end() -> None:
     assert [decay(short, round, 100) for round in (4, 5, 99)] == [0.25] * 3
 
 
+def test_the_rate_falls_with_the_larger_part_of_rounds_and_time() -> None:
+    linear = GrpoConfig(schedule="linear")
+    assert [decay(linear, 1, math.inf, part) for part in (0.0, 0.25, 1.0, 1.5)] == [1.0, 0.75, 0.0, 0.0]
+    assert decay(linear, 10, 20, 0.25) == 0.5 and decay(linear, 1, 20, 0.5) == 0.5
+    by_rounds = GrpoConfig(schedule="linear", schedule_rounds=40)
+    assert decay(by_rounds, 10, 20, 0.9) == 0.75, "`schedule_rounds` is what was asked for"
+    assert decay(GrpoConfig(), 10, 20, 0.5) == decay(GrpoConfig(schedule="constant"), 10, 20, 0.5) == 1.0
+
+
 def test_a_run_without_end_needs_schedule_rounds() -> None:
-    for sets in (["minutes=5"], ["swarm=some.toml"]):
+    for sets in (["minutes=5", "pipeline.stages=2"], ["swarm=some.toml"]):
         with pytest.raises(UserError, match='grpo.schedule = "linear" has to know where it ends'):
             load_config(sets=["grpo.schedule=linear", *sets])
         load_config(sets=["grpo.schedule=linear", "grpo.schedule_rounds=50", *sets])
         load_config(sets=["grpo.schedule=linear", "rounds=50", *sets])
-    load_config(sets=["grpo.schedule=linear"])
+    for end in ([], ["minutes=5"], ["swarm=some.toml", "minutes=5"]):
+        load_config(sets=["grpo.schedule=linear", *end])
 
 
 def test_a_resumed_run_has_the_same_rates(tmp_path: Path) -> None:

@@ -276,6 +276,30 @@ def test_a_stretched_schedule_is_told(grpo: dict[str, Any], jumps: bool) -> None
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "schedule", "over"),
+    [
+        ({"minutes": 5}, {"minutes": 5}, "linear", "falls anew over the 5 minutes of this start"),
+        ({"rounds": 20}, {"minutes": 5}, "linear", "falls anew over the 5 minutes of this start"),
+        ({"minutes": 5}, {"rounds": 40}, "linear", "now falls over 40 rounds instead of 5 minutes"),
+        ({}, {"rounds": 400}, "linear", "now falls over 400 rounds instead of 200"),
+        ({"minutes": 5}, {"minutes": 5}, "constant", ""),
+        ({"rounds": 20}, {"rounds": 20}, "linear", ""),
+    ],
+)
+def test_an_unset_schedule_that_begins_anew_is_told(
+    before: dict[str, Any], now: dict[str, Any], schedule: str, over: str
+) -> None:
+    a_run(before)
+    said: list[str] = []
+    config = NodeConfig.model_validate(now)
+    own = RunSettings(RunDir(RUN), config, config, said.append)
+    own.begin(trained=True)
+    own.announce("from round 21", schedule)
+    told = f"the learning rate jumps from round 21: grpo.schedule = {schedule} {over}; "
+    assert [line.startswith(told) for line in said if "learning rate" in line] == [True] * bool(over)
+
+
+@pytest.mark.parametrize(
     ("sets", "dtype"),
     [
         ([], "bfloat16"),
