@@ -71,7 +71,8 @@ class World:
         self.averaging = config.averaging
         self.policy = load_policy(config.policy, config.rollouts, lambda said: None)
         self.tasks = load_tasks(["small"], config.rewards)
-        self.rollouts = fitted(config, self.policy, lambda said: None).rollouts
+        config = fitted(config, self.policy, lambda said: None)
+        self.rollouts = config.rollouts
         sampling = Sampling(self.rollouts.max_new_tokens)
         self.trainer = Trainer(self.policy, config.grpo, sampling, lambda said: None, self.tasks.reward_weights)
         self.params = [p for p in self.policy.model.parameters() if p.requires_grad]

@@ -117,7 +117,7 @@ def measure(rate: float, updates: list[int], seed: int, groups: int) -> list[dic
 
     rollouts = RolloutsConfig(groups=groups, max_new_tokens=16)
     policy = load_policy(PolicyConfig(), rollouts, lambda sentence: None)
-    trainer = Trainer(policy, GrpoConfig(learning_rate=rate), Sampling(rollouts.max_new_tokens))
+    trainer = Trainer(policy, GrpoConfig(learning_rate=rate, answers=4), Sampling(rollouts.max_new_tokens))
     tasks, rng = load_tasks(["small"], RewardsConfig()), random.Random(seed)
 
     def train(until: int) -> torch.Tensor:

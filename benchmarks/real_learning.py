@@ -6,8 +6,8 @@
     python -m benchmarks.real_learning --quick                      # two minutes each, few questions; nothing is stored
 
 `node` is `swarm-node local --model smollm2 --tasks FILE --minutes M --seed S`: its defaults are what is measured.
-`trl …` is `benchmarks.real_trl`, by rate and dtype. Runs follow one another, each alone on all cores: leave the machine
-idle. Both save an adapter a minute. They are kept as the run writes them, and measured when it has ended
+`trl …` is `benchmarks.real_trl`, by rate and dtype; `falling`: the rate falls to 0. Runs follow one another, each alone on
+all cores: leave the machine idle. Both save an adapter a minute. They are kept as the run writes them, and measured when it has ended
 (`benchmarks.real_held_out`): the share of right answers to held-out questions, alike for both.
 
 Seconds count from the start of the command, which has as many as TRL, loading and questions before training included.
@@ -61,8 +61,9 @@ class Part:
 
 
 NODE, TRL = "node", ("trl 2e-4 float32", "trl 2e-4 bfloat16", "trl 1e-5 float32")
+FALLING = f"{TRL[0]} falling"  # to 0 over the run's time, as the node's rate does
 PARTS = {
-    "default": Part("sums", 10, (1, 2, 3), (NODE,), TRL[:2]),
+    "default": Part("sums", 10, (1, 2, 3), (NODE,), (*TRL[:2], FALLING)),
     "sums": Part("sums", 20, (1, 2, 3), (NODE, TRL[0]), TRL[2:]),
     "steps": Part("steps", 45, (1,), (NODE, TRL[0])),
     "words": Part("words", 45, (1,), (NODE, TRL[0])),
@@ -212,9 +213,10 @@ def run(args: argparse.Namespace, name: str, who: str, seed: int, part: Part) ->
         if who == NODE:
             command = node_command(args.model, questions, minutes, seed)
         else:
-            _, rate, dtype = who.split()
+            _, rate, dtype, *falls = who.split()
             spec = {"model": folder_of(args.model), "file": str(questions), "out": first, "seed": seed}
-            spec |= {"rate": float(rate), "dtype": dtype, "new": asked.new, "until": time.time() + 60 * minutes}
+            spec |= {"rate": float(rate), "falls": bool(falls), "dtype": dtype, "new": asked.new}
+            spec |= {"until": time.time() + 60 * minutes}
             command = trl_command(spec)
         print(f"{name}, {who}, seed {seed}: {shlex.join(command)}", flush=True)
         seen, screen = watched(command, folder, kept, 60 * minutes, who == NODE)
@@ -259,7 +261,8 @@ def asked_for(args: argparse.Namespace) -> Iterator[tuple[str, str, int, Part]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--arms", nargs="+", choices=(NODE, *TRL), metavar="ARM", help="node, or 'trl RATE DTYPE'")
+    arms = (NODE, *TRL, FALLING)
+    parser.add_argument("--arms", nargs="+", choices=arms, metavar="ARM", help="node, or 'trl RATE DTYPE [falling]'")
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--model", default="smollm2", help="a name that `local` knows, or a directory")
     parser.add_argument("--each", type=float, help="minutes of each run, in place of the part's own")

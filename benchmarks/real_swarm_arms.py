@@ -42,8 +42,10 @@ RATE = 2e-4
 DEFAULTS: dict[str, dict[str, Any]] = {
     "policy": {"lora": True, "dtype": "float32", "threads": 1},
     "rollouts": {"groups": 8, "max_prompt_tokens": RolloutsConfig().max_prompt_tokens},
+    "grpo": {"answers": 0, "schedule": "constant"},
 }
-"""What a node chooses for an adapter on these weights, by section, so that no run chooses anything else."""
+"""What a member chooses for an adapter on these weights, by section, so that no run chooses anything else. A node alone
+would let its rate fall until its end; these are compared before theirs."""
 SPEED = Speed(generate_tok_s=150.0, train_tok_s=400.0, overhead_s=0.1)
 """Of SmolLM2 on one core, tokens of prompts included in the second. By it the virtual clock runs, and so the seconds
 between two averagings."""
@@ -71,7 +73,7 @@ def arm_of(name: str, peers: int) -> Arm:
     sets = {**DEFAULTS, "averaging": {"reducer": WAYS[way].reducer} if averages else {"method": "none"}}
     if name == OFTEN:
         own = DEFAULTS["rollouts"]["groups"]
-        sets["grpo"] = {"batch_groups": own * own // (own + FOREIGN)}
+        sets["grpo"] = DEFAULTS["grpo"] | {"batch_groups": own * own // (own + FOREIGN)}
     return Arm(
         says=name,
         foreign=FOREIGN if kind in (SHARING, BOTH) else 0,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.real_trl '{"model": DIR, "file": JSONL, "out": DIR, "seed": 1, "rate": 2e-4, …}'
 
-Not TRL's defaults, each in TRL's favour: answers are no longer than the set needs (512 tokens otherwise), activations
-are not computed again (there is memory), and the rate does not fall. It trains on the questions of the file that this
-package trains on, until `until` (Unix time). Adapters and a line for each step's reward go to `out`.
+Not TRL's defaults, each in TRL's favour: answers are no longer than the set needs (512 tokens otherwise), and
+activations are not computed again (there is memory). The rate stays, or falls linearly to 0 (`falls`), as it does by TRL's default
+over a number of steps, which nobody knows here. It trains on the questions of the file that this package trains on,
+until `until` (Unix time). Adapters and a line for each step's reward go to `out`.
 """
 
 from __future__ import annotations
@@ -71,9 +72,15 @@ def main(spec: dict[str, Any]) -> None:
 
     out = Path(spec["out"])
     (out / "adapters").mkdir(parents=True)
-    saved = time.monotonic()
+    saved, began = time.monotonic(), time.time()
 
     class Saving(TrainerCallback):
+        def on_step_begin(self, args: object, state: object, control: object, **parts: Any) -> None:
+            if spec["falls"]:
+                left = (spec["until"] - time.time()) / (spec["until"] - began)
+                for group in parts["optimizer"].param_groups:
+                    group["lr"] = spec["rate"] * max(0.0, left)
+
         def on_step_end(self, args: object, state: Any, control: Any, model: Any = None, **kwargs: object) -> None:
             nonlocal saved
             control.should_training_stop |= time.time() >= spec["until"]
