@@ -6,9 +6,9 @@
     python -m benchmarks.real_learning --quick                      # two minutes each, few questions; nothing is stored
 
 `node` is `swarm-node local --model smollm2 --tasks FILE --minutes M --seed S`: its defaults are what is measured.
-`trl …` is `benchmarks.real_trl`, by rate and dtype; `falling`: the rate falls to 0. Runs follow one another, each alone on
-all cores: leave the machine idle. Both save an adapter a minute. They are kept as the run writes them, and measured when it has ended
-(`benchmarks.real_held_out`): the share of right answers to held-out questions, alike for both.
+`trl …` is `benchmarks.real_trl`, by rate and dtype; `falling`: the rate falls to 0. Runs follow one another, each alone
+on all cores: leave the machine idle. Both save an adapter a minute. They are kept as the run writes them, and measured
+when it has ended (`benchmarks.real_held_out`): the share of right answers to held-out questions, alike for both.
 
 Seconds count from the start of the command, which has as many as TRL, loading and questions before training included.
 `first reward` is when the first round's could be read. Memory is the largest sum over the run's processes. Each row is

@@ -3,9 +3,9 @@
     python -m benchmarks.real_trl '{"model": DIR, "file": JSONL, "out": DIR, "seed": 1, "rate": 2e-4, …}'
 
 Not TRL's defaults, each in TRL's favour: answers are no longer than the set needs (512 tokens otherwise), and
-activations are not computed again (there is memory). The rate stays, or falls linearly to 0 (`falls`), as it does by TRL's default
-over a number of steps, which nobody knows here. It trains on the questions of the file that this package trains on,
-until `until` (Unix time). Adapters and a line for each step's reward go to `out`.
+activations are not computed again (there is memory). The rate stays, or falls linearly to 0 (`falls`), as it does by
+TRL's default over a number of steps, which nobody knows here. It trains on the questions of the file that this package
+trains on, until `until` (Unix time). Adapters and a line for each step's reward go to `out`.
 """
 
 from __future__ import annotations
