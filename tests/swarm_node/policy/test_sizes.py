@@ -81,7 +81,7 @@ def test_the_estimate_is_near_what_a_gpu_reserved(size: str, model: KnownModel) 
     """benchmarks.real_model: 8 questions of 64 tokens, 8 answers each, of which 4 are trained on."""
     found = json.loads((ROOT / f"benchmarks/results/real_model/{size}-gpu.json").read_text())
     (measured,) = (each["peak_mib"] for each in found["contestants"] if each["who"] == "this package")
-    prompts, new, answers = found["prompts"], found["new"], NodeConfig().grpo.answers
+    prompts, new, answers = found["prompts"], found["new"], 4
     rows = [batch.Row([0] * 64, [[0] * new] * answers, i * answers) for i in range(prompts)]
     largest = batch.plan(rows, True, NodeConfig().grpo.microbatch_tokens, model.hidden)[0]
     tokens, longest = batch.tokens(largest), largest[0].length
