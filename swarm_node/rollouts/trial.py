@@ -68,7 +68,7 @@ def answered_again(
         return []
     lengths = [len(rollout.token_ids) for group in asked for rollout in group.rollouts]
     longest = min(rollouts.max_new_tokens, max(1, math.ceil(MOST_TOKENS * fmean(lengths))))
-    config = rollouts.model_copy(update={"groups": len(asked), "max_new_tokens": longest})
+    config = rollouts.model_copy(update={"groups": len(asked)})
     left = [group.task for group in asked]
 
     def draw(n: int) -> list[Task]:
@@ -78,7 +78,7 @@ def answered_again(
 
     version, policy.version = policy.version, -next(_TRIALS)
     try:
-        return collect(policy, draw, tasks, config, seed).groups
+        return collect(policy, draw, tasks, config, seed, longest=longest).groups
     except NotFinite:
         return None
     finally:
