@@ -273,7 +273,7 @@ class Driver:
             if answer is not None and answer[0].total == self.total:
                 stage, squares[stage] = answer[0].stage, answer[0].squares
                 sent |= {(sender, stage): of_it for sender, of_it in answer[0].came if (sender, stage) in self._ways}
-        doubtful = blamed(impossible(squares, self.workers), sent, MOST_SENT * self._loss_squares)
+        doubtful = to_blame(impossible(squares, self.workers), sent, MOST_SENT * self._loss_squares)
         if self.spoiled and not doubtful:
             doubtful[self.stages - 1] = "log-probabilities over which the loss has a gradient that is not finite"
         self._doubted.append(doubtful.keys() - self.workers.keys())
@@ -337,7 +337,7 @@ def impossible(squares: Mapping[int, float | None], own: Collection[int], most: 
     return said
 
 
-def blamed(doubtful: Mapping[int, str], sent: Mapping[tuple[int, int], float | None], most: float) -> dict[int, str]:
+def to_blame(doubtful: Mapping[int, str], sent: Mapping[tuple[int, int], float | None], most: float) -> dict[int, str]:
     """Those of `doubtful` that others did not make so; if there are none, the stages that did, and what they said.
 
     `sent`: (sender, receiver) -> squares of gradients, as the receiver says; more than `most` cannot be. What a stage
