@@ -33,6 +33,7 @@ Coding = Literal["float32", "bfloat16", "int8", "int32", "bits"]
 Microbatch = Annotated[int, Meta(ge=0, lt=MAX_MICROBATCHES)]
 Temperature = Annotated[float, Meta(gt=0, le=100)]
 Dimension = Annotated[int, Meta(ge=1, lt=2**31)]
+Squares = Annotated[float, Meta(ge=0, le=1e300)] | None  # of a gradient; `None` = their sum is not finite
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
@@ -89,12 +90,14 @@ class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
     block: Count = 0  # number of the block of rows
 
 
-class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
+class GradientNorm(msgspec.Struct, frozen=True, tag="squared", omit_defaults=True):
     """To the leader: sum of the squares of a stage's gradient."""
 
     total: Count
     stage: StageNumber
-    squares: Annotated[float, Meta(ge=0, le=1e300)] | None  # `None` = not finite
+    squares: Squares
+    came: Annotated[tuple[tuple[StageNumber, Squares], ...], Meta(max_length=8)] = ()
+    """Stage -> sum of the squares of the gradients that it sent this one. Nodes of protocol 1 read past it."""
 
 
 class Apply(msgspec.Struct, frozen=True, tag="apply"):

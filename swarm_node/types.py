@@ -32,6 +32,7 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    drawn: int = 0  # tokens that random numbers are drawn for, if more: a cut answer begins as a whole one
 
 
 class Rollout(msgspec.Struct):

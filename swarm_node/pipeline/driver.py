@@ -16,9 +16,10 @@ stage makes it once; a stage that was lost before goes without. A stage itself s
 A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up.
 
 A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others';
-and of the last stage, if the loss over its log-probabilities has a gradient that is not finite. The stage is named, and
-lost if that happens `TRIES` times within `RECENT` steps, or `OFTEN` times within `LONG`. What is merely unusual is
-used, and the stage is named: a long gradient makes the step of all stages short.
+and of the last stage, if the loss over its log-probabilities has a gradient that is not finite. So is a stage that
+sends another a gradient absurdly longer than the loss's; what follows from that at other stages is not their fault. The
+stage is named, and lost if that happens `TRIES` times within `RECENT` steps, or `OFTEN` times within `LONG`. What is
+merely unusual is used, and the stage is named: a long gradient makes the step of all stages short.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 from statistics import median_high, median_low
 from typing import TypeVar
 
@@ -38,6 +40,7 @@ from protocol import pipeline as heads
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
+from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.waves import Waves
 from swarm_node.pipeline.messages import StageLost, StageMessage
 from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
@@ -53,6 +56,7 @@ OFTEN, LONG = 10, 100  # as `TRIES` and `RECENT`, of a stage that says it now an
 MOST_SQUARES = 1e6  # times their median that a stage's squares may be: its norm is a thousand times the others'
 UNUSUAL_SQUARES = 1e3  # times their median from which on a stage is named
 MOST_USUAL = 1e24  # squares that are usual in no training
+MOST_SENT = 1e12  # times those of the loss's gradient that squares of a gradient between stages may be
 
 
 class Driver:
@@ -74,8 +78,12 @@ class Driver:
         self.swapped = swapped
         self._say = say
         self.spoiled = False  # whether the loss had a gradient that is not finite
+        self._loss_squares = 0.0  # of the gradient of the loss
         self.updates = calls.workers[0].updates  # updates that the crew has made
         self.total = calls.turn  # number of the sum that gradients are added to
+        ways = (route(self.stages, i, swapped) for i in range(4))  # they recur
+        self._ways = {(b.stage, a.stage) for way in ways for a, b in pairwise(way)} | {(self.stages - 1, 0)}
+        """(sender, receiver) of gradients, those of a tied matrix among them."""
         self.decay = 1.0  # factor of the schedule on the learning rate
         self.unusable = ""  # see `AnyOptimizer`
         self._refusals = 0  # turns that ended in one, since the last update or generation
@@ -198,6 +206,7 @@ class Driver:
     def _upstream(self, logprobs: Tensor) -> Tensor:
         """Gradient of the loss; zeros if it is not finite, and then the step is spoiled."""
         if logprobs.grad is not None and bounded(logprobs.grad):
+            self._loss_squares += logprobs.grad.norm().item() ** 2
             return logprobs.grad
         self.spoiled |= logprobs.grad is not None
         return torch.zeros_like(logprobs)
@@ -235,7 +244,7 @@ class Driver:
     def zero_grad(self) -> None:
         """Begin another sum of gradients; stages begin it with its first microbatch."""
         self.total += 1
-        self.spoiled = False
+        self.spoiled, self._loss_squares = False, 0.0
 
     def step(self) -> tuple[float, float]:
         """See `Optimizer.step`. After StageLost the gradient must be computed again, from `zero_grad` on."""
@@ -258,11 +267,13 @@ class Driver:
         be. Raises StageLost, also for a stage that does so again and again."""
         self.calls.to_all(heads.GradientNormRequest(self.total))
         squares: dict[int, float | None] = {}
+        sent: dict[tuple[int, int], float | None] = {}
         while len(squares) < self.stages:
             answer = self.calls.answer(heads.GradientNorm, train=True)
             if answer is not None and answer[0].total == self.total:
-                squares[answer[0].stage] = answer[0].squares
-        doubtful = impossible(squares, self.workers)
+                stage, squares[stage] = answer[0].stage, answer[0].squares
+                sent |= {(sender, stage): of_it for sender, of_it in answer[0].came if (sender, stage) in self._ways}
+        doubtful = to_blame(impossible(squares, self.workers), sent, MOST_SENT * self._loss_squares)
         if self.spoiled and not doubtful:
             doubtful[self.stages - 1] = "log-probabilities over which the loss has a gradient that is not finite"
         self._doubted.append(doubtful.keys() - self.workers.keys())
@@ -323,6 +334,26 @@ def impossible(squares: Mapping[int, float | None], own: Collection[int], most: 
     for stage, square in known.items():
         if square > most * usual:
             said[stage] = f"that its gradient has norm {math.sqrt(square):.2g}, where {math.sqrt(usual):.2g} is usual"
+    return said
+
+
+def to_blame(doubtful: Mapping[int, str], sent: Mapping[tuple[int, int], float | None], most: float) -> dict[int, str]:
+    """Those of `doubtful` that others did not make so; if there are none, the stages that did, and what they said.
+
+    `sent`: (sender, receiver) -> squares of gradients, as the receiver says; more than `most` cannot be. What a stage
+    computes and passes on after it received such a gradient is not its fault. If every sender received one, the one
+    nearest to the loss began. Where a stage computes what is not finite, others get zeros, which they multiply."""
+    long = sorted(ends for ends, squares in sent.items() if squares is None or squares > most)
+    received = {receiver for _, receiver in long}
+    said = {stage: what for stage, what in doubtful.items() if stage not in received}
+    if said or not long:
+        return said
+    guilty = {sender for sender, _ in long} - received or {long[-1][0]}
+    for sender, receiver in long:
+        if sender in guilty:
+            squares = sent[sender, receiver]
+            norm, usual = math.inf if squares is None else math.sqrt(squares), math.sqrt(most)
+            said[sender] = f"to stage {receiver} that the gradient has norm {norm:.2g}, where {usual:.2g} is the most"
     return said
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
@@ -45,16 +47,21 @@ def collect(
     seed: str,
     collected: Collected | None = None,
     first: int = 0,
+    longest: int | None = None,
 ) -> Collected:
     """Sample `config.groups` groups with `policy`: fewer if too many prompts are too long or cannot be encoded.
 
     `draw(n)` gives n tasks, and `tasks` judges answers to them. `seed` names this round's randomness: the same seed,
     tasks and weights give the same groups. If this is interrupted, a `collected` of the caller's has what is scored.
-    `first`: groups that were sampled under this seed before, which the randomness of these goes on from.
+    `first`: groups that were sampled under this seed before, which the randomness of these goes on from. `longest`:
+    tokens at which answers are cut, if not at `config.max_new_tokens`; up to there they are the same.
     """
     collected = Collected() if collected is None else collected
     fitting = _fitting(policy, draw, tasks, config, collected)
-    for group in _sample(policy, fitting, config, seed, collected, first) if fitting else ():
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
+    if longest is not None:
+        sampling = replace(sampling, max_new_tokens=longest, drawn=config.max_new_tokens)
+    for group in _sample(policy, fitting, config.group_size, sampling, seed, collected, first) if fitting else ():
         try:
             prompt = tasks.prompt_text(group.prompt_ids, policy.text_of_prompt)
         except TokenizerError as error:
@@ -128,16 +135,16 @@ def _fitting(
 def _sample(
     policy: Policy,
     fitting: list[tuple[Task, list[int]]],
-    config: RolloutsConfig,
+    group_size: int,
+    sampling: Sampling,
     seed: str,
     collected: Collected,
     first: int,
 ) -> list[Group]:
     names = [f"{seed}/{slot}" for slot in range(first, first + len(fitting))]
     seeds = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 for name in names]  # 63 bits
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     start = time.perf_counter()
-    samples = policy.generate([prompt for _, prompt in fitting], config.group_size, sampling, seeds)
+    samples = policy.generate([prompt for _, prompt in fitting], group_size, sampling, seeds)
     collected.seconds += time.perf_counter() - start
     return [
         Group(task, prompt, rollouts, policy.version) for (task, prompt), rollouts in zip(fitting, samples, strict=True)

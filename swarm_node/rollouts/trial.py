@@ -24,6 +24,7 @@ from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Task
 
 _TRIALS = count(1)  # weights on trial have a version of their own: by it, engines that copy weights tell them apart
+MOST_TOKENS = 4  # times the tokens of the own answers that those of a trial take
 SURE = 1.64  # standard errors by which what is earned must differ, so that chance explains it in one case of twenty
 
 
@@ -61,9 +62,13 @@ def answered_again(
     asked: Sequence[Group], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, seed: str
 ) -> list[Group] | None:
     """The questions of `asked`, answered by `policy` with the weights that it has now, and with the randomness of
-    `seed`; None if it cannot compute with them."""
+    `seed`; None if it cannot compute with them. Answers are cut where all together would take `MOST_TOKENS` times the
+    tokens of those in `asked`: strangers' weights may never end one."""
     if not asked:
         return []
+    lengths = [len(rollout.token_ids) for group in asked for rollout in group.rollouts]
+    longest = min(rollouts.max_new_tokens, max(1, math.ceil(MOST_TOKENS * fmean(lengths))))
+    config = rollouts.model_copy(update={"groups": len(asked)})
     left = [group.task for group in asked]
 
     def draw(n: int) -> list[Task]:
@@ -73,7 +78,7 @@ def answered_again(
 
     version, policy.version = policy.version, -next(_TRIALS)
     try:
-        return collect(policy, draw, tasks, rollouts.model_copy(update={"groups": len(asked)}), seed).groups
+        return collect(policy, draw, tasks, config, seed, longest=longest).groups
     except NotFinite:
         return None
     finally:

@@ -44,6 +44,7 @@ from tests.support.wire import fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records
 GOLDEN = Path(__file__).parents[1] / "data" / "stage_envelope_v1.msgpack"
+GOLDEN_CAME = GOLDEN.with_name("stage_envelope_v2_came.msgpack")
 REASONS = {"size", "version", "schema"}
 FORWARD = Forward(7, 3, 1, 4, 2, 0.9, entropy=True, reference=False, swapped=True, packed=True)
 ENVELOPE = Envelope(
@@ -67,6 +68,7 @@ HEADS: list[Head] = [
     TiedGradient(3),
     GradientNorm(3, 1, 0.25),
     GradientNorm(3, 1, None),
+    GradientNorm(3, 1, 0.25, ((2, 0.5), (0, None))),
     Apply(8, 0.5, 1e-3),
     SetUpdates(8),
     Share(),
@@ -96,6 +98,15 @@ def with_head(**changes: object) -> bytes:
 def test_golden_bytes() -> None:
     assert encode_envelope(ENVELOPE) == GOLDEN.read_bytes()
     assert decode_envelope(GOLDEN.read_bytes()) == ENVELOPE
+
+
+def test_golden_bytes_of_what_a_stage_was_sent() -> None:
+    """Protocol 2 added them."""
+    envelope = Envelope(2, 5, -1, GradientNorm(3, 1, 0.25, ((2, 0.5), (0, None))))
+    assert encode_envelope(envelope) == GOLDEN_CAME.read_bytes()
+    assert decode_envelope(GOLDEN_CAME.read_bytes()) == envelope
+    before = {"type": "squared", "total": 3, "stage": 1, "squares": 0.25}
+    assert fields(replace(envelope, head=GradientNorm(3, 1, 0.25)))["head"] == before, "as in protocol 1"
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
@@ -152,6 +163,9 @@ def test_size_is_checked_before_anything_else() -> None:
         with_head(microbatch=-1),
         with_head(microbatches=2**20),
         with_head(turn=2**60),
+        changed(head={"type": "squared", "total": 3, "stage": 1, "squares": None, "came": [[1, -1.0]]}),
+        changed(head={"type": "squared", "total": 3, "stage": 1, "squares": None, "came": [[MAX_STAGES, 1.0]]}),
+        changed(head={"type": "squared", "total": 3, "stage": 1, "squares": None, "came": [[1, 1.0]] * 9}),
     ],
 )
 def test_refused_messages(bad: bytes) -> None:

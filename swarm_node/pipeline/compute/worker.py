@@ -15,7 +15,8 @@ its own, so both make the same update; the squares of that gradient count at the
 the other sends it the matrix, and both begin with new moments for it (`tied_weights`).
 
 Where an activation or a gradient is not finite, zeros travel in its place. The stage then answers that its gradient is
-not finite, so no stage applies it.
+not finite, so no stage applies it. It also answers how long the gradients were that other stages sent it, so that it is
+not blamed for theirs.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Worker:
         self._sampler = StageSampler(stage, native)
         self._total = 0  # number of the sum that its gradient is
         self._spoiled = False  # a part of the sum is not finite
+        self._came: dict[int, float] = {}  # stage -> squares of what it added to the sum
         self._norm: float | None = None  # of its layers' gradient, once it has been asked for
 
     # ----------------------------------------------------------------- messages
@@ -219,6 +221,7 @@ class Worker:
         if head.total > self._total:
             self.optimizer.zero_grad()
             self._total, self._spoiled, self._norm, self.new = head.total, False, None, False
+            self._came.clear()
             if self.tied is not None:
                 self.tied.begin()
         operations = schedule(self.count, head.microbatches, head.swapped)[self.index]
@@ -256,13 +259,19 @@ class Worker:
     def _backward(self, message: StageMessage, operation: Operation, run: _Pass) -> list[StageMessage]:
         _, i, place = operation
         source, out = run.held.pop((i, place))
+        way = run.route(i)
+        if place < len(way) - 1:  # the leader knows what it sent itself
+            self._note(way[place + 1].stage, message.tensors[0])
         if out.requires_grad:  # an embedding that is not trained has no gradient
             out.backward(message.tensors[0].to(out.device, out.dtype))
         if place == 0:
             return []
         assert source is not None and source.grad is not None
-        before = run.route(i)[place - 1].stage
-        return [StageMessage(before, heads.Backward(run.head.turn, i, place - 1), (self._finite(source.grad),))]
+        return [
+            StageMessage(
+                way[place - 1].stage, heads.Backward(run.head.turn, i, place - 1), (self._finite(source.grad),)
+            )
+        ]
 
     @contextmanager
     def _module(self, reference: bool) -> Iterator[Stage]:
@@ -276,6 +285,13 @@ class Worker:
         else:
             assert self.reference is not None, "keep_reference() was not called"
             yield self.reference
+
+    def _note(self, sender: int, gradient: Tensor) -> None:
+        """Count the squares of a gradient that another stage sent; no more once this stage has spoiled the sum, since
+        its zeros make others' gradients long."""
+        if not self._spoiled:
+            norm = gradient.norm().item()
+            self._came[sender] = self._came.get(sender, 0.0) + norm * norm
 
     def _finite(self, values: Tensor) -> Tensor:
         """`values` with zeros where they cannot be sent; any zero spoils the gradient."""
@@ -300,6 +316,8 @@ class Worker:
         if head.total > self._total:
             raise RemoteProtocolError("order", f"sum {head.total} has not begun here")
         tied.came(head.block, rows)
+        if self.index == 0:  # the other end's is blamed; its own may be long because of what came to it
+            self._note(tied.other, rows)
         return self._exchange(tied) if tied.begun else []
 
     def _exchange(self, tied: TiedWeights) -> list[StageMessage]:
@@ -318,8 +336,9 @@ class Worker:
         no_layer = [name for name in self.stage.named() if ".layers." not in name]
         self._norm = math.sqrt(self.optimizer.squares(no_layer))
         squares = self.optimizer.squares([] if self.tied is None or self.index == 0 else [self.tied.name])
-        finite = not self._spoiled and math.isfinite(squares)
-        return StageMessage(LEADER, heads.GradientNorm(self._total, self.index, squares if finite else None))
+        squares = math.inf if self._spoiled else squares
+        came = tuple((stage, _known(of_it)) for stage, of_it in sorted(self._came.items()))
+        return StageMessage(LEADER, heads.GradientNorm(self._total, self.index, _known(squares), came))
 
     def _apply(self, head: heads.Apply) -> list[StageMessage]:
         if head.update > self.updates:
@@ -347,6 +366,10 @@ class Worker:
 
     def _status(self, taken: bool = False) -> StageMessage:
         return StageMessage(LEADER, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
+
+
+def _known(squares: float) -> float | None:
+    return squares if math.isfinite(squares) else None
 
 
 def attend(

@@ -127,13 +127,14 @@ class BatchEngine(Engine):
 
     def _sampled(self, batch: list[Request]) -> Iterator[Sample]:
         n, sampling, version = batch[0].n, batch[0].sampling, self._version
-        uniform = uniforms([request.seed for request in batch], n, sampling.max_new_tokens)
+        length = sampling.max_new_tokens
+        drawn = uniforms([request.seed for request in batch], n, max(length, sampling.drawn))
         numbers = {request.id: i for i, request in enumerate(batch)}
         completions = self.decode(
             [request.prompt_ids for request in batch],
             n,
             sampling,
-            uniform,
+            drawn[:, :length].contiguous(),
             lambda: [numbers[id] for id in self._cancelled.copy() if id in numbers] if self._cancelled else (),
         )
         for i, (ids, logprobs, stopped) in enumerate(completions):

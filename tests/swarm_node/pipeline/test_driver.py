@@ -11,7 +11,15 @@ import torch
 from msgspec import structs
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Apply, Backward, Forward, GradientNorm, LossGradient, decode_envelope, encode_envelope
+from protocol.pipeline import (
+    Apply,
+    Backward,
+    Forward,
+    GradientNorm,
+    LossGradient,
+    decode_envelope,
+    encode_envelope,
+)
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
@@ -547,8 +555,9 @@ def test_a_stage_whose_gradient_is_unusual_is_named_once(saved: Saved) -> None:
     assert sentence.startswith("stage 1 says that its gradient has norm ") and "steps of all stages" in sentence
 
 
-def test_weights_that_are_not_finite_make_no_update(saved: Saved) -> None:
-    crew, said = Crew(saved("llama"), 3, grpo()), []
+@pytest.mark.parametrize("stages", [3, 5])
+def test_weights_that_are_not_finite_make_no_update(stages: int, saved: Saved) -> None:
+    crew, said = Crew(saved("llama"), stages, grpo()), []
     crew.trainer.report = said.append
     with torch.no_grad():
         next(iter(crew.workers[1].stage.named().values()))[0] = float("nan")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
+import torch
 
-from swarm_node.rollouts.trial import Standing
+from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
+from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts import collect
+from swarm_node.rollouts.trial import MOST_TOKENS, Standing, answered_again
+from swarm_node.tasks import load_tasks
 
 
 def of(right: int, loss: float | None, answers: int = 32) -> Standing:
@@ -36,3 +42,25 @@ def of(right: int, loss: float | None, answers: int = 32) -> Standing:
 )
 def test_what_earns_more_or_no_less_is_taken_over(theirs: Standing, own: Standing, worse: bool) -> None:
     assert theirs.worse_than(own) is worse
+
+
+def test_weights_that_never_end_an_answer_cost_no_more_than_a_few_rounds() -> None:
+    tasks, rng = load_tasks(["small"], RewardsConfig()), random.Random(0)
+    config = RolloutsConfig(groups=4, group_size=4, max_new_tokens=96)
+    policy = load_policy(PolicyConfig(), config, lambda text: None)
+    own = collect(policy, lambda n: tasks.sample(rng, n), tasks, config, "0/1")
+    again = answered_again(own.groups, policy, tasks, config, "0/1")
+    assert again is not None
+    for theirs, ours in zip(again, own.groups, strict=True):
+        for a, b in zip(theirs.rollouts, ours.rollouts, strict=True):
+            assert a.token_ids == b.token_ids[: len(a.token_ids)] and (a.reward == b.reward or not a.finished)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.zero_()  # every token is as likely as the end
+    rambling = answered_again(own.groups, policy, tasks, config, "0/1")
+    assert rambling is not None and policy.version == 0
+    answers = [rollout for group in rambling for rollout in group.rollouts]
+    assert len(answers) == 16 and not any(rollout.correct for rollout in answers)
+    taken = sum(len(rollout.token_ids) for rollout in answers)
+    assert own.num_tokens < taken <= MOST_TOKENS * own.num_tokens + len(answers)
+    assert any(not rollout.finished for rollout in answers)
