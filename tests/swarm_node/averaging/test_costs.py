@@ -13,11 +13,10 @@ from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, LEAST, NOTHING, T
 
 OWN = 0.8  # this node's loss, in nats per token
 A_THIRD = 3  # one of so many exchanges is with a liar
-HONEST = [(-0.005, 0.01, 0.0), (-0.02, 0.036, 0.0), (-0.02, 0.036, 0.35)]
-"""Mean and spread of what an honest partner costs by 16 answers, and the correlation with the exchange before, as the
-answers are nearly the same."""
-
-COHORT = (-0.017, 0.029, 0.35)  # the same where all three nodes average at once: arm `whole`
+HONEST = [(-0.005, 0.01, 0.0), (-0.02, 0.036, 0.0)]
+"""Mean and spread of what an honest partner costs by 16 answers, and the correlation with the exchange before. The
+second is what `benchmarks.averaging_uphill` had in the arm `none`, seed 0."""
+COHORT = (-0.017, 0.029, 0.35)  # the same in the arm `whole`, where all nodes average at once
 
 
 def noise(rng: random.Random, mean: float, spread: float, correlation: float) -> Iterator[float]:
@@ -231,7 +230,7 @@ def test_noise_undoes_few_exchanges_of_a_whole_cohort(honest: tuple[float, float
 def test_noise_takes_little_of_exchanges_in_pairs(partners: int, honest: tuple[float, float, float]) -> None:
     """A sum of the positive parts of this noise took a tenth."""
     _, parts = run([], exchanges=10_000, honest=honest, partners=partners)
-    assert parts.count(0.0) < 0.02 * len(parts) and sum(parts) > 0.96 * len(parts)
+    assert parts.count(0.0) < 0.015 * len(parts) and sum(parts) > 0.97 * len(parts)
 
 
 @pytest.mark.parametrize("every", [1, 2, 10])
