@@ -16,7 +16,7 @@ A_THIRD = 3  # one of so many exchanges is with a liar
 HONEST = [(-0.005, 0.01, 0.0), (-0.02, 0.036, 0.0)]
 """Mean and spread of what an honest partner costs by 16 answers, and the correlation with the exchange before. The
 second is what `benchmarks.averaging_uphill` had in the arm `none`, seed 0."""
-COHORT = (-0.017, 0.029, 0.35)  # the same in the arm `whole`, where all nodes average at once
+COHORT = (-0.017, 0.029, 0.35)  # the same where three nodes average at once, as in the arm `whole`; 360 exchanges
 
 
 def noise(rng: random.Random, mean: float, spread: float, correlation: float) -> Iterator[float]:
