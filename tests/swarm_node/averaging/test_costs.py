@@ -16,7 +16,7 @@ A_THIRD = 3  # one of so many exchanges is with a liar
 HONEST = [(-0.005, 0.01, 0.0), (-0.02, 0.036, 0.0)]
 """Mean and spread of what an honest partner costs by 16 answers, and the correlation with the exchange before. The
 second is what `benchmarks.averaging_uphill` had in the arm `none`, seed 0."""
-COHORT = (-0.017, 0.029, 0.35)  # the same where three nodes average at once, as in the arm `whole`; 360 exchanges
+COHORT = (-0.015, 0.031, 0.44)  # the same in the arm `whole`, where all nodes average at once; slow changes included
 
 
 def noise(rng: random.Random, mean: float, spread: float, correlation: float) -> Iterator[float]:
@@ -217,12 +217,12 @@ def test_a_state_of_before_shares_is_read() -> None:
     assert costs.rooms("a", FLOOR) == pytest.approx((FLOOR - KEPT * 0.05, TOGETHER * FLOOR - KEPT * 0.1))
 
 
-@pytest.mark.parametrize("honest", [*HONEST, COHORT])
-def test_noise_undoes_few_exchanges_of_a_whole_cohort(honest: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(("honest", "most"), [*((each, 0.005) for each in HONEST), (COHORT, 0.02)])
+def test_noise_undoes_few_exchanges_of_a_whole_cohort(honest: tuple[float, float, float], most: float) -> None:
     """A sum of the positive parts of this noise undid one in ten."""
     costs = PartnerCosts()
     parts = [judge(costs, EVERYBODY, cost)[0] for cost in islice(noise(random.Random(0), *honest), 10_000)]
-    assert parts.count(0.0) < 0.01 * len(parts) and parts.count(1.0) + parts.count(0.0) == len(parts)
+    assert parts.count(0.0) < most * len(parts) and parts.count(1.0) + parts.count(0.0) == len(parts)
 
 
 @pytest.mark.parametrize("honest", HONEST)
