@@ -12,14 +12,16 @@ A liar has its partner's weights before it answers, and sends them moved in the 
 public questions grows fastest:
 
     none        nobody averages with liars
+    whole       likewise, and all honest nodes average at once
     uphill      as far as the clip lets pass
     below       as far as the probe still allows; it knows what its partner has it down for
     alternate   in turn the weights of another honest node, and as `below`
     identities  as `below`, with another of five identities each time
 
 Figures: pass@1 of the honest nodes on 1,050 held-out questions together; their loss on right answers; exchanges
-applied whole and in part, and refused by gates and by probes. One JSON line a run under results/averaging/uphill; what
-is there is not run again, and none begins after so many minutes.
+applied whole and in part, and refused by gates and by probes; where nobody lies, what exchanges cost by the answers
+that were kept back: mean, spread, and correlation with the node's exchange before. One JSON line a run under
+results/averaging/uphill; what is there is not run again, and none begins after so many minutes.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean, median_low, pstdev
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from benchmarks.common import machine, table, write_row
 from benchmarks.intervals import interval
-from swarm_node.averaging.costs import EVERYBODY, KEPT, TOGETHER, allowance
+from swarm_node.averaging.costs import EVERYBODY, allowance
 from swarm_node.averaging.outer_step import NoLoCo, slow_minus_fast
 from swarm_node.averaging.probing import Probes
 from swarm_node.averaging.robust import Robust
@@ -56,7 +59,8 @@ from swarm_node.types import Group, Sampling, Task
 FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"
 TEN = " of ten"
 PEERS = {"": (3, 1), TEN: (7, 3)}  # honest nodes, and liars
-ARMS = [f"{name}{size}" for size in PEERS for name in ("none", "uphill", "below", "alternate", "identities")]
+ARMS = [f"{name}{size}" for size in PEERS for name in ("none", "whole", "uphill", "below", "alternate", "identities")]
+NOBODY_LIES = "none", "whole"
 STEPS, BATCH, OWN, HELD_OUT = 5, 24, 4, 1050
 SIZES = 0.99, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.0  # of what the clip lets pass
 IDENTITIES = 5
@@ -141,6 +145,7 @@ class Honest:
             unseen=lambda: world.nll(self.averaged, self.answers.small_costs),
         )
         self.counts: Counter[str] = Counter()
+        self.costs: list[float] = []  # of all exchanges that were judged by answers that were kept back
 
     def train(self) -> None:
         groups = self.world.sample(self.fast, self.rng)
@@ -173,6 +178,8 @@ class Honest:
             self.averaged = (self.averaged + self.fast) / 2
 
         part, cheap, _ = self.probes.judge(self.robust, partner, before, halve)
+        if before[1] is not None:
+            self.costs.append(self.robust.costs.state()["last"][-1])
         if not part:
             self.counts["probe"] += 1
             return
@@ -203,11 +210,9 @@ class Liar:
         uphill *= self.world.averaging.clip * usual / uphill.norm()
         if self.arm == "uphill":
             return name, victim.fast + SIZES[0] * uphill
-        own, spent = self.world.loss(victim.fast, public), victim.robust.costs.state()["spent"]
+        own, costs = self.world.loss(victim.fast, public), victim.robust.costs
         allowed = allowance(own)
-        limits = {name: allowed, EVERYBODY: TOGETHER * allowed}
-        left = min(limit - KEPT * spent.get(key, 0.0) for key, limit in limits.items())
-        left += victim.robust.costs.usual(allowed)
+        left = min(costs.rooms(name, allowed)) + costs.usual(allowed)
         cost = lambda size: self.world.loss(victim.fast + size / 2 * uphill, public) - own  # noqa: E731
         size = next((size for size in SIZES if cost(size) <= 0.9 * left), 0.0)
         return name, victim.fast + size * uphill
@@ -225,9 +230,14 @@ def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str
         order = list(range(honest + crowd))
         pairing.shuffle(order)
         sent = [node.fast for node in nodes]
+        if lie == "whole":
+            mean = torch.stack(sent).mean(0)
+            for node in nodes:
+                node.exchange(EVERYBODY, 2 * mean - node.fast)  # the middle of the two is the mean of all
+            continue
         for a, b in zip(order[::2], order[1::2], strict=True):
             for mine, other in ((a, b), (b, a)):
-                if mine < honest and (other < honest or lie != "none"):
+                if mine < honest and (other < honest or lie not in NOBODY_LIES):
                     name, theirs = (
                         (str(other), sent[other]) if other < honest else liars[other - honest].answers(mine, nodes)
                     )
@@ -242,10 +252,18 @@ def run(world: World, arm: str, seed: int, rounds: int, rate: float) -> dict[str
         "pass_1": fmean(each for of in right for each in of),
         "pass_1_of_nodes": [fmean(of) for of in right],
         "loss": fmean(world.loss(node.fast, held[:256]) for node in nodes),
+        "costs": _noise([node.costs for node in nodes]) if lie in NOBODY_LIES else None,
         "counts": dict(sum((node.counts for node in nodes), Counter())),
         "cpu_s": time.process_time() - began,
         "machine": machine(),
     }
+
+
+def _noise(of_nodes: list[list[float]]) -> list[float]:
+    """Mean and standard deviation of costs, and the correlation of each with the one before at the same node."""
+    mean, spread = fmean(all_ := [cost for costs in of_nodes for cost in costs]), pstdev(all_)
+    pairs = [(a - mean) * (b - mean) for costs in of_nodes for a, b in pairwise(costs)]
+    return [mean, spread, fmean(pairs) / spread**2]
 
 
 def path_of(arm: str, seed: int, rounds: int, rate: float) -> Path:
@@ -270,6 +288,7 @@ def report() -> str:
         "less than none, points",
         "loss",
         "applied, in part, gates, probe",
+        "cost, spread, correlation",
     ]
     return table(columns, rows)
 
@@ -284,6 +303,8 @@ def _cells(arm: str, runs: dict[int, dict[str, Any]], of: dict[tuple[str, int], 
     yield ", ".join(
         f"{fmean(f['counts'].get(n, 0) for f in runs.values()):.0f}" for n in ("applied", "in part", "gates", "probe")
     )
+    noise = [costs for f in runs.values() if (costs := f.get("costs"))]
+    yield ", ".join(f"{fmean(each):.3f}" for each in zip(*noise, strict=True))
 
 
 def main() -> None:

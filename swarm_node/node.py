@@ -202,10 +202,11 @@ class Node:
     def _keep_back(self, groups: list[Group]) -> None:
         """Keep back the round's first group that teaches, if one is due where weights are averaged: nobody else gets it
         and nobody is trained on it, so it shows what averaging costs."""
-        self._kept_back = None
-        if self.averager is not None:
+        self._kept_back, averager = None, self.averager
+        if averager is not None:
             self._sampled = groups
-            self._kept_back = self.probe_answers.keep_back(groups) if self.averager.config.probe else None
+            if averager.config.probe:
+                self._kept_back = self.probe_answers.keep_back(groups, bool(averager.roster.partners))
 
     def _taught(self, collected: Collected) -> list[Group]:
         """The own groups that are shared and trained on."""

@@ -354,7 +354,8 @@ class Averager(ABC):
         return judgement
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
-        """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""
+        """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason and
+        what comes `then`."""
         reason = reason if reason in REASONS else "refused"  # a peer may invent reasons
         self.counts[f"skipped/{reason}"] += 1
         if peer and reason in PROVEN:
@@ -367,7 +368,7 @@ class Averager(ABC):
                 )
         if reason not in ("alone", "odd"):
             called = self.roster.called(peer) if peer else ""
-            self._say_once(reason, skipped(reason, detail, called, then, self.run))
+            self._say_once(f"{reason}, {then}", skipped(reason, detail, called, then, self.run))
 
     def _went_well(self, *peers: str) -> None:
         self.counts["exchanges"] += 1

@@ -138,10 +138,10 @@ class LateJoin:
             self._failed(fetch.peer, *transfer.reason_of(error))
             return None
         if not self.averager.replace(values):
-            self._failed(fetch.peer, "probe", "answers are worse, or nothing could be computed")
             self._trials += 1
             if self._trials == TRIALS:
                 self._seek_until = -1.0
+            self._failed(fetch.peer, "probe", "answers are worse, or nothing could be computed")
             return None
         self._seek_until = -1.0
         return fetch
@@ -149,8 +149,13 @@ class LateJoin:
     def _failed(self, peer: str, reason: str, detail: str) -> None:
         """Go on looking, long enough for `peer` to be ready again if it may be, even if this attempt took all the time
         that there was."""
-        self.averager.skip(reason, detail, peer, then="it, or another, is asked again")
-        now = self.averager.now()
+        now, over = self.averager.now(), self._trials == TRIALS
+        then = (
+            "this node keeps its own weights, and no further peer is asked"
+            if over
+            else "it, or another, is asked again"
+        )
+        self.averager.skip(reason, detail, peer, then=then)
         self._donors[peer].failed(reason, now, RETRY)
         if reason not in ("busy", "probe"):
             pause = max(SAME_PEER_PAUSE_S, now - self._asked_at)

@@ -4,18 +4,23 @@
     allowed   = max(FLOOR, SHARE loss(own))
     usual     = median of the last costs, whoever's they were, within 0 and USUAL allowed
     spent_j  <- max(0, KEPT spent_j + cost - usual), after an exchange with partner j
-    spent    <- KEPT spent + max(0, cost - usual), after every exchange
+    share_j  <- max(0, KEPT share_j + cost - usual), after an exchange with partner j
+    share_k  <- KEPT share_k, of all others, after every exchange
     refused   if cost > usual, and KEPT spent_j + cost - usual > allowed
-    halved    if cost > usual, and KEPT spent + cost - usual > TOGETHER allowed: at most three times, then refused
+    halved    if cost > usual, and KEPT sum(share) + cost - usual > TOGETHER allowed: at most three times, then refused
 
 So a sum is bounded, not one exchange: a partner that costs a little each time has soon spent what it may, and from then
 on only exchanges with it are applied that cost no more than is usual. So nobody is shut out, and what was spent is
 slowly forgotten. Help given earlier is no credit.
 
-What many identities may cost together is bounded by `spent`, which only time lowers: honest partners give nobody room.
-Where it is used up, every partner's share is made smaller, since nobody knows who spent it: an exchange is halved, with
-its cost. So beyond the usual cost, liars with ever new identities take TOGETHER allowed, and then a part 1 - KEPT of
-that for each exchange that this node makes. Most exchanges must be with honest partners, or what is usual is not.
+What many identities may cost together is bounded by the sum of all shares. A partner's help lowers its own share alone,
+so honest partners give nobody room, yet their noise does not add up, since it has both signs. Where the sum is used up,
+every partner's share is made smaller, since nobody knows who spent it: an exchange is halved, with its cost. So beyond
+the usual cost, liars with ever new identities take TOGETHER allowed, and then a part 1 - KEPT of that for each exchange
+that this node makes. Most exchanges must be with honest partners, or what is usual is not.
+
+A whole cohort is one partner, which may cost as much as all together, and is refused, never halved. Nobody can tell
+whose help it was. So a liar in it may take as much and, besides, what averaging with the others gives.
 """
 
 from __future__ import annotations
@@ -33,8 +38,10 @@ KEPT = 0.98  # part of what was spent that is still counted after the next excha
 LEAST = 0.125  # least part of an exchange that is applied
 WINDOW, MIN_SEEN = 32, 8  # costs remembered; what is usual is not known from fewer
 MOST_PARTNERS = 64  # partners remembered: the latest
-EVERYBODY = ""  # key of the sum over all partners, and the partner in an exchange of the whole cohort
-NOTHING: dict[str, Any] = {"last": [], "spent": {}}  # the state of a node that has not averaged yet
+EVERYBODY = (
+    ""  # the partner in an exchange of the whole cohort; its share is also that of partners no longer remembered
+)
+NOTHING: dict[str, Any] = {"last": [], "spent": {}, "shares": {}}  # the state of a node that has not averaged yet
 
 
 def allowance(own: float) -> float:
@@ -48,46 +55,52 @@ class PartnerCosts:
     def __init__(self) -> None:
         self._last: list[float] = []
         self._spent: dict[str, float] = {}  # partner -> nats per token, the latest partner last
+        self._shares: dict[str, float] = {}  # the same of what all have spent together
 
     def usual(self, allowed: float) -> float:
         """What an exchange usually costs, where a partner may cost `allowed` in all."""
         middle = median(self._last) if len(self._last) >= MIN_SEEN else 0.0
         return min(max(0.0, middle), USUAL * allowed)
 
+    def rooms(self, partner: str, allowed: float) -> tuple[float, float]:
+        """What an exchange with `partner` may cost beyond what is usual: all of it, and the part that stays."""
+        together = max(0.0, TOGETHER * allowed - KEPT * sum(self._shares.values()))
+        alone = max(0.0, allowed - KEPT * self._spent.get(partner, 0.0))
+        return (together if partner == EVERYBODY else alone), together
+
     def judge(self, partner: str, own: float, averaged: float, halve: Callable[[], float]) -> tuple[float, bool]:
         """(the part of an exchange with `partner` that may stay, 0 = nothing; whether the whole of it costs no more
         than is usual), from the losses before and after it. `halve` takes half of it back, and gives the loss then.
         It is remembered: just that part must stay. Exchanges of the whole cohort are not halved."""
         allowed, cost = allowance(own), averaged - own
-        usual, limit = self.usual(allowed), TOGETHER * allowed
-        kept, together = (KEPT * self._spent.get(key, 0.0) for key in (partner, EVERYBODY))
-        part, excess = 1.0, cost - usual
-        if partner == EVERYBODY:
-            part = float(fits(together, excess, limit))
-        elif not fits(kept, excess, allowed):
-            part = 0.0
-        while part and not fits(together, excess, limit):
+        usual, (room, together) = self.usual(allowed), self.rooms(partner, allowed)
+        excess = cost - usual
+        part = float(excess <= room)  # NaN is more
+        while part and not excess <= together:
             part = part / 2 if part > LEAST else 0.0
             excess = halve() - own - part * usual if part else excess
-        if part:
-            kept, together = max(0.0, kept + excess), together + max(0.0, excess)
-        self._spent = {key: spent for key, spent in self._spent.items() if key not in (partner, EVERYBODY)}
-        self._spent |= {partner: kept} | {EVERYBODY: together}
-        if len(self._spent) > MOST_PARTNERS:
-            del self._spent[next(iter(self._spent))]
+        self._remember(partner, excess if part else 0.0)
         self._last = [*self._last, cost if cost <= allowed else allowed][-WINDOW:]  # NaN is as much
         return part, cost <= usual
 
+    def _remember(self, partner: str, excess: float) -> None:
+        """What stays of an exchange with `partner` costs so much beyond what is usual."""
+        self._shares = {key: KEPT * share for key, share in self._shares.items()}
+        self._shares[partner] = max(0.0, self._shares.get(partner, 0.0) + excess)
+        self._spent[partner] = max(0.0, KEPT * self._spent.pop(partner, 0.0) + excess)
+        if len(self._spent) > MOST_PARTNERS:
+            forgotten = next(iter(self._spent))
+            del self._spent[forgotten]
+            share = self._shares.pop(forgotten, 0.0)
+            self._shares[EVERYBODY] = self._shares.get(EVERYBODY, 0.0) + share
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON."""
-        return {"last": list(self._last), "spent": dict(self._spent)}
+        return {"last": list(self._last), "spent": dict(self._spent), "shares": dict(self._shares)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`."""
+        """Go on from a `state()`; an older one has one sum of all partners in place of their shares."""
         self._last = [float(cost) for cost in state["last"]]
         self._spent = {str(partner): float(spent) for partner, spent in state["spent"].items()}
-
-
-def fits(spent: float, excess: float, limit: float) -> bool:
-    """Whether an exchange that costs so much beyond what is usual keeps the sum within the limit; NaN never does."""
-    return excess <= 0 or spent + excess <= limit
+        older = {EVERYBODY: self._spent.get(EVERYBODY, 0.0)}
+        self._shares = {str(partner): float(share) for partner, share in state.get("shares", older).items()}

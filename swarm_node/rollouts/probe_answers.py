@@ -53,14 +53,17 @@ class ProbeAnswers:
         """The answers that tell small costs; empty if there are too few."""
         return list(self.unseen) if len(self.unseen) >= ENOUGH else self.references
 
-    def keep_back(self, groups: Iterable[Group]) -> Group | None:
-        """The first of a round's own `groups` that teaches, if one is due: nobody may be trained on it."""
+    def keep_back(self, groups: Iterable[Group], together: bool = True) -> Group | None:
+        """The first of a round's own `groups` that teaches, if one is due: nobody may be trained on it. Once there are
+        enough, none is due while nobody is here to average with (not `together`); what was due then, at most ENOUGH,
+        is due when somebody is."""
         teaching = [(group, best) for group in groups if (best := _best_of(group)) is not None]
         self._waiting += len(teaching)
-        due = self._waiting >= (KEPT_BACK if len(self.unseen) >= ENOUGH else KEPT_BACK_FIRST)
-        if not teaching or not due:
+        enough = len(self.unseen) >= ENOUGH
+        due = min(ENOUGH, self._waiting // KEPT_BACK) if enough else self._waiting // KEPT_BACK_FIRST
+        if not teaching or not due or (enough and not together):
             return None
-        self._waiting = 0
+        self._waiting = KEPT_BACK * (due - 1) if enough else 0
         group, best = teaching[0]
         self.unseen.append(best)
         return group

@@ -138,13 +138,14 @@ class Watching(Node):
 
 
 def test_answers_that_tell_what_averaging_costs_are_kept_back(peer: MakePeer, manifest: Manifest) -> None:
-    """Nobody is trained on them, neither this node nor another. A node that averages nothing keeps none back."""
+    """Nobody is trained on them, neither this node nor another. A node that averages nothing keeps none back, and one
+    that has nobody to average with no more than enough."""
     simulation = Simulation(manifest, [peer(node_type=Watching), peer(node_type=Watching, options=ALONE)])
     simulation.run(30)
     first, second = (each.node for each in simulation.peers)
     assert isinstance(first, Watching) and isinstance(second, Watching)
     rest = [group for group in first.sampled if not any(group is trained for trained in first.trained)]
-    assert len(rest) >= ENOUGH, "of the first rounds one each"
+    assert len(rest) == ENOUGH, "of the first rounds one each"
     assert [group.task.name for group in rest] == [best.task.name for best in first.probe_answers.unseen]
     assert simulation.peers[0].metrics[-1]["swarm/groups_sent"] <= len(first.sampled) - len(rest)
     assert len(second.trained) == len(second.sampled) and not second.probe_answers.unseen

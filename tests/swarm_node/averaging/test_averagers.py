@@ -28,7 +28,7 @@ from swarm_node.averaging import pair_averager
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
-from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, TOGETHER
+from swarm_node.averaging.costs import EVERYBODY, FLOOR, KEPT, NOTHING, TOGETHER
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.errors import CheckpointError, UserError
@@ -576,11 +576,12 @@ def test_an_exchange_is_halved_where_all_partners_have_spent_much(way: dict[str,
         for tensor in other.weights.values():
             tensor.fill_(value)
         victim.averager.probes.unseen = lambda: float(victim.flat.abs().mean())
-        victim.averager.robust.costs.load({"last": [], "spent": {EVERYBODY: spent}})
+        victim.averager.robust.costs.load({**NOTHING, "shares": {EVERYBODY: spent}})
         while not cohort.exchanges()[0]:
             assert cohort.clock.step(), "they never met"
         cost = victim.flat.abs().mean()
-        assert float(cost) == pytest.approx(victim.averager.robust.costs.state()["spent"][EVERYBODY] - KEPT * spent)
+        shares = victim.averager.robust.costs.state()["shares"]
+        assert float(cost) == pytest.approx(sum(shares.values()) - KEPT * spent)
         return [victim.flat, victim.averager.slow[0], victim.averager.momentum[0]]
 
     limit = TOGETHER * FLOOR

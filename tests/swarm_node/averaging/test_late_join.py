@@ -432,6 +432,9 @@ def test_few_weights_are_tried() -> None:
     late = refuser(cohort)
     cohort.run(2 * PERIOD_S + SEEK_S)
     assert late.averager.counts["skipped/probe"] == TRIALS
+    said = [line for line in late.said if "became less likely" in line]
+    assert len(said) == 2 and said[0].endswith("it, or another, is asked again")
+    assert said[1].endswith("this node keeps its own weights, and no further peer is asked")
 
 
 def test_a_refusal_gives_no_more_time() -> None:

@@ -46,6 +46,15 @@ def test_there_are_enough_after_eight_rounds_and_one_of_16_from_then_on() -> Non
     assert rounds(one_a_round, 100, 2 * KEPT_BACK, per_round=1) == [115, 131]
 
 
+def test_nobody_to_average_with_needs_no_more_than_enough() -> None:
+    """What was due meanwhile is kept back when somebody comes: answers of long ago are replaced soon."""
+    answers = ProbeAnswers()
+    for n in range(1000):
+        answers.keep_back((group(100 * n + i) for i in range(4)), together=False)
+    assert len(answers.unseen) == ENOUGH and answers.unseen[-1].prompt_ids[1] == 100 * (ENOUGH - 1)
+    assert rounds(answers, 1000, 20) == [*range(1000, 1000 + ENOUGH), 1011, 1015, 1019]
+
+
 def test_own_groups_that_teach_are_kept_back() -> None:
     answers = ProbeAnswers()
     alike, foreign, empty = group(0, (1.0, 1.0)), group(1, peer="somebody"), group(2, (0.0,))
