@@ -149,12 +149,9 @@ class LateJoin:
     def _failed(self, peer: str, reason: str, detail: str) -> None:
         """Go on looking, long enough for `peer` to be ready again if it may be, even if this attempt took all the time
         that there was."""
-        now, over = self.averager.now(), self._trials == TRIALS
-        then = (
-            "this node keeps its own weights, and no further peer is asked"
-            if over
-            else "it, or another, is asked again"
-        )
+        now, then = self.averager.now(), "it, or another, is asked again"
+        if self._trials == TRIALS:
+            then = "this node keeps its own weights, and no further peer is asked"
         self.averager.skip(reason, detail, peer, then=then)
         self._donors[peer].failed(reason, now, RETRY)
         if reason not in ("busy", "probe"):

@@ -38,9 +38,7 @@ KEPT = 0.98  # part of what was spent that is still counted after the next excha
 LEAST = 0.125  # least part of an exchange that is applied
 WINDOW, MIN_SEEN = 32, 8  # costs remembered; what is usual is not known from fewer
 MOST_PARTNERS = 64  # partners remembered: the latest
-EVERYBODY = (
-    ""  # the partner in an exchange of the whole cohort; its share is also that of partners no longer remembered
-)
+EVERYBODY = ""  # the partner in an exchange of the whole cohort; it has the shares of partners no longer remembered
 NOTHING: dict[str, Any] = {"last": [], "spent": {}, "shares": {}}  # the state of a node that has not averaged yet
 
 
