@@ -387,7 +387,7 @@ def _down_sampled(groups: Sequence[Group], advantages: Tensor, config: GrpoConfi
         if group.peer is None:
             rng = random.Random(f"{version}/{i}")
             whole = msgspec.structs.replace(group, advantages=own)
-            group = down_sampled(whole, config.answers, rng, finished=config.mask_truncated)
+            group = down_sampled(whole, config.answers or 0, rng, finished=config.mask_truncated)
         kept.append(group)
     return kept
 
