@@ -3,8 +3,9 @@
     rewards   of answers to the questions of its last round, which its own weights have answered there
     loss      on reference answers of held-out questions
 
-What others have learned earns more, in whatever form they write. Weights that earn about as much as its own, as far as
-so few answers tell, are taken over if the references are no less likely under them.
+What others have learned earns more, in whatever form they write, and makes references less likely: 300 updates of the
+starter took them from 1.07 to 1.4 nats per token. So rewards decide, as far as so few answers tell. Only where own
+weights earn so little that weights which earn nothing would not be told apart, the references decide.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ class Standing:
     loss: float | None  # nats per token on references; None if there are none
 
     def worse_than(self, own: Standing) -> bool:
-        """Whether a newcomer that stands as `own` stays with its own weights. Without references, others' weights must
-        clearly earn more."""
-        earned, noise = 0.0, 0.0
+        """Whether a newcomer that stands as `own` stays with its own weights. Where rewards do not tell and there are
+        no references, others' weights must clearly earn more."""
+        earned, noise, tells = 0.0, 0.0, False
         if self.rewards and own.rewards:
             earned = fmean(self.rewards) - fmean(own.rewards)
             noise = math.hypot(_error(self.rewards), _error(own.rewards))
-        if earned > SURE * noise:
+            tells = fmean(own.rewards) > SURE * _error(own.rewards)
+        if earned < -noise:
+            return True
+        if earned > SURE * noise or tells:
             return False
-        if earned < -noise or self.loss is None or own.loss is None:
+        if self.loss is None or own.loss is None:
             return True
         return not self.loss <= own.loss + allowance(own.loss)
 

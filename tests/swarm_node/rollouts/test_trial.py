@@ -25,7 +25,8 @@ def of(right: int, loss: float | None, answers: int = 32) -> Standing:
         (of(20, 4.0), of(7, 1.0), False),  # a cohort that has learned to write another form
         (of(7, 1.05), of(7, 1.0), False),
         (of(6, 1.0), of(7, 1.0), False),  # chance
-        (of(7, 1.2), of(7, 1.0), True),
+        (of(7, 1.4), of(7, 1.0), False),  # as much, and references are less likely, as training makes them
+        (of(1, 1.2), of(1, 1.0), True),  # rewards do not tell: as little could be chance
         (of(0, 1.0), of(7, 1.0), True),  # no answer of it ends, for example
         (of(0, 11.7), of(7, 4.0), True),  # flattened: a little better than chance in a vocabulary of 151,000
         (of(0, 11.7), of(0, 4.0), True),  # a newcomer without a right answer
@@ -34,7 +35,8 @@ def of(right: int, loss: float | None, answers: int = 32) -> Standing:
         (of(0, 4.3), of(0, 4.0), False),  # a tenth of a large loss, where nobody earns anything
         (of(0, math.nan), of(0, 4.0), True),
         (of(20, None), of(7, None), False),
-        (of(8, None), of(7, None), True),  # without references nothing else speaks for it
+        (of(8, None), of(7, None), False),
+        (of(2, None), of(1, None), True),  # without references nothing else speaks for it
         (of(0, None), of(0, None), True),
         (Standing([], 1.0), Standing([], 1.0), False),
         (Standing([], None), Standing([], None), True),
