@@ -200,13 +200,12 @@ class Node:
         self.collected = Collected()
 
     def _keep_back(self, groups: list[Group]) -> None:
-        """Keep back the round's first group that teaches, if one is due where weights are averaged: nobody else gets it
-        and nobody is trained on it, so it shows what averaging costs."""
-        self._kept_back, averager = None, self.averager
-        if averager is not None:
+        """Keep back a group that teaches, if one is due: nobody is trained on it, so it shows what averaging costs."""
+        self._kept_back = None
+        if self.averager is not None:
             self._sampled = groups
-            if averager.config.probe:
-                self._kept_back = self.probe_answers.keep_back(groups, bool(averager.roster.partners))
+            if self.averager.config.probe:
+                self._kept_back = self.probe_answers.keep_back(groups, bool(self.averager.roster.partners))
 
     def _taught(self, collected: Collected) -> list[Group]:
         """The own groups that are shared and trained on."""
