@@ -3,9 +3,9 @@
     rewards   of answers to the questions of its last round, which its own weights have answered there
     loss      on reference answers of held-out questions
 
-What others have learned earns more, in whatever form they write, and makes references less likely: 300 updates of the
-starter took them from 1.07 to 1.4 nats per token. So rewards decide, as far as so few answers tell. Only where own
-weights earn so little that weights which earn nothing would not be told apart, the references decide.
+What others have learned earns more, in whatever form they write, and makes references less likely. So rewards decide,
+as far as so few answers tell. Only where own weights earn so little that weights which earn nothing would not be told
+apart, the references decide.
 """
 
 from __future__ import annotations

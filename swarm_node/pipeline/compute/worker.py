@@ -267,11 +267,8 @@ class Worker:
         if place == 0:
             return []
         assert source is not None and source.grad is not None
-        return [
-            StageMessage(
-                way[place - 1].stage, heads.Backward(run.head.turn, i, place - 1), (self._finite(source.grad),)
-            )
-        ]
+        before = way[place - 1].stage
+        return [StageMessage(before, heads.Backward(run.head.turn, i, place - 1), (self._finite(source.grad),))]
 
     @contextmanager
     def _module(self, reference: bool) -> Iterator[Stage]:
