@@ -163,8 +163,9 @@ class Node:
         }
 
     def collect(self) -> Collected:
-        """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
+        """Set the next round's rate; sample and score its groups. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()
+        self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds, self.of_time())
         self._function_s = dict(self.tasks.function_s)
         name = self._name(self.round)
         rng = random.Random(name)
@@ -243,7 +244,6 @@ class Node:
         n = max(1, round(len(groups) / size)) if groups else 1
         first, *others = batches = [groups[i::n] for i in range(n)]
         began = time.monotonic()
-        self.trainer.optimizer.decay = decay(self.config.grpo, self.round, self.config.total_rounds, self.of_time())
         steps = [self.trainer.step(first, before_update)]
         for batch in others:
             try:

@@ -27,7 +27,7 @@ SMALL = 20_000_000
 def node(batch_groups: int, **grpo: Any) -> Node:
     grpo |= {"batch_groups": batch_groups}
     config = NodeConfig.model_validate({"grpo": grpo, "rollouts": {"max_new_tokens": 6}})
-    parts: Any = TinyPolicy(make()), SimpleNamespace(reward_weights={})
+    parts: Any = TinyPolicy(make()), SimpleNamespace(reward_weights={}, function_s={})
     return Node(config, *parts, print)
 
 
@@ -165,10 +165,11 @@ def test_large_policies_train_on_all_answers_at_a_falling_rate(
     assert (grpo.answers, grpo.schedule) == (answers, schedule)
 
 
-def test_the_rate_falls_as_the_time_of_the_run_passes():
+def test_the_rate_falls_as_the_time_of_the_run_passes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("swarm_node.node.collect", lambda *given: given[-1].groups.append(group([1, 0])))
     learner, passed = node(0, schedule="linear", learning_rate=1e-3), iter([0.0, 0.25, 0.5])
     learner.of_time = lambda: next(passed)
-    rates = [learner.learn([group([1, 0])])["learning_rate"] for _ in range(3)]
+    rates = [learner.learn(learner.collect().groups)["learning_rate"] for _ in range(3)]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
 
 
