@@ -52,10 +52,9 @@ MOST_AT_ONCE = 2**16  # questions that are sampled at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of a round in which every completion runs to its limit."""
+    """Memory of a round in which every completion runs to its limit."""
 
     bytes: int
-    seconds: float
     gpu: bool = False
     asks: bool = False  # whether held-out questions are counted
 
@@ -63,13 +62,6 @@ class Estimate:
         where = "GPU memory" if self.gpu else "memory, the program itself included"
         what = "rounds and held-out questions need" if self.asks else "a round needs"
         return f"{what} at most about {self.bytes / 2**30:.2f} GiB of {where}"
-
-    @property
-    def longest(self) -> str:
-        """How long a round can take. Most take a small part of it."""
-        minutes = self.seconds / 60
-        took = f"{minutes:.1f} min" if minutes >= 1 else f"{self.seconds:.1f} s"
-        return f"a round takes at most {took}, if every answer runs to its limit"
 
 
 def hardware_of(device: torch.device, most: int = 0) -> Hardware:

@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,32 +212,32 @@ def graphs_agree(policy: Policy, probe: ProbeText, layout: Layout) -> bool:
     return found.agrees
 
 
+class Speed(NamedTuple):
+    """Measured seconds of each token of a policy."""
+
+    sampled_s: float
+    trained_s: float
+
+
 def round_seconds(
     policy: Policy,
+    speed: Speed,
     prompts: list[list[int]],
     rollouts: RolloutsConfig,
     grpo: GrpoConfig,
-    tokens: float | None = None,
-    per_token_s: float | None = None,
+    tokens: float,
     teaching: float = 1.0,
 ) -> float:
     """Seconds of one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
-    time = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
-
-    `tokens`: mean length of a completion; None = its length limit, which most do not reach. `per_token_s`: seconds of
-    sampling for each token, if they are known. `teaching`: share of the groups that have a signal, since the others are
-    not trained on. Scoring and evaluation are left out.
+    `tokens`: mean length of a completion. `teaching`: share of the groups that have a signal, since the others are not
+    trained on. Scoring and evaluation are left out.
     """
-    new = rollouts.max_new_tokens if tokens is None else tokens
     length = round(fmean(len(p) for p in prompts))
-    sampled = rollouts.groups * rollouts.group_size * new
-    row, passes = update_tokens(policy, rollouts, grpo, length, new)
-    trained = teaching * rollouts.groups * row
-    per_sampled, per_trained = _measure(policy, prompts[0], rollouts, min(round(row), MEASURED_ROW))
-    per_sampled = per_sampled if per_token_s is None else per_token_s
-    seconds = sampled * per_sampled + rollouts.groups * length * per_trained / 3
-    return seconds + trained * passes * per_trained
+    sampled = rollouts.groups * rollouts.group_size * tokens
+    row, passes = update_tokens(policy, rollouts, grpo, length, tokens)
+    trained = teaching * rollouts.groups * row * passes + rollouts.groups * length / 3  # prompts: no backward pass
+    return sampled * speed.sampled_s + trained * speed.trained_s
 
 
 def update_tokens(
@@ -250,20 +251,29 @@ def update_tokens(
     return kept * new + copies * prompt, passes
 
 
-def _measure(policy: Policy, prompt: list[int], rollouts: RolloutsConfig, trained: int) -> tuple[float, float]:
-    """Seconds a sampled token, from a group of short completions, and a trained token, from a row of `trained` tokens
-    (weights stay as they are)."""
-    n = rollouts.group_size
-    length = min(8, rollouts.max_new_tokens)
-    sampling = Sampling(length, rollouts.temperature, rollouts.top_p)
-    times = []
-    for _ in range(2):  # the first pass warms caches up
-        start = _now(policy)
-        made = policy.generate([prompt], n, sampling, [0])[0]
-        times.append((_now(policy) - start) / sum(len(r.token_ids) for r in made))
-    row = (prompt * (trained // len(prompt) + 1))[: min(trained, policy.max_positions)]
-    times += [update_seconds(policy, row) / len(row) for _ in range(2)]
-    return times[1], times[3]
+def measured(
+    policy: Policy,
+    prompt: list[int],
+    rollouts: RolloutsConfig,
+    grpo: GrpoConfig,
+    tokens: float,
+    sampled_s: float | None = None,
+) -> Speed:
+    """The speed of a policy: sampling by a group of short completions unless `sampled_s` is known, training by a row of
+    a group with completions of so many `tokens` (weights stay as they are)."""
+    if sampled_s is None:
+        sampling = Sampling(min(8, rollouts.max_new_tokens), rollouts.temperature, rollouts.top_p)
+        sampled_s = [_sampled_s(policy, prompt, rollouts.group_size, sampling) for _ in range(2)][1]
+    n = min(round(update_tokens(policy, rollouts, grpo, len(prompt), tokens)[0]), MEASURED_ROW, policy.max_positions)
+    row = (prompt * (n // len(prompt) + 1))[:n]
+    return Speed(sampled_s, [update_seconds(policy, row) / n for _ in range(2)][1])  # the first one warms caches up
+
+
+def _sampled_s(policy: Policy, prompt: list[int], n: int, sampling: Sampling) -> float:
+    """Seconds of each token of `n` completions."""
+    start = _now(policy)
+    made = policy.generate([prompt], n, sampling, [0])[0]
+    return (_now(policy) - start) / sum(len(r.token_ids) for r in made)
 
 
 def update_seconds(policy: Policy, row: list[int]) -> float:

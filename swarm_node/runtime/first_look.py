@@ -1,4 +1,5 @@
-"""What a policy answers before training, in a few sentences: can it learn like this, and which setting would help?
+"""What a policy answers before training, in a few sentences: can it learn like this, and which setting would help? How
+long does a round take?
 
 only questions with answers of different rewards teach; of others every advantage is 0
 """
@@ -6,13 +7,17 @@ only questions with answers of different rewards teach; of others every advantag
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from protocol.errors import printable
+from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.cut_off import MANY
 from swarm_node.observability.evaluations import Evaluation, Shown
 from swarm_node.observability.samples import without_middle
-from swarm_node.say import Warned
+from swarm_node.policy.policy import Policy
+from swarm_node.policy.probes import measured, round_seconds
+from swarm_node.say import Detail, Warned
 
 QUESTIONS = 3  # questions that are shown
 QUESTION_CHARS, ANSWER_CHARS = 200, 160  # most characters shown of each
@@ -39,6 +44,26 @@ def first_look(
     elif samples > 1:
         why = _why_not(found, every.reward or value, most_tokens, member)
         yield Warned(f"none of the {n} questions asked so far teaches: {why}")
+
+
+def round_times(
+    found: Evaluation, policy: Policy, prompts: list[list[int]], rollouts: RolloutsConfig, grpo: GrpoConfig
+) -> Iterator[str]:
+    """Sentences about the time of a round, measured with some of its prompts: with answers as long as those of an
+    evaluation before training, if there are any, and with the longest ones."""
+    tokens, known = found.tokens or rollouts.max_new_tokens, found.per_token_s if found.tokens else None
+    speed = measured(policy, prompts[0], rollouts, grpo, tokens, known)
+    seconds = partial(round_seconds, policy, speed, prompts, rollouts, grpo)
+    if found.tokens:
+        teaching = (found.mixed or 1) / found.asked  # a question that teaches is drawn sooner or later
+        so_far = f"with answers of {tokens:.0f} tokens, their mean length so far"
+        yield f"a round takes about {_duration(seconds(tokens, teaching))} {so_far}"
+    longest = _duration(seconds(rollouts.max_new_tokens))
+    yield Detail(f"a round takes at most {longest}, if every answer runs to its limit")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
 def _why_not(found: Evaluation, reward: float, most_tokens: int, member: bool) -> str:

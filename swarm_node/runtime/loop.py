@@ -24,7 +24,6 @@ from swarm_node.observability.legend import running_legend
 from swarm_node.policy.dtypes import with_dtype
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.probes import round_seconds
 from swarm_node.policy.sizes import AVERAGING_COPIES
 from swarm_node.rollouts.answer_length import with_answer_length
 from swarm_node.rollouts.collect import DRAWS, encode_each
@@ -33,7 +32,7 @@ from swarm_node.runtime.callbacks import Callbacks, TrainResult
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import average_last, finish_mirror, measure_last, open_mirror, say_reach, show_saving
-from swarm_node.runtime.first_look import first_look
+from swarm_node.runtime.first_look import first_look, round_times
 from swarm_node.runtime.held_out import HeldOutFigures, tasks_of_run
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.records import RunRecords
@@ -43,7 +42,7 @@ from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
 from swarm_node.runtime.threads import Threads
 from swarm_node.runtime.weight_changes import WeightChanges
-from swarm_node.say import Detail, Warned
+from swarm_node.say import Warned
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.going_on import who_goes_on
 from swarm_node.storage.run_settings import RunSettings, with_kept_choices
@@ -414,25 +413,20 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: li
     if asked:
         bytes = max(bytes, fitting.asking(asked, config.eval.samples, part_size(policy)))
     bytes = bytes if machine.gpu else limits.with_network(bytes)
-    needed = Estimate(bytes, round_seconds(policy, prompts, config.rollouts, config.grpo), machine.gpu, bool(asked))
+    needed = Estimate(bytes, machine.gpu, bool(asked))
     say(str(needed), "estimate")
-    say(Detail(needed.longest), "estimate")
     if not machine.gpu:
         limits.check_estimate(needed.bytes)
 
 
 def _say_first_look(held_out: HeldOutFigures, node: Node, prompts: list[list[int]]) -> None:
-    """Say what the policy answers before training, and how long a round with such answers takes."""
-    before, rollouts, grpo = held_out.figures.before, node.config.rollouts, node.config.grpo
-    is_member = node.member is not None
-    for line in first_look(before, held_out.samples, held_out.figure, rollouts.max_new_tokens, is_member):
+    """Say what the policy answers before training, and how long a round takes."""
+    before, most = held_out.figures.before, node.config.rollouts.max_new_tokens
+    for line in first_look(before, held_out.samples, held_out.figure, most, node.member is not None):
         say(line, "first_look")
-    if before.tokens and node.config.pipeline.stages == 0:
-        teaching = (before.mixed or 1) / before.asked  # a question that teaches is drawn sooner or later
-        seconds = round_seconds(node.policy, prompts, rollouts, grpo, before.tokens, before.per_token_s, teaching)
-        took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
-        so_far = f"with answers of {before.tokens:.0f} tokens, their mean length so far"
-        say(f"a round takes about {took} {so_far}", "estimate")
+    if node.config.pipeline.stages == 0:
+        for line in round_times(before, node.policy, prompts, node.config.rollouts, node.config.grpo):
+            say(line, "estimate")
 
 
 def _say_completions(groups: Sequence[Group]) -> None:

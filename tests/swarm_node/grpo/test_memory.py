@@ -175,8 +175,8 @@ def test_held_out_questions_keep_to_the_room(policy: Policy, monkeypatch: pytest
 
 
 def test_the_sentence_of_memory_names_what_it_counts() -> None:
-    assert str(Estimate(GIB, 1.0)).startswith("a round needs at most about 1.00 GiB of memory, the program itself")
-    assert str(Estimate(GIB, 1.0, asks=True)).startswith("rounds and held-out questions need at most about 1.00 GiB")
+    assert str(Estimate(GIB)).startswith("a round needs at most about 1.00 GiB of memory, the program itself")
+    assert str(Estimate(GIB, asks=True)).startswith("rounds and held-out questions need at most about 1.00 GiB")
 
 
 def test_a_policy_that_is_not_trained_samples_within_memory(policy: Policy) -> None:
