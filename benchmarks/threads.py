@@ -1,12 +1,14 @@
 """Two nodes on two cores, and one alone: threads by the machine's load against a fixed number of them.
 
     python -m benchmarks.threads [--sizes 0.44M 3M] [--repeats 5] [--seconds 20]
+    python -m benchmarks.threads --sizes 135M --repeats 1 --seconds 90
     python -m benchmarks.threads --quick         # one short repeat of 0.44M; nothing is stored
 
-Real `swarm-node local` processes, started together: as shipped (as many threads as cores are idle, which sleep while
-they wait), or with `--threads N`. Figures are rounds a second, of both nodes together, over a window that begins once
-each has settled; medians over repeats. Ratios are of the arms of one repeat, which run in turn, with quartiles over the
-repeats. A policy below two million parameters has one thread as shipped. Run it on an idle machine, for 40 minutes.
+Real `swarm-node local` processes, started together: as shipped (as many threads as cores are idle, which spin for a
+moment and then sleep while they wait), with `--threads N`, or `asleep` at once. Figures are rounds a second, of both
+nodes together, over a window that begins once each has settled; medians over repeats. Ratios are of the arms of one
+repeat, which run in turn, with quartiles over the repeats. A policy below two million parameters has one thread as
+shipped. Run it on an idle machine, for 40 minutes.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from benchmarks.step import make_policies
 from swarm_node.cli.commands.bench import quartiles
 from swarm_node.observability.usage import cores
 
-SIZES = {"0.44M": "starter", "3M": "3.2M trained"}
-"""Name -> the package's policy, or one of `benchmarks.step`."""
+SIZES = {"0.44M": "starter", "3M": "3.2M trained", "135M": "smollm2"}
+"""Name -> a policy that the package knows, or one of `benchmarks.step`."""
+ASLEEP = "asleep"
 ARMS = {
-    1: {"as shipped": (), "1 thread": ("--threads", "1"), "2 threads": ("--threads", "2")},
-    2: {"as shipped": (), "1 thread": ("--threads", "1")},
+    1: {"as shipped": (), "1 thread": ("--threads", "1"), "2 threads": ("--threads", "2"), ASLEEP: ()},
+    2: {"as shipped": (), "1 thread": ("--threads", "1"), ASLEEP: ()},
 }
 """Number of nodes -> name -> options of each."""
-SHIPPED, *FIXED = ARMS[1]
+SHIPPED, *OTHERS = ARMS[1]
 SETTINGS = (
     "eval.questions=0",
     "rollouts.max_new_tokens=16",
@@ -48,13 +51,14 @@ START_S = 120.0  # longest wait for first rounds
 Row = dict[str, Any]
 
 
-def rate(model: str, nodes: int, options: Sequence[str], settle_s: float, seconds: float) -> Row:
+def rate(model: str, nodes: int, arm: str, settle_s: float, seconds: float) -> Row:
     """Rounds a second of all nodes together, and what each said of its threads."""
+    options, variables = ARMS[nodes][arm], {"GOMP_SPINCOUNT": "0"} if arm == ASLEEP else {}
     with commands(one_thread=False) as (folder, start):
         places = [folder / f"node{number}" for number in range(nodes)]
         sets = [word for setting in SETTINGS for word in ("--set", setting)]
         given = ("--model", model, "--tasks", "small", "--rounds", "1000000", *sets, *options, "--verbose")
-        running = [start("local", *given, "--run-dir", str(place)) for place in places]
+        running = [start("local", *given, "--run-dir", str(place), **variables) for place in places]
         until(lambda: all(map(metrics, places)) or _ended(running), START_S)
         time.sleep(settle_s)
         began = time.time()
@@ -93,8 +97,8 @@ def lines(found: Row) -> list[list[str]]:
     for size, by_nodes in found.items():
         for nodes, arms in by_nodes.items():
             rates = {name: [each["rounds_per_s"] for each in repeats] for name, repeats in arms.items()}
-            shown = [f"{median(rates[name]):.2f}" if name in rates else "" for name in (SHIPPED, *FIXED)]
-            ratios = [_ratio(rates[SHIPPED], rates[name]) if name in rates else "" for name in FIXED]
+            shown = [f"{median(rates[name]):.2f}" if name in rates else "" for name in (SHIPPED, *OTHERS)]
+            ratios = [_ratio(rates[SHIPPED], rates[name]) if name in rates else "" for name in OTHERS]
             rows.append([size, str(nodes), *shown, *ratios])
     return rows
 
@@ -104,7 +108,7 @@ def _ratio(mine: Sequence[float], other: Sequence[float]) -> str:
     return f"{middle:.2f}x ({low:.2f}-{high:.2f})"
 
 
-COLUMNS = ["policy", "nodes", f"{SHIPPED}, rounds/s", *FIXED, *(f"{SHIPPED} / {name}" for name in FIXED)]
+COLUMNS = ["policy", "nodes", f"{SHIPPED}, rounds/s", *OTHERS, *(f"{SHIPPED} / {name}" for name in OTHERS)]
 
 
 def main() -> None:
@@ -123,13 +127,13 @@ def main() -> None:
     print(load, flush=True)
     found: Row = {size: {n: {name: [] for name in arms} for n, arms in ARMS.items()} for size in args.sizes}
     with tempfile.TemporaryDirectory() as folder:
-        make_policies(Path(folder), [SIZES[size].split()[0] for size in args.sizes if SIZES[size] != "starter"])
+        make_policies(Path(folder), [SIZES[size].split()[0] for size in args.sizes if "trained" in SIZES[size]])
         for repeat in range(args.repeats):
             for size in args.sizes:
-                model = SIZES[size] if SIZES[size] == "starter" else str(Path(folder) / SIZES[size])
+                model = str(Path(folder) / SIZES[size]) if "trained" in SIZES[size] else SIZES[size]
                 for nodes, arms in ARMS.items():
-                    for name, options in arms.items():
-                        row = rate(model, nodes, options, 1.0 if args.quick else SETTLE_S, args.seconds)
+                    for name in arms:
+                        row = rate(model, nodes, name, 1.0 if args.quick else SETTLE_S, args.seconds)
                         found[size][nodes][name].append(row)
                         said = (
                             f"{repeat + 1}/{args.repeats} {size}, {nodes} x {name}: {row['rounds_per_s']:.2f} rounds/s"
