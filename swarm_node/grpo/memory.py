@@ -61,7 +61,7 @@ class Estimate:
     def __str__(self) -> str:
         where = "GPU memory" if self.gpu else "memory, the program itself included"
         what = "rounds and held-out questions need" if self.asks else "a round needs"
-        return f"{what} at most about {self.bytes / 2**30:.2f} GiB of {where}"
+        return f"{what} at most about {self.bytes / 2**30:.2f} GiB of {where}; most take less"
 
 
 def hardware_of(device: torch.device, most: int = 0) -> Hardware:

@@ -40,7 +40,7 @@ def with_answer_length(config: NodeConfig, policy: Policy, tasks: TaskSet, say: 
         groups = policy.generate(prompts, SAMPLES, sampling, [*range(len(prompts))])
         ended = sum(answer.finished for group in groups for answer in group) / (SAMPLES * len(prompts))
         if ended >= ENDED:
-            say(f"answers may take {length} tokens, of which {ended:.0%} need fewer: rollouts.max_new_tokens")
+            say(f"answers may take {length} tokens: {ended:.0%} of them end before (rollouts.max_new_tokens)")
             break
     else:
         length = rollouts.max_new_tokens

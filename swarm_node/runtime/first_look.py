@@ -40,7 +40,8 @@ def first_look(
     if found.mixed:
         yield f"{found.mixed} of {n} questions have answers of different rewards: such questions teach"
         if found.cut > MANY:
-            yield f"most answers are cut off: with `--set rollouts.max_new_tokens={2 * most_tokens}` more of them end"
+            longer = f"`--set rollouts.max_new_tokens={2 * most_tokens}`"
+            yield f"most answers are cut off: {longer} lets more of them end, and rounds take longer"
     elif samples > 1:
         why = _why_not(found, every.reward or value, most_tokens, member)
         yield Warned(f"none of the {n} questions asked so far teaches: {why}")

@@ -54,6 +54,8 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one"
         points.append(f"the files of the swarm's model{if_any}" + OFF.format("--set sharing.give_model=false"))
+    if swarm.manifest is None or names_of_files(swarm.manifest):
+        points.append("the swarm's question files" + ("" if swarm.manifest else ", if it has any"))
     points.append("no other file of this machine")
     relays = "Others may connect through this node" if config.network.serve_relay else "This node relays nothing"
     stored = f"\nAnswers of others are kept in {run.path}, and never executed.\n{_takes(config)}" if trains else ""

@@ -290,7 +290,7 @@ def _how(error: Exception, path: str) -> str:
     if not is_answer and not isinstance(error, NoColumn):
         return ""
     table = f'{{file="{path}", question="COLUMN", answer="COLUMN"}}'
-    return f". Name the columns of question and answer: --tasks '{table}'{f'. {NO_ANSWER}' if is_answer else ''}"
+    return f". Name its columns in place of the file: '{table}'{f'. {NO_ANSWER}' if is_answer else ''}"
 
 
 def _example(path: str) -> str:

@@ -78,7 +78,7 @@ MOVES: list[tuple[list[str], str]] = [
     (["local", "--tasks", "gdc"], "unknown task 'gdc'; did you mean 'gcd'?"),
     (["local", "--tasks", "countdown"], "'countdown' is refused: its scorer executes"),
     (["local", "--tasks", "broken.jsonl"], "task file broken.jsonl, line 2"),
-    (["local", "--tasks", "q.tsv"], "no column `question`; it has `frage`, `antwort`. Name the columns of question"),
+    (["local", "--tasks", "q.tsv"], "no column `question`; it has `frage`, `antwort`. Name its columns in"),
     (["local", "--tasks", "openai/gsm8k"], "a data set of the Hugging Face hub is called hf:openai/gsm8k"),
     (["eval", "nothing"], "there is no directory nothing"),
     (["eval", "runs/nothing"], "no run in runs/nothing"),

@@ -35,7 +35,7 @@ def test_three_questions_are_shown_with_their_answers() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"cut": 0.8, "mixed": 3}, "most answers are cut off: with `--set rollouts.max_new_tokens=128`"),
+        ({"cut": 0.8, "mixed": 3}, "most answers are cut off: `--set rollouts.max_new_tokens=128` lets"),
         ({"cut": 0.8, "share": 0.0}, "most are cut off at the length limit: `--set rollouts.max_new_tokens=128`"),
         ({"cut": 0.0, "share": 0.0}, "no answer earns a reward: if right ones are among those above, name how"),
         ({"cut": 0.0, "share": 1.0}, "the answers to each question are rewarded alike. Take harder questions"),

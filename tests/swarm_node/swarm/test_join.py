@@ -65,7 +65,7 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
         assert "IP address" in told and "every answer that your model writes" in told
         assert told.endswith("\nPress Ctrl-C now if you do not want this (a terminal waits 5 seconds).")
         assert f"kept in {run.path}" in told and "This node relays nothing (--relay)" in told
-        assert 3 <= told.count("\n  - ") <= 6 and max(map(len, told.splitlines())) < 80
+        assert 3 <= told.count("\n  - ") <= 7 and max(map(len, told.splitlines())) < 80
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
     assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
@@ -108,6 +108,7 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
     assert f"{given}\n    (off: --set sharing.give_model=false)" in told(with_model, trains=False)
     assert f"{given}, if it has one" in told(None)
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
+    assert "question files, if it has any" in told(None) and "question files" not in told(PLAIN)
 
 
 def test_the_page_about_swarms_shows_this_notice() -> None:

@@ -53,7 +53,7 @@ def test_a_reward_function_gets_columns_by_their_names(file: str) -> None:
 
 
 def test_a_missing_column_names_those_there(file: str) -> None:
-    message = r"line 1: no column `answer`; it has `prompt`, `target`, `level`. Name the columns .*question=\"COLUMN\""
+    message = r"line 1: no column `answer`; it has `prompt`, `target`, `level`. Name its columns .*question=\"COLUMN\""
     for check in (lambda specs: load_tasks(specs, RewardsConfig()), lambda specs: check_specs(specs, True)):
         with pytest.raises(UserError, match=message):
             check([file])
