@@ -26,7 +26,7 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
     only for a name that resembles none in the catalogue."""
     for spec in specs:
         if isinstance(spec, TaskConfig) and spec.file is not None:
-            QuestionFile(spec.file, answer_needed, spec.columns)
+            QuestionFile(spec.file, answer_needed, spec.columns, spec.kind)
             continue
         name = spec if isinstance(spec, str) else spec.env or ""
         if is_question_file(name):
