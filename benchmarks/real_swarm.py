@@ -63,7 +63,7 @@ PARTS = {
     "steps": Part("steps", (1, 2), 70),
     "link": Part("sums", (1,), 15),
 }
-"""In all about one hour, nine hours on one core, four hours on one core, and half an hour."""
+"""In all about an hour and a half; 14 hours on one core, of six arms; 7 on one core, of three; and half an hour."""
 SWARMS = (ALONE, OFTEN, SHARING, *(f"{kind}:{way}" for kind in (AVERAGING, BOTH) for way in WAYS))
 ARMS = {"ways": (NEVER, POOLED, *WAYS), "arms": SWARMS, "steps": SWARMS, "link": (JOINED, ALONE)}
 QUICK_COURSE = Course(averagings=2, steps=2, held_out=4)

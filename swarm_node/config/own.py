@@ -6,7 +6,7 @@
     ...
 
 A later start takes the keys that the user had set, and values that differ from the defaults of this version. So a new
-version's defaults do not change a run.
+version's defaults do not change a run, but for what it works out where a key is unset.
 """
 
 from __future__ import annotations

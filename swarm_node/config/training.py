@@ -171,8 +171,8 @@ class RolloutsConfig(Section):
     """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
     """Length limit of a completion, in tokens. Unset, a policy of 20 million parameters or more is asked some questions
-    first, and takes the least of 32, 64, 128 and 256 at which a third of its answers end; a run keeps
-    it for the same questions and prompt."""
+    first, and takes the least of 32, 64 and 128 at which a third of its answers end, else 256; a run keeps it for the
+    same questions and prompt."""
     max_prompt_tokens: PositiveInt = 2048
     """Tasks with longer prompts are skipped and counted."""
     temperature: float = Field(1.0, gt=0)

@@ -32,8 +32,9 @@ With an adapter of SmolLM2 1.84 and 1.87 were measured. There are none where lar
 `oom`."""
 AVERAGING_COPIES = 5  # of what is trained in float32 during an exchange (docs/evidence.md)
 SMALL = 20_000_000
-"""Below this many trained parameters the defaults are those of a small model trained in full: learning rate, groups of
-a round, questions asked at a time."""
+"""Below this many parameters, of which all are trained, the defaults are those of a small model: learning rate and its
+schedule, groups of a round, answers trained on, questions asked at a time, length of answers. An adapter has its own
+learning rate."""
 GROUPS = 8  # groups of a round if `rollouts.groups` is 0, of all but small models
 PROMPT_TOKENS = 200  # of a question with its chat template
 PART = 0.8  # of the free memory that a proposal may take
