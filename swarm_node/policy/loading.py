@@ -93,7 +93,7 @@ def load_policy(
     plan = prepare(config, report=report)
     if plan.choice.timed and not samples:  # no round will be
         plan = replace(plan, choice=DtypeChoice(torch.float32, "nothing is sampled"))
-    check(plan)
+    plan = _that_fits(plan, check)
     tokenizer = load_tokenizer(config)
 
     def made(plan: Plan) -> Policy:
@@ -102,7 +102,9 @@ def load_policy(
         return policy
 
     if plan.choice.timed:
-        policy, choice = _fastest(plan, made, of_round or (lambda policy: NodeConfig(rollouts=rollouts)), report, check)
+        report(Detail("timing a short round in float32 and in bfloat16"))
+        settings = of_round or (lambda policy: NodeConfig(rollouts=rollouts))
+        policy, choice = fastest(plan.choice, lambda dtype: made(_in(dtype, plan)), settings)
         plan = replace(plan, choice=choice)
     else:
         policy = made(plan)
@@ -132,22 +134,22 @@ def load_policy(
     return policy
 
 
-def _fastest(
-    plan: Plan,
-    make: Callable[[Plan], Policy],
-    of_round: Callable[[Policy], NodeConfig],
-    report: Callable[[str], None],
-    check: Callable[[Plan], None],
-) -> tuple[Policy, DtypeChoice]:
-    """The policy that `make` gives of `plan` in the type in which a round takes less time, if float32 passes `check` as
-    well."""
-    try:
-        check(replace(plan, choice=DtypeChoice(torch.float32, "")))
-    except UserError:
-        choice = DtypeChoice(torch.bfloat16, "float32 does not fit into memory")
-        return make(replace(plan, choice=choice)), choice
-    report(Detail("timing a short round in float32 and in bfloat16"))
-    return fastest(plan.choice, lambda dtype: make(replace(plan, choice=DtypeChoice(dtype, ""))), of_round)
+def _that_fits(plan: Plan, check: Callable[[Plan], None]) -> Plan:
+    """`plan` if it passes `check`. Where the faster of two types is to be found and float32 does not pass, bfloat16 is
+    taken, however fast it is. Raises UserError if that does not pass either."""
+    if plan.choice.timed:
+        try:
+            check(_in(torch.float32, plan))
+        except UserError:
+            plan = _in(torch.bfloat16, plan, "float32 does not fit into memory")
+        else:
+            return plan
+    check(plan)
+    return plan
+
+
+def _in(dtype: torch.dtype, plan: Plan, why: str = "") -> Plan:
+    return replace(plan, choice=DtypeChoice(dtype, why))
 
 
 def _policy_of(

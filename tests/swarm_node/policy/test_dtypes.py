@@ -66,18 +66,25 @@ def test_a_large_model_is_not_loaded_twice(monkeypatch):
         assert expected("auto", CPU, True, config, timed=True, alone=True).timed
 
 
-def test_memory_for_bfloat16_alone_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: 0.1)
+@pytest.mark.parametrize("layer", [0.1, 1.5])
+def test_memory_for_bfloat16_alone_decides(layer, tmp_path, monkeypatch):
+    """Also where a layer in float32 is faster."""
+    monkeypatch.setattr(dtypes, "bf16_slowdown", lambda hidden: layer)
     monkeypatch.setattr(dtypes, "short_round", lambda policy, config: 1 / 0)
 
     def check(plan):
         if plan.dtype == F32:
             raise UserError("too large")
 
+    def refuse(plan):
+        raise UserError(f"{plan.dtype} is too large")
+
     said = []
     config = PolicyConfig(model=str(save("llama", tmp_path)), lora=True, device="cpu")
     assert load_policy(config, ROLLOUTS, said.append, check=check).dtype == BF16
     assert any("float32 does not fit into memory" in line for line in said)
+    with pytest.raises(UserError, match=r"torch\.bfloat16 is too large"):
+        load_policy(config, ROLLOUTS, said.append, check=refuse)
 
 
 class _Made:

@@ -105,7 +105,7 @@ def test_the_estimate_is_near_what_updates_took(size: str) -> None:
 @pytest.mark.parametrize("peak", [5360, 5431])
 def test_the_estimate_is_near_what_a_real_model_took(peak: int) -> None:
     """MiB of `python -m benchmarks.memory --model smollm2 --engines native --dtypes float32 --rows 64 --new 32`: eight
-    questions of 100 tokens with eight answers each, of which four were trained on, the default when this was measured."""
+    questions of 100 tokens with eight answers each. Four of the eight were trained on, which was the default then."""
     shape = next(model for model in KNOWN if "135M" in model.name).shape(16, 4)
     row = 100 + 4 * 31
     update = {"tokens": 8 * row, "longest": row, "targets": 8 * 4 * 32, "several": False, "mapped": False}
