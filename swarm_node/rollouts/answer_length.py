@@ -44,4 +44,6 @@ def with_answer_length(config: NodeConfig, policy: Policy, tasks: TaskSet, say: 
             break
     else:
         length = rollouts.max_new_tokens
+        few = f"less than a third of those tried end within {LENGTHS[-1]}"
+        say(f"answers may take {length} tokens: {few} (rollouts.max_new_tokens)")
     return config.model_copy(update={"rollouts": rollouts.model_copy(update={"max_new_tokens": length})})
