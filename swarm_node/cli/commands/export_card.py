@@ -186,6 +186,7 @@ def _settings(config: NodeConfig, state: Mapping[str, Any]) -> dict[str, str]:
         "trained": f"{adapter}{quantised}",
         "number format": chosen.get("policy.dtype", policy.dtype),
         "learning rate": chosen.get("grpo.learning_rate", config.grpo.learning_rate),
+        "schedule of the learning rate": chosen.get("grpo.schedule", config.grpo.schedule),
         "loss": config.grpo.loss.rpartition("/")[2],
         "answers in a round": f"{groups} questions, {rollouts.group_size} answers each" if groups else None,
         "seed": config.seed,

@@ -162,6 +162,7 @@ def test_the_card_tells_of_the_training_and_of_no_machine(trained: Path) -> None
     assert "trained in 2 rounds" in card.text and "`small/gcd`" in card.text
     assert "12 questions that were not trained on, 2 answers to each, before training and after round 2" in card.text
     assert "| mean reward | 0." in card.text and "| trained | LoRA, rank 4, alpha 32 |" in card.text
+    assert "| learning rate | 0.01 |\n| schedule of the learning rate | constant |" in card.text
     assert (
         "swarm-node local --model MODEL --tasks small/gcd" in card.text and "--set grpo.learning_rate=0.01" in card.text
     )
