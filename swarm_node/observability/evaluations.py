@@ -35,7 +35,7 @@ class Held(msgspec.Struct):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """One held-out question with one answer, in without_middle texts."""
+    """One held-out question with one answer. Long texts lose their middle."""
 
     task: str
     question: str

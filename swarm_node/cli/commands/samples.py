@@ -38,7 +38,7 @@ def find_samples(run: RunDir, worst: bool, task: str | None, peer: str | None, c
     every = list(read_samples(run.samples)) if run.samples.is_file() else []
     if not every:
         raise UserError(
-            f"{run.path} has no samples yet: the first come after some rounds (metrics.samples_every; 0 = none)"
+            f"{run.path} has no samples yet: the first come with its first round, unless metrics.samples_every is 0"
         )
     names = _names(run)
     found = [r for r in every if (task is None or r.get("task") == task) and (peer is None or _is_of(r, peer, names))]
