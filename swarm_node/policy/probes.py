@@ -114,6 +114,7 @@ def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     if windowed:
         policy.report(Detail(f"a window is shorter than {longest} tokens: no native engine, plain rows"))
     if not known:
+        policy.report(Detail(f"the native engine serves {', '.join(sorted(SUPPORTED))}, and not {policy.family}"))
         check_training(policy, probe.prompt, probe.one, probe.two, rows)
     if rollouts.engine == "native" and not native:
         raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")

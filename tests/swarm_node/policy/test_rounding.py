@@ -192,6 +192,9 @@ def test_each_path_is_told_with_its_figures():
     probes.choose_paths(policy_of("mistral_window", torch.bfloat16, 3.0, said=said), ROLLOUTS)
     assert any("a window is shorter than 28 tokens: no native engine, plain rows" in line for line in said)
     said.clear()
+    probes.choose_paths(policy_of("gpt_neox", torch.float32, 3.0, said=said), ROLLOUTS)
+    assert any("the native engine serves llama, mistral, " in line and "not gpt_neox" in line for line in said)
+    said.clear()
     probes.choose_paths(policy_of("llama", torch.bfloat16, 3.0, said=said), ROLLOUTS)
     told = [line for line in said if " nats from this model's own numbers, rounding explains " in line]
     assert [line.partition(":")[0] for line in told] == ["packed rows", "the native engine"]
