@@ -213,7 +213,7 @@ def graphs_agree(policy: Policy, probe: ProbeText, layout: Layout) -> bool:
     return found.agrees
 
 
-class Speed(NamedTuple):
+class TokenSeconds(NamedTuple):
     """Measured seconds of each token of a policy."""
 
     sampled_s: float
@@ -222,7 +222,7 @@ class Speed(NamedTuple):
 
 def round_seconds(
     policy: Policy,
-    speed: Speed,
+    speed: TokenSeconds,
     prompts: list[list[int]],
     rollouts: RolloutsConfig,
     grpo: GrpoConfig,
@@ -252,14 +252,14 @@ def update_tokens(
     return kept * new + copies * prompt, passes
 
 
-def measured(
+def token_seconds(
     policy: Policy,
     prompt: list[int],
     rollouts: RolloutsConfig,
     grpo: GrpoConfig,
     tokens: float,
     sampled_s: float | None = None,
-) -> Speed:
+) -> TokenSeconds:
     """The speed of a policy: sampling by a group of short completions unless `sampled_s` is known, training by a row of
     a group with completions of so many `tokens` (weights stay as they are)."""
     if sampled_s is None:
@@ -267,7 +267,8 @@ def measured(
         sampled_s = [_sampled_s(policy, prompt, rollouts.group_size, sampling) for _ in range(2)][1]
     n = min(round(update_tokens(policy, rollouts, grpo, len(prompt), tokens)[0]), MEASURED_ROW, policy.max_positions)
     row = (prompt * (n // len(prompt) + 1))[:n]
-    return Speed(sampled_s, [update_seconds(policy, row) / n for _ in range(2)][1])  # the first one warms caches up
+    trained_s = [update_seconds(policy, row) / n for _ in range(2)][1]  # the first one warms caches up
+    return TokenSeconds(sampled_s, trained_s)
 
 
 def _sampled_s(policy: Policy, prompt: list[int], n: int, sampling: Sampling) -> float:

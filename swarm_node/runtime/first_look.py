@@ -16,7 +16,7 @@ from swarm_node.observability.cut_off import MANY
 from swarm_node.observability.evaluations import Evaluation, Shown
 from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.probes import measured, round_seconds
+from swarm_node.policy.probes import round_seconds, token_seconds
 from swarm_node.say import Detail, Warned
 
 QUESTIONS = 3  # questions that are shown
@@ -53,7 +53,7 @@ def round_times(
     """Sentences about the time of a round, measured with some of its prompts: with answers as long as those of an
     evaluation before training, if there are any, and with the longest ones."""
     tokens, known = found.tokens or rollouts.max_new_tokens, found.per_token_s if found.tokens else None
-    speed = measured(policy, prompts[0], rollouts, grpo, tokens, known)
+    speed = token_seconds(policy, prompts[0], rollouts, grpo, tokens, known)
     seconds = partial(round_seconds, policy, speed, prompts, rollouts, grpo)
     if found.tokens:
         teaching = (found.mixed or 1) / found.asked  # a question that teaches is drawn sooner or later
