@@ -98,5 +98,13 @@ def ranged(values: Sequence[float], form: str) -> str:
 def bar(runs: Sequence[Row]) -> str:
     """What became of the bar: one sentence."""
     asked = f"first reward within {FIRST_REWARD_S:g} s, {GAIN:+g} held out within {runs[0]['minutes']:g} minutes"
-    each = ", ".join(f"seed {row['seed']}: {row['first_reward_s']} s, {last(row) - base(row):+.3f}" for row in runs)
+    each = ", ".join(
+        f"seed {row['seed']}: {row['first_reward_s']} s, {last(row) - base(row):+.3f}, {GAIN:+g} {_gained(row)}"
+        for row in runs
+    )
     return f"{asked}: {sum(map(holds, runs))} of {len(runs)} runs ({each})."
+
+
+def _gained(row: Row) -> str:
+    seconds = first_reach(points(row), base(row) + GAIN)
+    return "never" if seconds is None else f"after {seconds:.0f} s"

@@ -3,9 +3,9 @@
     joined    `new`, `bootstrap` and two times `join LINK`, as docs/bring-your-model.md shows it
     alone     two times `local`, on the same cores
 
-Each node has one thread and as many rounds. It is not asked held-out questions while it trains. CPU seconds are those
-of all its processes, p2pd and gossip among them, since its first round's end. What its newest checkpoint answers to
-held-out questions is measured afterwards (`benchmarks.real_held_out`).
+Each node has one thread, as many rounds and a rate that does not fall. It is not asked held-out questions while it
+trains. CPU seconds are those of all its processes, p2pd and gossip among them, since its first round's end. What its
+newest checkpoint answers to held-out questions is measured afterwards (`benchmarks.real_held_out`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ SETS = (
     "eval.questions=0",
     "--set",
     "eval.every=0",
+    "--set",
+    "grpo.schedule=constant",
 )
 LOOK_S = 0.2
 MOST_S = 9000.0  # of all rounds

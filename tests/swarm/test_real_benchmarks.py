@@ -137,11 +137,11 @@ def test_the_bar_wants_both() -> None:
 
 
 def test_rows_are_run_in_their_order() -> None:
-    wanted = argparse.Namespace(parts=["default", "sums"], quick=False, arms=[NODE, TRL[0]], seeds=[2])
+    wanted = argparse.Namespace(parts=["default", "steps"], quick=False, arms=[NODE, TRL[0]], seeds=[1])
     found = [(name, who, seed) for name, who, seed, _ in real_learning.asked_for(wanted)]
-    assert found == [("default", NODE, 2), ("sums", NODE, 2), ("sums", TRL[0], 2)]
-    every = list(real_learning.asked_for(argparse.Namespace(parts=["sums"], quick=False, arms=None, seeds=None)))
-    assert [who for _, who, seed, _ in every if seed == 1] == [NODE, TRL[0], *TRL[2:]]
+    assert found == [("default", NODE, 1), ("default", TRL[0], 1), ("steps", NODE, 1), ("steps", TRL[0], 1)]
+    every = list(real_learning.asked_for(argparse.Namespace(parts=["default"], quick=False, arms=None, seeds=None)))
+    assert [who for _, who, seed, _ in every if seed == 1] == [NODE, *TRL, real_learning.FALLING]
     assert [who for _, who, seed, _ in every if seed == 3] == [NODE, TRL[0]]
 
 
@@ -152,12 +152,12 @@ def test_what_is_there_is_not_run_again(
     file = real_learning.file_of("default", NODE, 1)
     file.write_text(json.dumps(row(NODE, 1, [(0, 0.1), (600, 0.7)], "default")))
     monkeypatch.setattr(real_learning, "run", lambda *args: pytest.fail("it is there, or does not end in time"))
-    command = ["--parts", "default", "sums", "--arms", NODE, "--model", str(tmp_path), "--minutes", "15", "--missing"]
+    command = ["--parts", "default", "steps", "--arms", NODE, "--model", str(tmp_path), "--minutes", "15", "--missing"]
     command += ["--seeds", "1"]
     monkeypatch.setattr(real_learning, "folder_of", lambda model: model)
     real_learning.main(command)
     real_learning.main(["--report"])
-    assert "1 of 1 runs (seed 1: 60.0 s, +0.600)" in capsys.readouterr().out
+    assert "1 of 1 runs (seed 1: 60.0 s, +0.600, +0.5 after 500 s)" in capsys.readouterr().out
 
 
 def test_curves_of_all_who_ran_are_drawn(tmp_path: Path) -> None:
