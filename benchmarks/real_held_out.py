@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.real_judge import right
+from swarm_node.runtime.waiting import PASSIVE
 
 PROMPTS_AT_ONCE = 16
 TIMEOUT_S = 7200
@@ -47,7 +48,7 @@ def measure(policy: Mapping[str, Any], asked: Asked, adapters: Sequence[tuple[fl
     (seconds of the run, its safetensors file). Runs in a process of its own."""
     spec = {"policy": dict(policy), "asked": asdict(asked), "adapters": list(adapters)}
     command = [sys.executable, "-m", "benchmarks.real_held_out", json.dumps(spec)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | PASSIVE
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"measuring failed:\n{done.stderr[-3000:]}")
@@ -66,6 +67,7 @@ def child(spec: dict[str, Any]) -> list[Look]:
     from safetensors.torch import load_file
 
     from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
+    from swarm_node.grpo.memory import fit_sampling, hardware_of
     from swarm_node.policy.loading import load_policy
     from swarm_node.tasks import load_tasks
 
@@ -73,6 +75,7 @@ def child(spec: dict[str, Any]) -> list[Look]:
     tasks = load_tasks([asked.file], RewardsConfig()).held_out(asked.questions)
     settings = PolicyConfig(**spec["policy"] | {"dtype": "float32"})
     policy = load_policy(settings, RolloutsConfig(), lambda text: print(text, file=sys.stderr))
+    fit_sampling(policy, hardware_of(policy.device), RolloutsConfig(max_new_tokens=asked.new), asked.thorough)
     looks = [look(policy, tasks, asked, 0.0, asked.thorough)]
     for seconds, file in spec["adapters"]:
         state = {as_ours(name): tensor for name, tensor in load_file(file).items()}
