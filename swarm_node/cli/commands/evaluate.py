@@ -101,7 +101,7 @@ def main(
     more = "; --all asks every question of a file" if any(map(_is_file, tasks or [])) and not every else ""
     held_out = 0 if every or questions else len(task_set.held_out(EvalConfig().questions))
     if held_out > len(asked):  # a slow model is asked few before training, and the run keeps to these
-        more += f"; the run asked itself as many, and --questions {held_out} asks more"
+        more += f"; --questions {held_out} asks more"
     many = f"all {number} questions" if every else f"{number} held-out questions"
     note(f"asking {many} of {', '.join(task_set.labels)}, {samples} answer{'' if samples == 1 else 's'} to each{more}")
     if of_tasks is not None and tasks and config.eval.tasks and not config.swarm:

@@ -74,6 +74,8 @@ def test_a_run_is_asked_as_many_questions_as_it_asked_itself() -> None:
         for way in ways:
             found = json.loads(CliRunner().invoke(app, ["eval", *way, "--json"]).stdout)
             assert found["held_out"]["all"]["questions"] == questions
+    told = CliRunner().invoke(app, ["eval", "run"]).output
+    assert "; --questions 111 asks more" in " ".join(told.split())
     assert CliRunner().invoke(app, ["export", "run", "out"]).exit_code == 0
     assert json.loads(Path("out/swarm-node.json").read_text())["eval"]["questions"] == QUESTIONS_PER_SEED
 
