@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.intervals import Point, first_reach
+from benchmarks.intervals import Point, first_reach, value_at
 
 Row = dict[str, Any]
 NOISE = 0.1
@@ -54,7 +54,7 @@ def report(rows: Sequence[Row]) -> str:
         lines += [line_of(part, [row for row in mine if row["who"] == who], mine) for who in arms]
     texts = [table(COLUMNS, lines)] if lines else ["no rows yet"]
     if runs := [row for row in rows if (row["part"], row["who"]) == ("default", NODE)]:
-        texts.append(bar(runs))
+        texts += [bar(runs), curves([row for row in rows if row["part"] == "default"])]
     return "\n\n".join(texts)
 
 
@@ -103,6 +103,17 @@ def bar(runs: Sequence[Row]) -> str:
         for row in runs
     )
     return f"{asked}: {sum(map(holds, runs))} of {len(runs)} runs ({each})."
+
+
+def curves(runs: Sequence[Row]) -> str:
+    """The share right of each run at each minute, linear between looks, and at its end."""
+    minutes = [*range(2, int(runs[0]["minutes"]))]
+    lines = []
+    for row in runs:
+        between = [value_at(points(row), 60.0 * minute) for minute in minutes]
+        shown = [base(row), *between, last(row)]
+        lines.append([f"{row['who']}, seed {row['seed']}", *("" if each is None else f"{each:.2f}" for each in shown)])
+    return table(["held-out share right after, minutes", "0", *map(str, minutes), "end"], lines)
 
 
 def _gained(row: Row) -> str:
