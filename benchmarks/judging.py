@@ -29,7 +29,7 @@ SHOWN = 3  # of each kind
 NASTY = 40  # references of the longest are combined with texts of other lines
 CUTS = (3_900, 390, 120)
 KINDS: tuple[AnswerKind, ...] = get_args(AnswerKind)
-REMEMBERED = (judge, extract, extract_place, maths.read, parse_expression)
+REMEMBERED = (judge, extract, extract_place, maths.cleaned, maths.read, parse_expression)
 
 Case = tuple[AnswerKind, AnswerForm, str | tuple[str, ...], str]
 

@@ -45,6 +45,7 @@ _UNIT = re.compile(
 _GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
+@lru_cache(maxsize=64)  # of an answer that cannot be read, `read` remembers nothing: each reference would clean it anew
 def cleaned(text: str) -> str:
     """`text` in one spelling: LaTeX's own names, no spacing, no dollar signs, words for lists as commas."""
     text = spelt(text).translate(_CHARACTERS)

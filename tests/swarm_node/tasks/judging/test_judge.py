@@ -69,6 +69,14 @@ def test_hostile_texts_are_wrong_and_stall_nothing(line: dict[str, Any]) -> None
             assert judge(kind, accepted(line), part).extracted != ""
 
 
+def test_an_answer_that_cannot_be_read_is_cleaned_once() -> None:
+    references = tuple(f"asin x + {n}" for n in range(16))
+    maths.cleaned.cache_clear()
+    assert not judge("maths", references, "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}" * 390, "any").right
+    cleaned = maths.cleaned.cache_info().misses
+    assert cleaned <= len(references) + 4, "once for each reference, and a few ways to look at the answer"
+
+
 def test_no_verdict_takes_more_operations_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     done: Counter[str] = Counter()
 
