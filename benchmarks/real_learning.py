@@ -161,7 +161,10 @@ def _cost(process: psutil.Process) -> tuple[int, float]:
 
 def without_places(text: str) -> str:
     """A text that is stored, without paths of this machine."""
-    return text.replace(sys.executable, "python").replace(f"{HERE}/", "")
+    folders = {f"{sys.prefix}/": "", f"{HERE}/": "", f"{Path.home()}/": "~/"}
+    for path, shown in {sys.executable: "python", **folders}.items():
+        text = text.replace(path, shown)
+    return text
 
 
 def watched(command: Sequence[str], folder: Path, kept: Path, seconds: float, stop: bool) -> tuple[Seen, list[str]]:
