@@ -231,6 +231,8 @@ def round_seconds(
 ) -> float:
     """Seconds of one round of `rollouts` and one update of `grpo` with `policy`, given some encoded prompts.
 
+    time = sampled tokens x measured seconds a token + trained tokens x measured seconds a token
+
     `tokens`: mean length of a completion. `teaching`: share of the groups that have a signal, since the others are not
     trained on. Scoring and evaluation are left out.
     """
