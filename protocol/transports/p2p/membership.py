@@ -22,6 +22,7 @@ from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.peers import WANTED, PeerTable, peer_of
+from protocol.topics import bucket_of
 from protocol.transports.dht.strangers import Strangers
 from protocol.transports.p2p.gossip_side import GossipSide
 from protocol.transports.p2p.relay import PLACE_S, Reach
@@ -180,7 +181,7 @@ class Membership:
         needed = math.ceil(MEMBERSHIP_BUCKETS * 2 * every / settings.card_ttl_s)
         count = min(MEMBERSHIP_BUCKETS, max(affordable, needed, MEMBERSHIP_BUCKETS * strangers))
         buckets = [(self._next_bucket + i) % MEMBERSHIP_BUCKETS for i in range(count)]
-        found = await plane.get_cards(buckets, len(self.members))
+        found = await self._find(plane, buckets)
         self._next_bucket += count
         self._look_at = now + every if found.keys() - {self.peer_id} else now
         if not found.keys() - {self.peer_id} and not self.members and now >= self._greet_again_at:
@@ -189,11 +190,16 @@ class Membership:
         self._newcomers = frozenset()
         self._sweep_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
         self._has_looked |= bool(found)
+        for peer, card in found.items():
+            self.table.see(peer, card, time.time())
+
+    async def _find(self, plane: HivemindPlane, buckets: Sequence[int]) -> dict[str, PeerCard]:
+        """The cards of these buckets; an own one may be a twin's."""
+        found = await plane.get_cards(buckets, len(self.members))
         self.twins.is_mine(self._gossip.client.gossip_id)
         if (own := found.get(self.peer_id)) is not None:
             self.twins.see(own)
-        for peer, card in found.items():
-            self.table.see(peer, card, time.time())
+        return found
 
     def _is_newcomer(self) -> bool:
         return len(self.members) < WANTED and time.monotonic() < self._came_at + NEWCOMER_S
@@ -235,6 +241,7 @@ class Membership:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
         self.twins.is_mine(card.gossip_id)
+        await self._find(plane, [bucket_of(self.peer_id)])  # a twin's card, which this one replaces
         taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.errors import PeerUnreachable
+from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.messages import PeerCard
 from protocol.peers import PeerTable
 from protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
@@ -65,6 +67,7 @@ def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.Monkey
         twins=Twins(0.0),
     )
     node._dial_one = lambda *arguments: Membership._dial_one(node, *arguments)
+    node._find = partial(Membership._find, node)
 
     async def rounds(seconds: int) -> None:
         """One each five seconds."""
@@ -115,6 +118,8 @@ def test_gossip_peers_without_a_card_cause_few_lookups(monkeypatch: pytest.Monke
         _has_looked=True,
         twins=Twins(0.0),
     )
+
+    node._find = partial(Membership._find, node)
 
     async def live() -> None:
         nonlocal clock
@@ -236,23 +241,31 @@ def test_relays_that_reach_a_node_keep_their_places(
     assert sorted(node._places) == ([] if (own, ip, dial_only) == ("9.9.9.9", "8.8.8.8", False) else taken)
 
 
-def test_a_card_is_renewed_after_the_first_round() -> None:
-    told: list[float] = []
+class Storing(Plane):
+    """Keeps the cards that are stored."""
 
-    class Storing(Plane):
-        daemon = SimpleNamespace(restarts=0)
+    daemon = SimpleNamespace(restarts=0)
 
-        async def look_around(self) -> None:
-            pass
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: list[PeerCard] = []
 
-        async def store_card(self, card: PeerCard, members: int) -> bool:
-            told.append(card.speed)
-            return True
+    async def look_around(self) -> None:
+        pass
 
+    async def store_card(self, card: PeerCard, members: int) -> bool:
+        self.stored.append(card)
+        self.cards["me"] = card
+        return True
+
+
+def renewing(renewal_s: float) -> Any:
+    """A node whose card is stored again after `renewal_s`."""
     node: Any = SimpleNamespace(
+        peer_id="me",
         card=card(),
         members={},
-        _settings=NetworkSettings(card_renewal_s=HOUR_S),
+        _settings=NetworkSettings(card_renewal_s=renewal_s),
         _gossip=SimpleNamespace(client=SimpleNamespace(gossip_id="g"), addresses=lambda addresses: []),
         own_addresses=lambda plane: [],
         _dated=lambda card: card,
@@ -262,11 +275,28 @@ def test_a_card_is_renewed_after_the_first_round() -> None:
         _has_looked=True,
         twins=Twins(0.0),
     )
+    node._find = partial(Membership._find, node)
+    return node
+
+
+def test_a_card_is_renewed_after_the_first_round() -> None:
+    plane, node = Storing(), renewing(HOUR_S)
 
     async def ended_rounds(speeds: list[float]) -> None:
         for speed in speeds:
             node.card = replace(node.card, speed=speed)
-            await Membership._renew(node, cast(Any, Storing()))
+            await Membership._renew(node, cast(Any, plane))
 
     asyncio.run(ended_rounds([0.0, 0.0, 5.0, 7.0]))
-    assert told == [0.0, 5.0]
+    assert [card.speed for card in plane.stored] == [0.0, 5.0]
+
+
+def test_the_card_of_a_twin_is_seen_before_the_own_one_replaces_it() -> None:
+    plane, node = Storing(), renewing(0.0)
+    asyncio.run(Membership._renew(node, cast(Any, plane)))
+    for made in (0.0, CARD_RENEWAL_S, MAX_CLOCK_SKEW_S + CARD_RENEWAL_S):
+        asyncio.run(Membership._renew(node, cast(Any, plane)))
+        assert plane.cards["me"].gossip_id == "g" and node.twins.found is None
+        plane.cards["me"] = replace(node.card, gossip_id="twin", created=made)
+    asyncio.run(Membership._renew(node, cast(Any, plane)))
+    assert node.twins.found is not None and not node.twins.was_first
