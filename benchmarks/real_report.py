@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ NOISE = 0.1
 GAIN, FIRST_REWARD_S = 0.5, 90.0
 """What the part `default` is held to: held-out share above the base at its end, and when its first reward is there."""
 NODE = "node"
+SAID = re.compile(r"a round takes about ([\d.]+) (s|min) with answers of")
+FIRST_ROUNDS = 5  # rounds whose mean time an estimate is compared with
 
 
 def points(row: Row) -> list[Point]:
@@ -54,7 +57,7 @@ def report(rows: Sequence[Row]) -> str:
         lines += [line_of(part, [row for row in mine if row["who"] == who], mine) for who in arms]
     texts = [table(COLUMNS, lines)] if lines else ["no rows yet"]
     if runs := [row for row in rows if (row["part"], row["who"]) == ("default", NODE)]:
-        texts += [bar(runs), curves([row for row in rows if row["part"] == "default"])]
+        texts += [bar(runs), estimates(runs), curves([row for row in rows if row["part"] == "default"])]
     return "\n\n".join(texts)
 
 
@@ -103,6 +106,20 @@ def bar(runs: Sequence[Row]) -> str:
         for row in runs
     )
     return f"{asked}: {sum(map(holds, runs))} of {len(runs)} runs ({each})."
+
+
+def estimates(runs: Sequence[Row]) -> str:
+    """The time of a round that each run said before its first one, beside that of its first rounds: one sentence."""
+    each = []
+    for row in runs:
+        found = [SAID.search(line) for line in row["screen"]]
+        said = next((float(m[1]) * (60.0 if m[2] == "min" else 1.0) for m in found if m), None)
+        ends = [seconds for seconds, _ in row["rewards"][: FIRST_ROUNDS + 1]]
+        if said is None or len(ends) < 2:
+            continue
+        took = (ends[-1] - ends[0]) / (len(ends) - 1)
+        each.append(f"seed {row['seed']}: {said:.1f} s, {took:.1f} s, {said / took - 1:+.0%}")
+    return f"A round, as said before training and in the mean of rounds 2 to {FIRST_ROUNDS + 1}: {'; '.join(each)}."
 
 
 def curves(runs: Sequence[Row]) -> str:

@@ -137,10 +137,11 @@ def short_round(policy: Policy, config: NodeConfig) -> float:
     steps = max(1, min(STEPS, new - WARM, policy.max_positions - len(prompt) - WARM))
     warm, whole = (_sampling_s(policy, [prompt] * groups, n, length) for length in (WARM, WARM + steps))
     step = max(0.0, whole - warm) / steps
-    tokens, passes = update_tokens(policy, rollouts, config.grpo, len(prompt), new)
+    of_group = update_tokens(policy, rollouts, config.grpo, len(prompt), new)
     row = (prompt * ROW)[: min(ROW, policy.max_positions)]
-    update = [update_seconds(policy, part) for part in (row[:WARM], row)][-1]
-    return warm + step * (new - WARM) + groups * tokens * passes * update / len(row)
+    read = max(1, round(len(row) * of_group.read / of_group.whole))
+    update = [update_seconds(policy, part, min(read, len(part))) for part in (row[:WARM], row)][-1]
+    return warm + step * (new - WARM) + groups * of_group.whole * of_group.passes * update / len(row)
 
 
 def _sampling_s(policy: Policy, prompts: list[list[int]], n: int, length: int) -> float:

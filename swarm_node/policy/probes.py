@@ -144,11 +144,11 @@ def _head_is_apart(policy: Policy, ids: list[int], logits: Tensor) -> bool:
     return apart
 
 
-def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
-    """Logits [T, V] as head(backbone(ids))."""
+def _head_of_backbone(policy: Policy, ids: list[int], last: int = 0, **options: Tensor) -> Tensor:
+    """Logits [T, V] as head(backbone(ids)); only those of the `last` tokens, if that is not 0."""
     ids_tensor = torch.tensor([ids], device=policy.device)
     hidden = policy.base.get_decoder()(input_ids=ids_tensor, use_cache=False, **options).last_hidden_state[0]
-    return policy.base.get_output_embeddings()(hidden)
+    return policy.base.get_output_embeddings()(hidden[-last:])
 
 
 def packed_row(probe: ProbeText, device: torch.device) -> tuple[list[int], dict[str, Tensor]]:
@@ -238,20 +238,27 @@ def round_seconds(
     """
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * tokens
-    row, passes = update_tokens(policy, rollouts, grpo, length, tokens)
-    trained = teaching * rollouts.groups * row * passes + rollouts.groups * length / 3  # prompts: no backward pass
+    of_group = update_tokens(policy, rollouts, grpo, length, tokens)
+    trained = (
+        teaching * rollouts.groups * of_group.whole * of_group.passes + rollouts.groups * length / 3
+    )  # prompts: no backward pass
     return sampled * speed.sampled_s + trained * speed.trained_s
 
 
-def update_tokens(
-    policy: Policy, rollouts: RolloutsConfig, grpo: GrpoConfig, prompt: int, new: float
-) -> tuple[float, float]:
-    """Tokens of a group in an update, and how often they pass through the model and back. `prompt`, `new`: tokens of
-    the prompt and of each completion."""
+class UpdateTokens(NamedTuple):
+    """Tokens of a group in an update."""
+
+    whole: float
+    read: float  # those of its completions: the head reads no others
+    passes: float  # how often they pass through the model and back
+
+
+def update_tokens(policy: Policy, rollouts: RolloutsConfig, grpo: GrpoConfig, prompt: int, new: float) -> UpdateTokens:
+    """What an update computes for a group. `prompt`, `new`: tokens of the prompt and of each completion."""
     kept = min(grpo.answers or rollouts.group_size, rollouts.group_size)  # answers of a group that are trained on
     copies = 1 if grpo.packing and policy.packing else kept  # of each prompt in the rows of an update
     passes = grpo.iterations * (1 + (1 / 3 if grpo.beta else 0))  # the reference needs no backward pass
-    return kept * new + copies * prompt, passes
+    return UpdateTokens(kept * new + copies * prompt, kept * new, passes)
 
 
 def token_seconds(
@@ -267,9 +274,10 @@ def token_seconds(
     if sampled_s is None:
         sampling = Sampling(min(8, rollouts.max_new_tokens), rollouts.temperature, rollouts.top_p)
         sampled_s = [_sampled_s(policy, prompt, rollouts.group_size, sampling) for _ in range(2)][1]
-    n = min(round(update_tokens(policy, rollouts, grpo, len(prompt), tokens)[0]), MEASURED_ROW, policy.max_positions)
-    row = (prompt * (n // len(prompt) + 1))[:n]
-    trained_s = [update_seconds(policy, row) / n for _ in range(2)][1]  # the first one warms caches up
+    of_group = update_tokens(policy, rollouts, grpo, len(prompt), tokens)
+    n = min(round(of_group.whole), MEASURED_ROW, policy.max_positions)
+    row, read = (prompt * (n // len(prompt) + 1))[:n], max(1, round(n * of_group.read / of_group.whole))
+    trained_s = [update_seconds(policy, row, read) / n for _ in range(2)][1]  # the first one warms caches up
     return TokenSeconds(sampled_s, trained_s)
 
 
@@ -280,10 +288,11 @@ def _sampled_s(policy: Policy, prompt: list[int], n: int, sampling: Sampling) ->
     return (_now(policy) - start) / sum(len(r.token_ids) for r in made)
 
 
-def update_seconds(policy: Policy, row: list[int]) -> float:
-    """Seconds of a forward and a backward pass over one row of tokens (weights stay as they are)."""
+def update_seconds(policy: Policy, row: list[int], read: int) -> float:
+    """Seconds of a forward and a backward pass over one row of tokens, the last `read` of which the head reads where
+    it can (weights stay as they are)."""
     start = _now(policy)
-    logits = _head_of_backbone(policy, row) if policy.split_head else own_logits(policy, row)
+    logits = _head_of_backbone(policy, row, read) if policy.split_head else own_logits(policy, row)
     logits.float().logsumexp(-1).mean().backward()
     for p in policy.trainable_parameters():
         p.grad = None

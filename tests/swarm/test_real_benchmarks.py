@@ -112,7 +112,9 @@ def test_a_run_that_fails_is_no_row(tmp_path: Path) -> None:
 def row(who: str, seed: int, curve: list[tuple[float, float]], part: str = "sums", first: float = 60.0) -> Row:
     looks = [{"seconds": at, "right": share, "finished": 1.0, "answers": 8} for at, share in curve]
     head = {"part": part, "set": "sums", "who": who, "seed": seed, "minutes": 10, "curve": looks}
-    return head | {"first_reward_s": first, "peak_rss_mib": 1000}
+    rewards = [(first + 12.0 * n, 0.5) for n in range(9)]
+    said = ["08:00 INFO    a round takes about 15.0 s with answers of 20 tokens, their mean length so far"]
+    return head | {"first_reward_s": first, "peak_rss_mib": 1000, "rewards": rewards, "screen": said}
 
 
 def test_a_node_is_sooner_by_the_time_to_trls_end() -> None:
@@ -133,6 +135,7 @@ def test_the_bar_wants_both() -> None:
     rows = [row(NODE, 1, curve, "default"), row(NODE, 2, curve, "default", first=91.0)]
     rows.append(row(NODE, 3, [(0, 0.1), (600, 0.5)], "default"))
     assert ": 1 of 3 runs" in report(rows)
+    assert "seed 2: 15.0 s, 12.0 s, +25%" in report(rows)
     assert report([]) == "no rows yet"
 
 

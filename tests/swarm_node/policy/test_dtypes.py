@@ -17,6 +17,7 @@ from swarm_node.policy import dtypes
 from swarm_node.policy.dtypes import DtypeChoice, expected, fastest, short_round, with_dtype
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.loading import load_policy, prepare
+from swarm_node.policy.probes import update_seconds
 from tests.support.tiny_models import make, save
 
 ROLLOUTS = RolloutsConfig(max_prompt_tokens=20, max_new_tokens=8)
@@ -155,12 +156,21 @@ def test_a_short_round_leaves_the_policy_as_it_was(kind, tmp_path):
 def test_a_short_round_trains_what_a_round_does(answers, kept, packing, tmp_path, monkeypatch):
     """Sampling takes no time here, and a token of an update one second."""
     monkeypatch.setattr(dtypes, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    monkeypatch.setattr(dtypes, "update_seconds", lambda policy, row: float(len(row)))
+    monkeypatch.setattr(dtypes, "update_seconds", lambda policy, row, read: float(len(row)))
     policy, _ = adapter_of(save("llama", tmp_path), dtype="float32")
     prompt = min(dtypes.PROMPT, policy.max_positions - ROLLOUTS.max_new_tokens)
     grpo = {"answers": answers, "packing": packing, "iterations": 2}
     tokens = 4 * (8 * kept + prompt * (1 if packing else kept))
     assert policy.packing and short_round(policy, NodeConfig(rollouts=ROLLOUTS, grpo=grpo)) == pytest.approx(2 * tokens)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_head_of_a_measured_update_reads_answers_alone(apart, tmp_path):
+    policy, _ = adapter_of(save("llama", tmp_path), dtype="float32")
+    policy.split_head, read = apart, []
+    policy.base.get_output_embeddings().register_forward_hook(lambda head, found, out: read.append(out.shape[-2]))
+    assert update_seconds(policy, list(range(10)), 4) > 0
+    assert read == [4 if apart else 10] and all(p.grad is None for p in policy.trainable_parameters())
 
 
 def test_a_short_round_keeps_to_the_room(tmp_path, monkeypatch):
