@@ -239,9 +239,8 @@ def round_seconds(
     length = round(fmean(len(p) for p in prompts))
     sampled = rollouts.groups * rollouts.group_size * tokens
     of_group = update_tokens(policy, rollouts, grpo, length, tokens)
-    trained = (
-        teaching * rollouts.groups * of_group.whole * of_group.passes + rollouts.groups * length / 3
-    )  # prompts: no backward pass
+    trained = teaching * rollouts.groups * of_group.whole * of_group.passes
+    trained += rollouts.groups * length / 3  # prompts: no backward pass
     return sampled * speed.sampled_s + trained * speed.trained_s
 
 
