@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.real_judge import right
 from swarm_node.runtime.waiting import PASSIVE
 
-PROMPTS_AT_ONCE = 16
+ANSWERS_AT_ONCE = 128
 TIMEOUT_S = 7200
 
 
@@ -91,9 +91,9 @@ def look(policy: Any, tasks: Sequence[Any], asked: Asked, seconds: float, sample
     from swarm_node.types import Sampling
 
     prompts = policy.encode_questions([task.question for task in tasks])
-    groups = []
-    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
-        part = prompts[start : start + PROMPTS_AT_ONCE]
+    groups, at_once = [], max(1, ANSWERS_AT_ONCE // samples)
+    for start in range(0, len(prompts), at_once):
+        part = prompts[start : start + at_once]
         groups += policy.generate(part, samples, Sampling(asked.new), list(range(start, start + len(part))))
     answers = [(task.answer, each) for task, group in zip(tasks, groups, strict=True) for each in group]
     found = fmean(right(reference, each.text) for reference, each in answers)

@@ -50,7 +50,7 @@ SPEED = Speed(generate_tok_s=150.0, train_tok_s=400.0, overhead_s=0.1)
 """Of SmolLM2 on one core, tokens of prompts included in the second. By it the virtual clock runs, and so the seconds
 between two averagings."""
 PERIOD_S = 10.0  # `swarm-node new` has it so; an adapter of 4.9 million values takes five times as long
-AT_ONCE = 8  # questions of which answers are sampled at a time: a round's, and the memory for them
+ROWS_AT_ONCE = 64  # answers that are sampled at a time: a round's, and the memory for them
 Row = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ class Play:
 
     peers: int = 4
     rounds: int = 20
-    every: int = 4  # rounds between two looks at held-out questions
+    every: int = 5  # rounds between two looks at held-out questions
     questions: int = 64  # of a look, held out
     samples: int = 2  # answers to each at looks
     thorough: int = 4  # answers to each at the start and the end
@@ -176,7 +176,7 @@ def run(
 def prepare(nodes: Sequence[Measured], way: Way | None) -> None:
     """Bound what is sampled at a time, and tell members their way of averaging."""
     for node in nodes:
-        node.policy.prompts_at_once = lambda prompt, n, new: AT_ONCE
+        node.policy.prompts_at_once = lambda prompt, n, new: max(1, ROWS_AT_ONCE // n)
         if way is not None:
             assert isinstance(node, Member)
             node.way = way
