@@ -49,7 +49,7 @@ def check_material(config: NodeConfig, own_tasks: bool, own_model: bool) -> None
     room for its checkpoints, where the model's size can be told. `own_tasks`, `own_model`: this node's user chooses
     them, not its swarm."""
     answer_needed = config.rewards.checker_weight > 0 or not config.rewards.functions
-    check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed)
+    check_specs([*(config.tasks if own_tasks else []), *config.eval.tasks], answer_needed, config.rewards.kind)
     check_functions(config.rewards.functions)
     check_quantiser(config.policy)
     check_optimizer(config.grpo.optimizer, config.pipeline.stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from protocol.answer_form import AnswerKind
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
@@ -21,16 +22,16 @@ def check_end(specs: Sequence[str | TaskConfig]) -> None:
         raise endless(found)
 
 
-def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool) -> None:
-    """Raise UserError for a name that is no task, and for a question file that cannot be read. reasoning-gym is loaded
-    only for a name that resembles none in the catalogue."""
+def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool, kind: AnswerKind | None = None) -> None:
+    """Raise UserError for a name that is no task, and for a question file that cannot be read, as answers of `kind`
+    where it names none itself. reasoning-gym is loaded only for a name that resembles none in the catalogue."""
     for spec in specs:
         if isinstance(spec, TaskConfig) and spec.file is not None:
-            QuestionFile(spec.file, answer_needed, spec.columns, spec.kind)
+            QuestionFile(spec.file, answer_needed, spec.columns, spec.kind or kind)
             continue
         name = spec if isinstance(spec, str) else spec.env or ""
         if is_question_file(name):
-            QuestionFile(name, answer_needed)
+            QuestionFile(name, answer_needed, kind=kind)
             continue
         group, _, member = name.rpartition("/")
         if ":" in name or name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):

@@ -50,9 +50,13 @@ def test_what_does_not_exist_is_named(spec: str, said: str) -> None:
         check_specs([spec], answer_needed=True)
 
 
-def test_an_answer_of_another_kind_than_the_table_names_is_refused(place: Path) -> None:
+def test_an_answer_of_another_kind_than_somebody_names_is_refused(place: Path) -> None:
     (place / "mixed.jsonl").write_text('{"question": "1+1?", "answer": "about two or three"}\n')
-    check_specs([TaskConfig(file="mixed.jsonl")], answer_needed=True)
+    for spec in ("mixed.jsonl", TaskConfig(file="mixed.jsonl")):
+        check_specs([spec], answer_needed=True)
+        with pytest.raises(UserError, match=r"mixed.jsonl, line 1: .*which is not a number"):
+            check_specs([spec], answer_needed=True, kind="number")
+    check_specs([TaskConfig(file="mixed.jsonl", kind="text")], answer_needed=True, kind="number")
     with pytest.raises(UserError, match=r"mixed.jsonl, line 1: .*which is not a number"):
         check_specs([TaskConfig(file="mixed.jsonl", kind="number")], answer_needed=True)
 
