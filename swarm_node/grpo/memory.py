@@ -4,6 +4,9 @@
                              on a CPU, map large tensors one by one; still fewer? checkpoint gradients
                         -> questions sampled at a time
 
+A CPU maps the large tensors of all but small models in any case: the gaps of a heap would take as much again as they
+do, and differ from run to run.
+
 Limits are chosen once, at the start of a run, and only ever lower what is configured: with ample memory a run makes the
 same numbers as without any of this. A run of which not even one answer fits is refused with the setting that fits.
 """
@@ -35,6 +38,7 @@ from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import (
     RUNTIME_BYTES,
+    SMALL,
     Activations,
     Shape,
     Work,
@@ -196,7 +200,7 @@ class Fitting:
         if isinstance(engine, NativeEngine) and not self.machine.gpu:
             engine.layout = layout_of(self.policy.base)  # updates come first, and then the copy that is sampled from
         wanted = min(self._group, max(trainer.limit, self._answer))
-        self.mapped |= setting == "on" or self._tokens() < wanted
+        self.mapped |= setting == "on" or self.shape.parameters >= SMALL or self._tokens() < wanted
         if setting == "on" or (setting == "auto" and self._tokens() < wanted):
             self._checkpoint(setting == "on")
         if self.machine.available and self.bytes(self._least) > self.machine.available:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
+from swarm_node.grpo import memory
 from swarm_node.grpo.memory import (
     Estimate,
     Fitting,
@@ -78,6 +79,14 @@ def test_with_ample_memory_nothing_is_changed(policy: Policy) -> None:
         assert each.fit() < 2 * GIB
         assert each.trainer.limit == 8192 and policy.checkpointing is None and not each.mapped and not lines
         assert policy.prompts_at_once(20, 8, 100) >= 16
+
+
+def test_large_tensors_are_mapped_unless_the_model_is_small(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_heap = needed(policy)
+    monkeypatch.setattr(memory, "SMALL", policy.num_parameters())
+    monkeypatch.setattr(memory, "map_large_tensors", lambda: None)  # of this process
+    each = fitting(policy, 0)
+    assert each.fit() < in_the_heap and each.mapped
 
 
 def test_less_memory_makes_smaller_microbatches(policy: Policy) -> None:
