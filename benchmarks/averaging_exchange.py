@@ -67,10 +67,10 @@ class Node:
 
     def __init__(self, folder: Path, name: str, values: int, codec: str, bootstrap: Sequence[str]) -> None:
         import torch
+        from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+        from swarm_protocol.transports.p2p.transport import P2PTransport
+        from swarm_protocol.transports.settings import NetworkSettings
 
-        from protocol.messages import PROTOCOL_VERSION, PeerCard
-        from protocol.transports.p2p.transport import P2PTransport
-        from protocol.transports.settings import NetworkSettings
         from swarm_node.averaging.averager import CohortPlace
         from swarm_node.averaging.pair_averager import PairAverager
         from swarm_node.config import AveragingConfig

@@ -32,13 +32,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Outgoing
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from swarm_protocol.transports.memory.links import UPLINK_TURN_S
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Outgoing
-from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from protocol.transports.memory.links import UPLINK_TURN_S
 from swarm_node.averaging.averager import Averager, CohortPlace
 from swarm_node.averaging.cohort import make_averager
 from swarm_node.averaging.pair_averager import PairAverager

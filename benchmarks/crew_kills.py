@@ -66,7 +66,7 @@ WAYS = {
     "rebuilt from the checkpoint": "snapshot",
     "begins with the base model": "base",
 }
-"""How a sentence about a stage that came back begins (`recovery.paths.tell`) -> `protocol.crew.Source.way`."""
+"""How a sentence about a stage that came back begins (`recovery.paths.tell`) -> `swarm_protocol.crew.Source.way`."""
 LOST = re.compile(r"(?:the leader|stage \d+) of crew \S+ is lost \((\S+?)[ :]")
 BACK = re.compile(r"stage [\d, ]+ is back after [\d.]+ s, held by (.*)")
 WHOLE = re.compile(r"crew \S+ is whole: (?:stage ([^;]*)|all stages with ([^;]*))")

@@ -127,9 +127,10 @@ def random_policy(size: Model, folder: Path) -> Path:
 @contextmanager
 def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     """The plain policy's node, that of a crew of one stage, and its CrewNode."""
-    from protocol.identity import Identity
-    from protocol.manifest import Manifest, ManifestTask
-    from protocol.transports.memory import MemoryNetwork, VirtualClock
+    from swarm_protocol.identity import Identity
+    from swarm_protocol.manifest import Manifest, ManifestTask
+    from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
+
     from swarm_node.config import load_config
     from swarm_node.node import Node, fitted
     from swarm_node.pipeline.assemble import CrewParts

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from protocol.codec import sign_batch, verify_batch
-from protocol.errors import ProtocolError
-from protocol.identity import Identity
-from protocol.messages import (
+from swarm_protocol.codec import sign_batch, verify_batch
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import (
     PROTOCOL_VERSION,
     PeerCard,
     RolloutBatch,
@@ -33,7 +32,7 @@ from protocol.messages import (
     SharedSampling,
     TaskName,
 )
-from protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
 
 STRAGGLERS_S = 6.0
 """After the last round: what is late arrives."""
@@ -159,8 +158,8 @@ def until(what: Callable[[], object], seconds: float) -> bool:
 
 
 def gossip(spec: Spec) -> None:
-    from protocol.transports.p2p.transport import P2PTransport
-    from protocol.transports.settings import NetworkSettings
+    from swarm_protocol.transports.p2p.transport import P2PTransport
+    from swarm_protocol.transports.settings import NetworkSettings
 
     key = Path(spec.folder) / "identity.key"
     identity = Identity.load_or_create(key)

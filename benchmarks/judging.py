@@ -16,8 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
+from swarm_protocol.answer_form import AnswerForm, AnswerKind
+
 from benchmarks.common import table, write
-from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import judge, maths
 from swarm_node.tasks.judging.expressions import parse_expression
 from swarm_node.tasks.judging.places import extract, extract_place

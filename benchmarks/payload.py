@@ -31,14 +31,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+
 from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.intervals import interval
-from protocol.answer_form import AnswerKind
-from protocol.codec import sign_batch
-from protocol.identity import Identity
-from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.topics import epoch_at, rollout_topic, shard_of
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected

@@ -170,7 +170,11 @@ def without_places(text: str) -> str:
 def watched(command: Sequence[str], folder: Path, kept: Path, seconds: float, stop: bool) -> tuple[Seen, list[str]]:
     """Run a command in `folder` for so many seconds. `stop`: it is then told to save and end, which others do by
     themselves. What was seen, and what it printed. RuntimeError if it fails before it has saved anything."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": HERE}
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE}/protocol",
+    }
     screen = folder / "screen.log"
     with screen.open("w") as out:
         began = time.monotonic()

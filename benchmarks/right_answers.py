@@ -39,12 +39,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from swarm_protocol.limits import GROUPS_PER_SLOT, SLOTS
+from swarm_protocol.messages import SharedGroup, SharedRollout
 
 from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import interval
 from benchmarks.payload import ANSWERS, Liar
-from protocol.limits import GROUPS_PER_SLOT, SLOTS
-from protocol.messages import SharedGroup, SharedRollout
 from swarm_node.config import NodeConfig
 from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.node import Node

@@ -30,11 +30,11 @@ from typing import Any
 
 import msgspec
 import torch
+from swarm_protocol.transports.memory import LinkModel
 
 from benchmarks.common import RESULTS, machine, write_row
 from benchmarks.sharing_arms import ARMS, Arm, Measured, Round, Stopwatch
 from benchmarks.sharing_settings import SETTINGS, Setting
-from protocol.transports.memory import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import collect

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
+from swarm_protocol.transports.memory import LinkModel
 
-from protocol.transports.memory import LinkModel
 from swarm_node import __version__
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.config.keys import Table, merged, nest

@@ -33,7 +33,7 @@ def modules(*folders: str) -> dict[str, ast.Module]:
 
 
 def name_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return path.removeprefix("protocol/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, list[str]]]:
@@ -129,7 +129,7 @@ def tokenizer_calls(trees: Modules) -> list[str]:
 
 
 def main() -> int:
-    code, rest = modules("swarm_node", "protocol"), modules("tests", "benchmarks", "scripts")
+    code, rest = modules("swarm_node", "protocol/swarm_protocol"), modules("tests", "benchmarks", "scripts")
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     loose = [

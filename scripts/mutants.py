@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.mutations import Mutant, mutants  # noqa: E402
 
 PARTS = {
-    "protocol": ["protocol"],
+    "protocol": ["protocol/swarm_protocol"],
     "admission": ["swarm_node/sharing"],
     "grpo": ["swarm_node/grpo"],
     "averaging": ["swarm_node/averaging"],
@@ -147,7 +147,7 @@ def map_reach(copied: Path, work: Path, directories: list[str], tests: list[str]
     measured = os.environ | {"COVERAGE_PROCESS_START": str(settings), "MUTANTS_TIMES": str(times)}
     options = ["-p", "scripts.mutants_reach", "-p", "no:cacheprovider", "-q", "--no-header", "-rfE"]
     parallel = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
-    measured["PYTHONPATH"] = str(copied)
+    measured["PYTHONPATH"] = f"{copied}{os.pathsep}{copied / 'protocol'}"
     subprocess.run([sys.executable, "-m", "pytest", *options, *parallel, *tests], cwd=copied, env=measured)
     combined = coverage.Coverage(data_file=str(work / "coverage"), config_file=False)
     combined.combine([str(work / "parts")])
@@ -166,9 +166,11 @@ def _run_pytest(copied: str, log: str, tests: list[str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(copied)
-    assert not {"swarm_node", "protocol"} & set(sys.modules), "the fork server must not import what mutants change"
-    sys.path[:] = [copied, *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "scripts")))]
-    os.environ["PYTHONPATH"] = copied
+    imported = {"swarm_node", "swarm_protocol"} & set(sys.modules)
+    assert not imported, "the fork server must not import what mutants change"
+    found, ours = [copied, f"{copied}/protocol"], [str(ROOT), str(ROOT / "protocol"), str(ROOT / "scripts")]
+    sys.path[:] = [*found, *(path for path in sys.path if path not in ours)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(found)
     sys.exit(PYTEST_ENDED + pytest.main([*PYTEST, "-x", *tests]))
 
 

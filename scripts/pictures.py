@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
     """Of the commands: this clone, its commands on the PATH, and this machine alone as the network."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     network = {f"SWARM_NODE_NETWORK__{key}": value for key, value in LOOPBACK.items()}
-    return {**os.environ, **network, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **network, "PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protocol'}"}
 
 
 def is_sharing(text: str) -> bool:

@@ -30,7 +30,7 @@ from swarm_node.sharing import Receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = f"{ROOT}/swarm_node/", f"{ROOT}/protocol/"
-ASIDE = "protocol/transports/memory/", "swarm_node/runtime/simulation.py", "swarm_node/policy/vetting.py"
+ASIDE = "protocol/swarm_protocol/transports/memory/", "swarm_node/runtime/simulation.py", "swarm_node/policy/vetting.py"
 """Files that are not counted. The first two stand for the network and its clock. The last one counts the modules that a
 model makes while it is loaded; its hook also runs when transformers slices a list of layers in a forward pass."""
 ROUNDS = 20

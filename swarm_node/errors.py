@@ -1,6 +1,6 @@
 """Errors that this package raises on purpose.
 
-A fault of another *peer* is `protocol.errors.RemoteProtocolError` and never ends a run.
+A fault of another *peer* is `swarm_protocol.errors.RemoteProtocolError` and never ends a run.
 """
 
 from __future__ import annotations

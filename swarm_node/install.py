@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.messages import PROTOCOL_VERSION
 
 PACKAGE = "swarm-node"
 RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
-
-from protocol.messages import TaskName
+from swarm_protocol.messages import TaskName
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -23,7 +22,7 @@ class Task(msgspec.Struct, frozen=True):
     slot: tuple[int, int] | None = None
     """(epoch, slot) that assigned the task to the peer that samples it; None outside a swarm."""
     accepted: tuple[str, ...] = ()  # all accepted answers, `answer` first, where there are several
-    kind: str = ""  # kind of its answers (`protocol.answer_form`); empty = its environment has a checker of its own
+    kind: str = ""  # kind of its answers (`swarm_protocol.answer_form`); empty = its environment judges them
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH, ROOT
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # torch reads it when first imported, here and in processes that tests start
@@ -27,7 +27,7 @@ def clean_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing leaks in from the user's environment, nothing is left behind in the repository."""
     for name in [name for name in os.environ if name.startswith("SWARM_NODE_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # processes that tests start find the packages
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)  # processes that tests start find the packages
     monkeypatch.chdir(tmp_path)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.topics import epoch_at
 
-from protocol.codec import sign_batch
-from protocol.errors import LocalProtocolError
-from protocol.identity import Identity
-from protocol.manifest import Manifest, ManifestTask
-from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.topics import epoch_at
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.sharing import Receiver, ReplayBuffer

@@ -69,7 +69,7 @@ async def call(p2p: Any, to: Any, method: str, request: Any, answer: type[Any], 
 @asynccontextmanager
 async def libp2p_host() -> AsyncIterator[Any]:
     """A py-libp2p host (trio) that only dials, with a fresh key."""
-    from protocol.transports.gossip.safe_host import CountedTCP, make_host
+    from swarm_protocol.transports.gossip.safe_host import CountedTCP, make_host
 
     host = make_host(CountedTCP(64))
     async with host.run(listen_addrs=[]):

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
+from swarm_protocol.transports.base import Outgoing, Sink, Transport
 from torch import Tensor
 
-from protocol.codec import version_for
-from protocol.errors import RemoteProtocolError
-from protocol.messages import PeerCard
-from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
-from protocol.transports.base import Outgoing, Sink, Transport
 from swarm_node.averaging.costs import EVERYBODY
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.probing import Judgement, Probes

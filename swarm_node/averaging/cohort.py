@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
+from swarm_protocol.transports.base import Accepted, Transport
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
-from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
-from protocol.transports.base import Accepted, Transport
 from swarm_node.averaging.averager import Averager, CohortPlace, cohort_id, rhythm
 from swarm_node.averaging.cohort_averager import CohortAverager
 from swarm_node.averaging.cohort_weights import LateJoin

@@ -27,12 +27,12 @@ from statistics import median_low
 from typing import Any
 
 import torch
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
-from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec
-from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
 from swarm_node.averaging.codecs import BLOCK, BodyDecoder, coded_bytes, lost, pieces
 from swarm_node.averaging.outer_step import MEAN, DiLoCo

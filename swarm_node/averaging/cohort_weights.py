@@ -25,13 +25,13 @@ from functools import partial
 from math import inf
 from statistics import median_low
 
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
+from swarm_protocol.transports import transfer
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from torch import Tensor
 
-from protocol.codec import version_for
-from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
-from protocol.transports import transfer
-from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import BodyDecoder, Readers, coded_bytes, pieces
 

@@ -28,10 +28,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from torch import Tensor
 from torch.nn.functional import pad
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, SMALLEST, Reader, blocks_of, bounded
 
 REACH = {8: 6.0, 4: 3.0}  # factor by bits: the limit is 8 or 4 standard deviations of normally distributed progress

@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import RemoteProtocolError
-from protocol.tensors import AverageHead
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.tensors import AverageHead
 
 CLOCKS_DIFFER_S = 5.0
 """Difference between two peers' clocks that is tolerated, or a quarter of the period if that is less."""

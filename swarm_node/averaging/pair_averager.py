@@ -24,14 +24,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
+from swarm_protocol.peers import is_relayed
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
-from protocol.codec import version_for
-from protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
-from protocol.peers import is_relayed
-from protocol.tensors import AVERAGE_METHOD, AverageHead
-from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
 from swarm_node.averaging.lattice_codec import block_count, most_written_out
 from swarm_node.averaging.outer_rounds import Drain, OuterRounds

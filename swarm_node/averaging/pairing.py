@@ -20,9 +20,8 @@ from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
-
-from protocol.messages import PeerCard
-from protocol.peers import is_relayed
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.peers import is_relayed
 
 BUCKET = 1024  # most peers in a bucket, whose matrix of w takes 8 MiB
 

@@ -41,9 +41,9 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
+from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 from swarm_node.averaging.costs import NOTHING, PartnerCosts
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+from swarm_protocol.errors import printable, visible
 
-from protocol.errors import printable, visible
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
 from swarm_node.cli.began import where_it_began

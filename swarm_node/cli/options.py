@@ -25,9 +25,9 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from swarm_protocol.errors import printable, visible
 from typer.core import TyperCommand
 
-from protocol.errors import printable, visible
 from swarm_node.config import NodeConfig, TaskConfig, load_config
 from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives
 from swarm_node.config.loading import Layers, load_run_config, read_layers

@@ -15,7 +15,7 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:
-    from protocol.manifest import Manifest
+    from swarm_protocol.manifest import Manifest
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of a key, as `identity export` writes it.")]
 
@@ -56,7 +56,8 @@ def new(
 ) -> None:
     """Create a swarm: write its manifest and print its join link. Then run `swarm-node bootstrap` on the manifest."""
     config = settings.load()
-    from protocol.manifest import ManifestLimits
+    from swarm_protocol.manifest import ManifestLimits
+
     from swarm_node.observability.wrapping import for_stream
     from swarm_node.swarm.links import join_link
     from swarm_node.swarm.manifests import make_manifest, put_beside, with_usual_columns, write_manifest

@@ -18,9 +18,9 @@ from typing import Literal, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import LINK_SCHEME, parse_link
 
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import LINK_SCHEME, parse_link
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig

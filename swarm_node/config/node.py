@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
+from swarm_protocol.limits import MAX_NAME_CHARS
 
-from protocol.limits import MAX_NAME_CHARS
 from swarm_node.config.machine import (
     CheckpointsConfig,
     HealthConfig,

@@ -18,9 +18,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from pydantic import ValidationError
+from swarm_protocol.errors import printable
+from swarm_protocol.plain_toml import parsed_toml
 
-from protocol.errors import printable
-from protocol.plain_toml import parsed_toml
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import msgspec
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, is_judged
 from swarm_node.types import Group, Rollout, Task
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
 
-from protocol.errors import visible
+from swarm_protocol.errors import visible
 
 LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 """Names of levels in the log; a library may rename those of `logging` for the whole process, as hivemind does."""

@@ -36,8 +36,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from swarm_protocol.errors import printable, visible
 
-from protocol.errors import printable, visible
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
 from swarm_node.observability.tally import ENOUGH_ROUNDS, Buckets

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from swarm_protocol.transports.refusals import Refused
 
-from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
 from swarm_node.say import Once, Warned
 

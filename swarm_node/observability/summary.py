@@ -9,8 +9,8 @@ from itertools import chain, count
 from pathlib import Path
 
 import msgspec
+from swarm_protocol.errors import printable
 
-from protocol.errors import printable
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.cut_off import CUT, remedy
 from swarm_node.observability.evaluations import Answered

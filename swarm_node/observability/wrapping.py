@@ -18,8 +18,7 @@ import textwrap
 from typing import TextIO
 
 from rich.cells import cell_len
-
-from protocol.errors import visible
+from swarm_protocol.errors import visible
 
 LINK = "swarm://"
 COMMAND = re.compile(r"`([^`]*swarm-node [^`]*)`")

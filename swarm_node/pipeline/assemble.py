@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from swarm_protocol.crew import Holding, Settings, Source, crew_id, crew_key
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.lineage import NO_RUN
 from torch import Tensor
 
-from protocol.crew import Holding, Settings, Source, crew_id, crew_key
-from protocol.errors import RemoteProtocolError
-from protocol.lineage import NO_RUN
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.fingerprint import architecture

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from protocol.crew import Progress
+from swarm_protocol.crew import Progress
+
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import leave_cohort
 from swarm_node.errors import SwarmNodeError, UserError

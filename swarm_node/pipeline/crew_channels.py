@@ -14,10 +14,19 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from protocol.crew import CONTROL, CREW_METHOD, MAX_CONTROL_BYTES, STAGE_METHOD, Plan, decode_record, encode_record
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Envelope, decode_envelope
-from protocol.transports.base import Channel, Listener, Transport
+from swarm_protocol.crew import (
+    CONTROL,
+    CREW_METHOD,
+    MAX_CONTROL_BYTES,
+    STAGE_METHOD,
+    Plan,
+    decode_record,
+    encode_record,
+)
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Envelope, decode_envelope
+from swarm_protocol.transports.base import Channel, Listener, Transport
+
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import (
     Action,

@@ -34,10 +34,10 @@ from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
-from protocol import pipeline as heads
-from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
 from swarm_node.pipeline.compute.schedule import route

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Envelope
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Envelope
+
 from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol.crew import Progress
+from swarm_protocol.crew import Progress
+
 from swarm_node.errors import StopRequested
 from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.compute.worker import attend

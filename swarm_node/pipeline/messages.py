@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, Protocol
 
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
 from torch import Tensor
 
-from protocol import pipeline as heads
-from protocol.errors import RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
 from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Interrupted
 from swarm_node.pipeline.compute.schedule import route

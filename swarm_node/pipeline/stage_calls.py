@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
-from protocol import pipeline as heads
-from protocol.errors import RemoteProtocolError
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.messages import LEADER, MessageTransport, StageLost, StageMessage, encoded_size
 

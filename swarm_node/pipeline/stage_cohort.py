@@ -18,9 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarm_protocol.transports.base import Transport
 from torch import Tensor
 
-from protocol.transports.base import Transport
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort, leave_cohort
 from swarm_node.averaging.cohort_weights import LateJoin

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from protocol.crew import Progress
-from protocol.transports.base import Transport
+from swarm_protocol.crew import Progress
+from swarm_protocol.transports.base import Transport
+
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.transport import StageTransport

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
-from protocol.codec import version_for
-from protocol.crew import Holding, Plan, Progress, Source
-from protocol.errors import RemoteProtocolError
-from protocol.messages import PeerCard
-from protocol.transports.base import Transport
+from swarm_protocol.codec import version_for
+from swarm_protocol.crew import Holding, Plan, Progress, Source
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
+
 from swarm_node.pipeline.compute.worker import refused_turn
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from swarm_protocol.limits import CHARS_PER_TOKEN
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
 from swarm_node.policy import tokenizing

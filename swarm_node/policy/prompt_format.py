@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from swarm_protocol.answer_form import AnswerKind
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from protocol.answer_form import AnswerKind
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 from swarm_node.config.training import EvalConfig, is_question_file
 from swarm_node.errors import UserError

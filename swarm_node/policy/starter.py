@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.policy import tokenizing
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from swarm_protocol.limits import MAX_LAYERS
 from torch import Tensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -25,7 +26,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from protocol.limits import MAX_LAYERS
 from swarm_node.errors import UserError
 from swarm_node.policy.model_path import MAX_HEADER_BYTES
 from swarm_node.say import in_short

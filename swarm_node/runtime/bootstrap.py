@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.topics import rollout_topic
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.ports import lost_port
 
-from protocol.errors import LocalProtocolError
-from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.topics import rollout_topic
-from protocol.transports.base import Transport
-from protocol.transports.ports import lost_port
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.own import dump_own
 from swarm_node.errors import StopRequested, TemporaryError, UserError
@@ -133,7 +133,7 @@ def _load_network(stop: Stopper) -> None:
     """Import the network, which takes seconds, and only then let a signal that came meanwhile end the start: it would
     break the import at any point. Nothing has been written by then."""
     stop.hold()
-    import protocol.transports.p2p.transport  # noqa: F401
+    import swarm_protocol.transports.p2p.transport  # noqa: F401
 
     stop.allow()
 

@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from protocol.errors import printable
+from swarm_protocol.errors import printable
+
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from protocol.errors import printable
+from swarm_protocol.errors import printable
+
 from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.cut_off import MANY

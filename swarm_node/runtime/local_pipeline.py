@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import parse_manifest
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import parse_manifest
+
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import USER_ERROR
 from swarm_node.runtime.callbacks import Manner, TrainResult

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.transports.settings import is_free
 
-from protocol.errors import LocalProtocolError
-from protocol.identity import Identity
-from protocol.transports.settings import is_free
 from swarm_node.config import NodeConfig
 from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.config.training import RewardFunctionConfig

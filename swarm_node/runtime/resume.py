@@ -12,9 +12,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from swarm_protocol.lineage import read_lineage, shared
 from torch import Tensor
 
-from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.grpo.replay import ReplayState

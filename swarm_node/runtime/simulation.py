@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.codec import spoken_by
-from protocol.identity import Identity
-from protocol.manifest import Manifest, ManifestLimits, ManifestTask
-from protocol.messages import PROTOCOL_VERSION
-from protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
+from swarm_protocol.codec import spoken_by
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
+
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node, fitted
 from swarm_node.policy.loading import load_policy

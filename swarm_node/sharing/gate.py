@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
-from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.tasks import TaskSet

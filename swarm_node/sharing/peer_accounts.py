@@ -17,7 +17,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from protocol.manifest import ManifestLimits
+from swarm_protocol.manifest import ManifestLimits
+
 from swarm_node.observability.reasons import words
 from swarm_node.say import Warned
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-
-from protocol.codec import SIGNED_HEAD_BYTES, sign_batch
-from protocol.identity import Identity
-from protocol.limits import (
+from swarm_protocol.codec import SIGNED_HEAD_BYTES, sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import (
     EPOCH_SECONDS,
     GROUPS_PER_SLOT,
     MAX_ADDRESS_CHARS,
@@ -26,9 +25,10 @@ from protocol.limits import (
     MAX_ROUND_S,
     MAX_TOKENS,
 )
-from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from protocol.peers import is_relayed
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.peers import is_relayed
+
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy

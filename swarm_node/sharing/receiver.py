@@ -24,13 +24,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
+from swarm_protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedTurn
 
-from protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
-from protocol.errors import RemoteProtocolError
-from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
-from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
-from protocol.manifest import Manifest
-from protocol.messages import RolloutBatch, SharedGroup, SharedTurn
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts

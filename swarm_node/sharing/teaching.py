@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.observability.worth import WINDOW, Change
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from swarm_protocol.plain_toml import parsed_toml
 
-from protocol.plain_toml import parsed_toml
 from swarm_node.say import own_command
 from swarm_node.storage.names import newest_round
 from swarm_node.storage.plain_files import read_plain

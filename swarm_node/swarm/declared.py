@@ -12,17 +12,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
-
-from protocol.limits import (
+from swarm_protocol.limits import (
     CONFIG_HASH_CHARS,
     MAX_DECLARED_ANSWERS,
     MAX_DECLARED_BYTES,
     MAX_DECLARED_KINDS,
     MAX_DECLARED_PEERS,
 )
-from protocol.manifest import Manifest
-from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
-from protocol.topics import short_hash
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
+from swarm_protocol.topics import short_hash
+
 from swarm_node import __version__
 from swarm_node.swarm.question_files import names_of_files
 from swarm_node.tasks.catalogue import SETS

@@ -16,7 +16,8 @@ from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from protocol.hosts import is_public
+from swarm_protocol.hosts import is_public
+
 from swarm_node.errors import UserError
 
 TIMEOUT_S = 10.0  # the longest silence of a server

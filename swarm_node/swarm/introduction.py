@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from textwrap import shorten
 
-from protocol.answer_form import WRITTEN
-from protocol.errors import printable
-from protocol.manifest import Manifest
+from swarm_protocol.answer_form import WRITTEN
+from swarm_protocol.errors import printable
+from swarm_protocol.manifest import Manifest
+
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.keys import flat
 from swarm_node.config.own import read_toml

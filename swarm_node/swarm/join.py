@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from protocol.errors import LocalProtocolError, PeerUnreachable
-from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.messages import PeerCard
-from protocol.transports.base import Transport
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
+
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
 from swarm_node.say import Say

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.hosts import is_public
+from swarm_protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.peers import MAX_CACHE_BYTES, is_relayed, parse_cache
 
-from protocol.errors import RemoteProtocolError
-from protocol.hosts import is_public
-from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
-from protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
-from protocol.messages import PeerCard
-from protocol.peers import MAX_CACHE_BYTES, is_relayed, parse_cache
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from swarm_protocol.errors import PeerUnreachable, ProtocolError
 
-from protocol.errors import PeerUnreachable, ProtocolError
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say, Warned

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
-from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
-from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
-from protocol.messages import PeerCard
-from protocol.peers import is_relayed, peer_of
-from protocol.transports.base import Transport
+from swarm_protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.peers import is_relayed, peer_of
+from swarm_protocol.transports.base import Transport
+
 from swarm_node.errors import UserError
 from swarm_node.say import Say, Warned
 from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_bootstrap

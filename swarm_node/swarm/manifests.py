@@ -1,6 +1,6 @@
 """Manifests: `swarm-node new` makes them, and other nodes read them though a stranger wrote them.
 
-    tasks, names, limits -> Manifest -> TOML        (see protocol.manifest)
+    tasks, names, limits -> Manifest -> TOML        (see swarm_protocol.manifest)
     Manifest + question files -> [TaskConfig] -> load_tasks
 
 A manifest may name sets of tasks, members of sets, audited environments with limited options (`tasks.option_limits`),
@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 import tomli_w
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import public_key_of
+from swarm_protocol.limits import MAX_RESPONSE_BYTES
+from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
+from swarm_protocol.peers import peer_of
 
-from protocol.answer_form import AnswerKind
-from protocol.errors import RemoteProtocolError
-from protocol.identity import public_key_of
-from protocol.limits import MAX_RESPONSE_BYTES
-from protocol.manifest import Manifest, ManifestTask, parse_manifest
-from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.training import HUB, TABLES, is_question_file
 from swarm_node.errors import UserError

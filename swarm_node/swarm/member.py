@@ -13,15 +13,15 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+from swarm_protocol.codec import SPOKEN, common_version, in_version
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import SLOTS
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.transports.base import Handler, Transport
 from torch import Tensor
 
-from protocol.codec import SPOKEN, common_version, in_version
-from protocol.identity import Identity
-from protocol.limits import SLOTS
-from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
-from protocol.topics import epoch_at, rollout_topic, shard_of
-from protocol.transports.base import Handler, Transport
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort
 from swarm_node.averaging.cohort_weights import LateJoin

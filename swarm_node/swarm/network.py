@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Transport
-from protocol.transports.settings import NetworkSettings
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.settings import NetworkSettings
+
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Detail, Say, Warned
@@ -23,7 +24,7 @@ from swarm_node.swarm.links import Swarm, distinct
 from swarm_node.swarm.manifests import check_addresses, render
 
 if TYPE_CHECKING:
-    from protocol.transports.p2p.transport import P2PTransport
+    from swarm_protocol.transports.p2p.transport import P2PTransport
 
 
 def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
@@ -62,7 +63,7 @@ def open_transport(
     config: NetworkConfig, manifest: Manifest, peers: Sequence[str], run: RunDir, say: Say
 ) -> P2PTransport:
     """The transport of a run; it connects in the background. Raises UserError."""
-    from protocol.transports.p2p.transport import P2PTransport
+    from swarm_protocol.transports.p2p.transport import P2PTransport
 
     try:
         with os_errors_explained(run.path):
@@ -85,7 +86,7 @@ def open_transport(
 @contextmanager
 def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransport]:
     """A transport that only dials, is no member, and has a key of its own that is deleted afterwards."""
-    from protocol.transports.p2p.transport import P2PTransport
+    from swarm_protocol.transports.p2p.transport import P2PTransport
 
     looking = config.model_copy(update={"dial_only": True, "relay": False, "serve_relay": False, "announce": []})
     with tempfile.TemporaryDirectory() as folder:

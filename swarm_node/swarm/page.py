@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from protocol.messages import PeerCard
+from swarm_protocol.messages import PeerCard
+
 from swarm_node.storage.rundir import PAGE
 from swarm_node.swarm.declared import declared_table, pass_1_of, success_by_kind
 

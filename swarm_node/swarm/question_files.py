@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError, printable
-from protocol.manifest import FILE_METHOD, Manifest, ManifestTask
-from protocol.transports.base import Transport
-from protocol.transports.transfer import Pace
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError, printable
+from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.transfer import Pace
+
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import HUB
 from swarm_node.errors import UserError

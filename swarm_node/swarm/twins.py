@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.twins import Twins
+from swarm_protocol.twins import Twins
+
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Warned
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-
-from protocol.messages import PeerCard
-from protocol.topics import short_hash
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import short_hash
 
 MAX_KEPT = 1024  # members that are counted: the first ones that name this node
 

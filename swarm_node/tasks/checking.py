@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocol.answer_form import AnswerKind
+from swarm_protocol.answer_form import AnswerKind
+
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError

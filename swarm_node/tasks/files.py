@@ -17,10 +17,10 @@ from textwrap import shorten
 from typing import Any
 
 import msgspec
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from swarm_protocol.messages import TaskName
 
-from protocol.answer_form import AnswerKind
-from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
-from protocol.messages import TaskName
 from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
 from swarm_node.storage.plain_files import read_plain

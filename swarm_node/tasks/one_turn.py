@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from protocol.answer_form import AnswerForm
+from swarm_protocol.answer_form import AnswerForm
+
 from swarm_node.config import NodeConfig
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract

@@ -16,8 +16,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
-from protocol.messages import TaskName
+from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from swarm_protocol.messages import TaskName
+
 from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from protocol.errors import printable
+from swarm_protocol.errors import printable
+
 from swarm_node.config.plugins import is_stop, load_function, place_of, plugin_error
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import PluginError, UserError

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from protocol.answer_form import AnswerKind
+from swarm_protocol.answer_form import AnswerKind
+
 from swarm_node.config import TaskConfig
 from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.config.training import is_question_file

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
 
-from protocol.answer_form import AnswerKind
-from protocol.errors import RemoteProtocolError
-from protocol.messages import TaskName
-from protocol.topics import number
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import TaskName
+from swarm_protocol.topics import number
+
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import UserError

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 
 from benchmarks.sweep import grid_settings, read_grid
-from protocol.identity import Identity
-from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.cli.commands.sweep import Sweep
 from swarm_node.config import load_config

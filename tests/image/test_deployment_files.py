@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 
-from protocol.identity import Identity
-from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import TEMPORARY
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S

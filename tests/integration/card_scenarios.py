@@ -15,19 +15,19 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PDaemonError
 from hivemind.proto import dht_pb2
 from plane_scenarios import fails, main, same, started, until
+from swarm_protocol.codec import sign_card
+from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import MEMBERSHIP_BUCKETS
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import bucket_of, membership_key
+from swarm_protocol.transports.dht.messages import MAX_BUCKET_CARDS
+from swarm_protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage
+from swarm_protocol.transports.p2p import daemon as p2p_daemon
+from swarm_protocol.transports.p2p.transport import P2PTransport
+from swarm_protocol.transports.settings import NetworkSettings
 
 from benchmarks.attacks.hostile import call, dht_peer
-from protocol.codec import sign_card
-from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
-from protocol.identity import Identity
-from protocol.limits import MEMBERSHIP_BUCKETS
-from protocol.messages import PeerCard
-from protocol.topics import bucket_of, membership_key
-from protocol.transports.dht.messages import MAX_BUCKET_CARDS
-from protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage
-from protocol.transports.p2p import daemon as p2p_daemon
-from protocol.transports.p2p.transport import P2PTransport
-from protocol.transports.settings import NetworkSettings
 from tests.support.planes import EVERYWHERE, SWARM, TTL_S
 
 

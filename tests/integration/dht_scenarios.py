@@ -24,18 +24,18 @@ from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from plane_scenarios import main, same, started, until
+from swarm_protocol.codec import sign_card
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.introductions import Introductions
+from swarm_protocol.limits import MAX_CARD_BYTES
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import bucket_of, membership_key
+from swarm_protocol.transports.dht.neighbours import Neighbours
+from swarm_protocol.transports.dht.records import CardStorage, CardValidator
+from swarm_protocol.transports.refusals import Refusals
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
-from protocol.codec import sign_card
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.introductions import Introductions
-from protocol.limits import MAX_CARD_BYTES
-from protocol.messages import PeerCard
-from protocol.topics import bucket_of, membership_key
-from protocol.transports.dht.neighbours import Neighbours
-from protocol.transports.dht.records import CardStorage, CardValidator
-from protocol.transports.refusals import Refusals
 from tests.support.planes import EVERYWHERE, HANG_S, SWARM, TTL_S, Node
 
 KEYS = [DHTID.generate(membership_key(SWARM, bucket)) for bucket in EVERYWHERE]
@@ -126,8 +126,7 @@ async def storage_is_bounded_and_keeps_the_newest() -> None:
 async def a_bucket_is_read_as_it_was_written() -> None:
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.utils.serializer import MSGPackSerializer
-
-    from protocol.transports.dht.messages import MAX_BUCKET_CARDS, decode_bucket, encode_bucket, shares
+    from swarm_protocol.transports.dht.messages import MAX_BUCKET_CARDS, decode_bucket, encode_bucket, shares
 
     records = [("a", b"x" * 2048, 5e9), ("b", b"", 6e9)]
     assert decode_bucket(encode_bucket(records)) == records and decode_bucket(encode_bucket([])) == []
@@ -367,8 +366,8 @@ async def an_answer_is_never_larger_than_a_message() -> None:
             answer = await _asks_for(peer, to, keys)
             sizes.append(answer.ByteSize())
             assert 2 * 2**20 < sizes[-1] < 4 * 2**20
-            from protocol.transports.dht.messages import decode_bucket
-            from protocol.transports.dht.server import MAX_GIVEN_BYTES
+            from swarm_protocol.transports.dht.messages import decode_bucket
+            from swarm_protocol.transports.dht.server import MAX_GIVEN_BYTES
 
             for key, result in zip(keys, answer.results, strict=True):
                 found = {name for name, _, _ in decode_bucket(result.value)}

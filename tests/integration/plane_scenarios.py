@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
-from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.p2p import daemon as p2p_daemon
-from protocol.transports.p2p.daemon import NEW_S, Daemon
+from swarm_protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.p2p import daemon as p2p_daemon
+from swarm_protocol.transports.p2p.daemon import NEW_S, Daemon
+
 from tests.support.planes import EVERYWHERE, HANG_S, SWARM, Node
 from tests.support.ports import free_port
 from tests.support.scenarios import serve

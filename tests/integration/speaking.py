@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from protocol import messages
+from swarm_protocol import messages
 
-assert "protocol.codec" not in sys.modules  # nobody has read the version yet
+assert "swarm_protocol.codec" not in sys.modules  # nobody has read the version yet
 messages.PROTOCOL_VERSION = int(sys.argv.pop(1))
 
 from swarm_node.cli.app import main  # noqa: E402

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.transports.ports import Port
 from typer.testing import CliRunner
 
-from protocol.transports.ports import Port
 from swarm_node.cli.app import app
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import parse_manifest
 from typer.testing import CliRunner
 
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import dump_own

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from protocol.transports.gossip import client as gossip_client
-from protocol.transports.gossip.pipe import (
+from swarm_protocol.transports.gossip import client as gossip_client
+from swarm_protocol.transports.gossip.pipe import (
     Ask,
     Dial,
     Event,
@@ -30,7 +29,8 @@ from protocol.transports.gossip.pipe import (
     Subscribe,
     frame,
 )
-from protocol.transports.ports import Port
+from swarm_protocol.transports.ports import Port
+
 from tests.support.gossip_peers import (
     HANG_S,
     SWARM,
@@ -395,7 +395,7 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
 
 CHATTY = """
 import sys
-from protocol.transports.gossip.pipe import GossipReady, frame
+from swarm_protocol.transports.gossip.pipe import GossipReady, frame
 sys.stdout.buffer.write(frame(GossipReady("an-id", [], 0)))
 sys.stdout.buffer.flush()
 sys.stdin.buffer.read()
@@ -484,7 +484,7 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
 
 def test_a_sidecar_that_grew_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "grown.py").write_text(
-        "from protocol.transports.gossip import sidecar\n"
+        "from swarm_protocol.transports.gossip import sidecar\n"
         "sidecar.MEMORY_S, sidecar.MAX_SIDECAR_RSS = 0.01, 2**20\n"
         "sidecar.main()\n"
     )

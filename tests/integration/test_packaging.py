@@ -20,7 +20,8 @@ from packaging.utils import canonicalize_name
 import swarm_node
 from tests.support.repository import ROOT
 
-PACKAGES = ["swarm_node", "protocol"]
+PACKAGES = {"swarm_node": ROOT, "swarm_protocol": ROOT / "protocol"}
+"""Package -> the directory that it lies in."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {
     canonicalize_name(name): version
@@ -32,7 +33,7 @@ PINS = {
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy, so that nothing is left behind in the repository and nothing stale gets in."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in [*PACKAGES, "tests", "pyproject.toml", "LICENSE", "README.md"]:
+    for name in ["swarm_node", "protocol", "tests", "pyproject.toml", "LICENSE", "README.md"]:
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -44,11 +45,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
-    expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    expected = {
+        str(path.relative_to(place))
+        for package, place in PACKAGES.items()
+        for path in (place / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {
         "swarm_node/py.typed",
-        "protocol/py.typed",
+        "swarm_protocol/py.typed",
         "swarm_node/policy/starter_model/model.safetensors",
     } <= expected
     built = {name for name in wheel.namelist() if ".dist-info/" not in name}

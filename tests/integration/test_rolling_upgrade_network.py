@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from swarm_protocol.identity import Identity
 
-from protocol.identity import Identity
 from swarm_node.install import upgrade_command
 from tests.support.processes import LOCAL, QUICK, NodeProcess, make_manifest, nodes
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_node.policy.gguf_files.smollm2 import PARAMETERS
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH, ROOT
 from tests.support.run_files import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -30,7 +30,7 @@ ROUNDING = 1e-3  # of logits of about 20, in float32 sums over 30 layers
 
 
 def command(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": PYTHONPATH}
     return subprocess.run(
         [sys.executable, "-m", "swarm_node", *arguments],
         cwd=ROOT,

@@ -18,7 +18,7 @@ from swarm_node.storage.rundir import RunDir
 from tests.support.cloud_metadata import PREEMPTED, metadata_service
 from tests.support.ports import free_port
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH, ROOT
 from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -75,7 +75,7 @@ def test_the_drill_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.Monke
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m swarm_node "$@"\n')
     command.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv("SWARM_NODE_SET", " ".join(QUICK))
     run = RunDir(tmp_path / "runs/drill")
     with (tmp_path / "log").open("w") as log:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
-
-from protocol.codec import SPOKEN
-from protocol.crew import (
+from swarm_protocol.codec import SPOKEN
+from swarm_protocol.crew import (
     CONTROL,
     MAX_CONTROL_BYTES,
     MAX_STAGE_SOURCES,
@@ -38,10 +37,11 @@ from protocol.crew import (
     encode_record,
     proof,
 )
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MAX_STAGES
-from protocol.lineage import MAX_SEGMENTS
-from protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_STAGES
+from swarm_protocol.lineage import MAX_SEGMENTS
+from swarm_protocol.messages import PROTOCOL_VERSION
+
 from tests.support.wire import SWARM, fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records

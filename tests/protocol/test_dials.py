@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from protocol.dials import (
+from swarm_protocol.dials import (
     HOST_TRIES,
     INHABITED_WAIT_S,
     MAX_PROVEN,
@@ -15,7 +14,7 @@ from protocol.dials import (
     Dials,
     endpoint_of,
 )
-from protocol.introductions import Introductions
+from swarm_protocol.introductions import Introductions
 
 NOW = 1_800_000_000.0
 PLACE = "/ip4/192.0.2.1/tcp/80"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from protocol.hosts import neighbourhood, neighbourhood_of_stream
+from swarm_protocol.hosts import neighbourhood, neighbourhood_of_stream
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.identity import Identity, peer_id_of, public_key_of, verify
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.identity import Identity, peer_id_of, public_key_of, verify
 from tests.support.wire import IDENTITY, STRANGER, mutations, refused
 
 KEY_FILE = bytes.fromhex("08011240") + bytes(range(32)) + IDENTITY.public_key
@@ -49,7 +49,7 @@ def test_the_file_is_made_once_private_and_kept(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from protocol.identity import Identity
+from swarm_protocol.identity import Identity
 os.fsync = lambda descriptor: os._exit(9)
 Identity.load_or_create(Path(sys.argv[1]))
 """

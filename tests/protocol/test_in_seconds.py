@@ -1,8 +1,7 @@
 """Lengths of time in messages."""
 
 import pytest
-
-from protocol.errors import in_seconds
+from swarm_protocol.errors import in_seconds
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.25, "0.2 s"), (3.0, "3 s"), (9.8765, "9.9 s"), (12.3456, "12 s")])

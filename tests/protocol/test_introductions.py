@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.introductions import Introductions
+from swarm_protocol.introductions import Introductions
 
 
 def bring(introductions: Introductions, bringer: str, count: int, now: float = 0.0) -> int:

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from protocol.errors import RemoteProtocolError
-from protocol.lineage import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.lineage import (
     MAX_SEGMENTS,
     NO_RUN,
     Lineage,

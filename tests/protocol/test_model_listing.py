@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import Manifest, ManifestModel, ManifestTask, parse_manifest
-from protocol.model_listing import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import Manifest, ManifestModel, ManifestTask, parse_manifest
+from swarm_protocol.model_listing import (
     MAX_FILES,
     MAX_LISTING_BYTES,
     MAX_MODEL_BYTES,
@@ -26,6 +25,7 @@ from protocol.model_listing import (
     encode_listing,
     names_of,
 )
+
 from tests.support.wire import mutations, refused
 
 REASONS = {"size", "digest", "schema"}

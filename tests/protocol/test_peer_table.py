@@ -12,12 +12,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from protocol.dials import INHABITED_WAIT_S, UNPROVEN_WAIT_S, Dials
-from protocol.errors import RemoteProtocolError
-from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.peers import (
+from swarm_protocol.dials import INHABITED_WAIT_S, UNPROVEN_WAIT_S, Dials
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.peers import (
     BOOTSTRAP_WAIT_S,
     FEW_WAIT_S,
     FIRST_DIAL_WAIT_S,
@@ -34,6 +33,7 @@ from protocol.peers import (
     parse_cache,
     peer_of,
 )
+
 from tests.support.wire import SWARM, mutations, refused
 
 NOW = 1_800_000_000.0

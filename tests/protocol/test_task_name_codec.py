@@ -8,11 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from protocol import limits
-from protocol.codec import RecordCodec
-from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from protocol.messages import TaskName
+from swarm_protocol import limits
+from swarm_protocol.codec import RecordCodec
+from swarm_protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from swarm_protocol.messages import TaskName
 
 GOLDEN = Path(__file__).parents[1] / "data" / "task_name_v1.msgpack"
 MAX_BYTES = 512

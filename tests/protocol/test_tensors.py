@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-
-from protocol.codec import SPOKEN
-from protocol.errors import LocalProtocolError
-from protocol.limits import MAX_HEAD_BYTES
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import (
+from swarm_protocol.codec import SPOKEN
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.limits import MAX_HEAD_BYTES
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import (
     AverageHead,
     BlobHead,
     KeepHead,
@@ -26,6 +25,7 @@ from protocol.tensors import (
     decode_head,
     encode_head,
 )
+
 from tests.support.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records

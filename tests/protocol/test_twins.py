@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-
-from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.twins import Twins
+from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.twins import Twins
 
 BEGAN = 1_800_000_000.0
 CARD = PeerCard(PROTOCOL_VERSION, "0" * 64, BEGAN, "n", ["trainer"], gossip_id="mine")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 import torch
+from swarm_protocol.messages import TaskName
 from torch import Tensor
 
-from protocol.messages import TaskName
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import Fitting

@@ -10,10 +10,10 @@ from itertools import count
 from typing import Any
 
 import torch
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging.averager import Averager, CohortPlace
 from swarm_node.averaging.cohort import make_averager
 from swarm_node.averaging.cohort_weights import LateJoin, WeightsFetch

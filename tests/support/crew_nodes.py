@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from torch import Tensor
 
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.config.machine import CheckpointsConfig
 from swarm_node.errors import StopRequested

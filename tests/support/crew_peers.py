@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from protocol.crew import Plan
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Channel, Listener
-from protocol.transports.memory import MemoryNetwork, VirtualClock
+from swarm_protocol.crew import Plan
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Channel, Listener
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
+
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.messages import Limits
 from swarm_node.pipeline.settings import limits

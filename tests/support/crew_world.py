@@ -10,8 +10,7 @@ from functools import partial
 from itertools import accumulate, combinations
 
 from msgspec.structs import replace
-
-from protocol.crew import (
+from swarm_protocol.crew import (
     CREW_METHOD,
     STAGE_METHOD,
     Holding,
@@ -25,8 +24,9 @@ from protocol.crew import (
     decode_record,
     encode_record,
 )
-from protocol.lineage import NO_RUN, Lineage, shared
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_protocol.lineage import NO_RUN, Lineage, shared
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+
 from swarm_node.pipeline.membership.actions import (
     Action,
     BuildStage,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
+from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead
+from swarm_protocol.transports.base import Accepted, Outgoing, Transport
 
-from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead
-from protocol.transports.base import Accepted, Outgoing, Transport
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import coded_bytes
 

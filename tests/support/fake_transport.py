@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from protocol.errors import PeerUnreachable
-from protocol.identity import Identity
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
-from protocol.transports.refusals import Refused
-from protocol.twins import Twins
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
+from swarm_protocol.transports.refusals import Refused
+from swarm_protocol.twins import Twins
 
 SWARM = "0" * 64
 

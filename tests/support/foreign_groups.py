@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocol.messages import TaskName
+from swarm_protocol.messages import TaskName
+
 from swarm_node.types import Group, Rollout, Task
 
 NOW = 1_800_000_000.0

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedRollout
+from swarm_protocol.topics import epoch_at
 
-from protocol.identity import Identity
-from protocol.manifest import Manifest, ManifestLimits, ManifestTask
-from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
-from protocol.topics import epoch_at
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing import Publisher, Receiver

@@ -8,11 +8,10 @@ from functools import cache
 from itertools import count
 
 import msgspec
-
-from protocol.codec import BATCH_TAG
-from protocol.identity import Identity
-from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
-from protocol.topics import shard_of
+from swarm_protocol.codec import BATCH_TAG
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
+from swarm_protocol.topics import shard_of
 
 _sequence = count()
 

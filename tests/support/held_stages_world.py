@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from swarm_protocol.crew import Assignment, Plan, Source, crew_id, crew_key
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 
-from protocol.crew import Assignment, Plan, Source, crew_id, crew_key
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.recovery.held_stages import HeldStages

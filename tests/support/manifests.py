@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.manifest import Manifest, ManifestTask
+from swarm_protocol.manifest import Manifest, ManifestTask
+
 from swarm_node.swarm.manifests import make_manifest
 from tests.support.fake_transport import address
 

@@ -17,14 +17,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from protocol.codec import sign_batch, verify_batch
-from protocol.errors import ProtocolError
-from protocol.identity import Identity
-from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
-from protocol.topics import rollout_topic, shard_of
-from protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
-from protocol.transports.p2p.transport import P2PTransport
-from protocol.transports.settings import NetworkSettings
+from swarm_protocol.codec import sign_batch, verify_batch
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
+from swarm_protocol.topics import rollout_topic, shard_of
+from swarm_protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
+from swarm_protocol.transports.p2p.transport import P2PTransport
+from swarm_protocol.transports.settings import NetworkSettings
+
 from tests.support.commands import obey
 
 SWARM = "cd" * 32

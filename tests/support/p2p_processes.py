@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from protocol.identity import Identity
+from swarm_protocol.identity import Identity
+
 from tests.support.waiting import until
 
 PROGRAM = Path(__file__).with_name("p2p_node.py")

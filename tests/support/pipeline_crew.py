@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import ActivationCodec, decode_envelope
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -26,8 +28,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import ActivationCodec, decode_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from protocol.dials import Dials
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.messages import PeerCard
-from protocol.topics import bucket_of
-from protocol.transports.base import Acceptor, Server
-from protocol.transports.p2p.plane import HivemindPlane
-from protocol.transports.ports import Port
-from protocol.transports.settings import NetworkSettings
-from protocol.transports.streams.services import Services
+from swarm_protocol.dials import Dials
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import bucket_of
+from swarm_protocol.transports.base import Acceptor, Server
+from swarm_protocol.transports.p2p.plane import HivemindPlane
+from swarm_protocol.transports.ports import Port
+from swarm_protocol.transports.settings import NetworkSettings
+from swarm_protocol.transports.streams.services import Services
 
 SWARM = "ab" * 32
 TTL_S = 20.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH
 
 Play = Callable[[str], str]
 """The name of a scenario -> what went wrong in it, if anything did."""
@@ -37,7 +37,7 @@ def player(program: Path, folder: Path) -> Iterator[Play]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         )
 
     def play(name: str) -> str:

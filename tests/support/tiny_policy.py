@@ -9,10 +9,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from swarm_protocol.messages import TaskName
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from protocol.messages import TaskName
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.logprobs import TokenBatch

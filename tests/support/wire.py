@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 from hypothesis import strategies as st
-
-from protocol.errors import RemoteProtocolError
-from protocol.identity import Identity
-from protocol.messages import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import (
     PROTOCOL_VERSION,
     CrewCard,
     Declared,

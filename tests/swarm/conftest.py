@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.manifest import Manifest
 
 from benchmarks import sharing
 from benchmarks.sharing_settings import Setting
-from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.runtime.simulation import Peer, Speed, manifest_for

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.transports.memory import LinkModel
 from torch import Tensor
 
-from protocol.manifest import Manifest
-from protocol.transports.memory import LinkModel
 from swarm_node.averaging.costs import NOTHING
 from swarm_node.node import Node
 from swarm_node.rollouts.probe_answers import ENOUGH

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from swarm_protocol.manifest import Manifest
 
 import swarm_node
-from protocol.manifest import Manifest
 from swarm_node.observability.metrics_reference import METRICS, find_metric
 from swarm_node.runtime.simulation import Simulation
 from tests.support.simulated_peers import MakePeer

@@ -4,10 +4,10 @@ whoever is too old is told so once."""
 from __future__ import annotations
 
 import pytest
+from swarm_protocol.codec import verify_batch
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.topics import rollout_topic
 
-from protocol.codec import verify_batch
-from protocol.manifest import Manifest
-from protocol.topics import rollout_topic
 from swarm_node.install import upgrade_command
 from swarm_node.runtime.simulation import Simulation
 from tests.support.simulated_peers import MakePeer, exchange, peer_id, used

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 import pytest
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.transports.memory import LinkModel
 
-from protocol.manifest import Manifest
-from protocol.transports.memory import LinkModel
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.rollouts.probe_answers import ENOUGH

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from swarm_protocol.manifest import Manifest
 
-from protocol.manifest import Manifest
 from swarm_node.errors import UserError
 from swarm_node.observability.worth import worth_lines
 from swarm_node.runtime.simulation import Peer, Simulation

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.twins import Twins
 
 import swarm_node
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.twins import Twins
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.errors import PluginError, UserError

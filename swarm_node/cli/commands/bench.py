@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 import msgspec
 import psutil
+from swarm_protocol.errors import printable
 
-from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError

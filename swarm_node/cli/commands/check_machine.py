@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
-from protocol.answer_form import WRITTEN, AnswerForm
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from protocol.codec import SPOKEN
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from protocol.hosts import is_public
-from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.peers import is_relayed, peer_of
-from protocol.transports.settings import free_port
+from swarm_protocol.codec import SPOKEN
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.hosts import is_public
+from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.peers import is_relayed, peer_of
+from swarm_protocol.transports.settings import free_port
+
 from swarm_node import __version__
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig

@@ -14,10 +14,10 @@ from typing import Literal
 
 import msgspec
 import typer
+from swarm_protocol.answer_form import AnswerForm
+from swarm_protocol.errors import PeerUnreachable, printable, visible
+from swarm_protocol.transports.ports import read_ports
 
-from protocol.answer_form import AnswerForm
-from protocol.errors import PeerUnreachable, printable, visible
-from protocol.transports.ports import read_ports
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand

@@ -19,8 +19,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from swarm_protocol.errors import visible
 
-from protocol.errors import visible
 from swarm_node.cli.commands.export import Which, policy_of_run, settings_in, tasks_of
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig, RewardsConfig, RolloutsConfig, TaskConfig

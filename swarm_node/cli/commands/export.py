@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import visible
 from transformers import PreTrainedTokenizerBase
 
-from protocol.answer_form import AnswerKind
-from protocol.errors import visible
 from swarm_node.cli.commands.export_card import about_run, base_of, name_base
 from swarm_node.config import NodeConfig, PolicyConfig, TaskConfig
 from swarm_node.config.figures import WORDS

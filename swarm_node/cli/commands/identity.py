@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.errors import LocalProtocolError
-from protocol.identity import Identity
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.identity import Identity
+
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError

@@ -22,8 +22,8 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from swarm_protocol.errors import visible
 
-from protocol.errors import visible
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.evaluate import fit_into_memory, say_trained, with_named_functions
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of

@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 from torch import Tensor
 
-from protocol.errors import PeerUnreachable
-from protocol.manifest import Manifest
-from protocol.messages import PeerCard
-from protocol.transports.base import Transport
 from swarm_node.averaging.cohort import cohorts_of
 from swarm_node.averaging.cohort_weights import MAX_VERSION, collect_weights
 from swarm_node.averaging.fragments import Fragments

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import typer
+from swarm_protocol.manifest import LINK_SCHEME
 
-from protocol.manifest import LINK_SCHEME
 from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError

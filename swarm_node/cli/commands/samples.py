@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from protocol.errors import printable
+from swarm_protocol.errors import printable
+
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples

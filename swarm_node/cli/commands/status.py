@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 import typer
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 
-from protocol.errors import PeerUnreachable
-from protocol.messages import PeerCard
-from protocol.transports.base import Transport
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig

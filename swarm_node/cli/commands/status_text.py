@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+from swarm_protocol.errors import printable
 
-from protocol.errors import printable
 from swarm_node.averaging.skipping import happened
 from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
 from swarm_node.config.figures import WORDS

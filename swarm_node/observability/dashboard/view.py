@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from swarm_protocol.plain_toml import parsed_toml
 
-from protocol.plain_toml import parsed_toml
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded_value, cut_text, within
 from swarm_node.observability.dashboard.tail import Tail

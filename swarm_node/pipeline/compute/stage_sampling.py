@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Prefill, Step, Tokens
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Prefill, Step, Tokens
 from swarm_node.config import RolloutsConfig
 from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.tensor_codec import sendable

@@ -1,4 +1,4 @@
-"""Tensors as bytes, in the codings that `protocol.pipeline.Part` names.
+"""Tensors as bytes, in the codings that `swarm_protocol.pipeline.Part` names.
 
     int8   x ~ code s / 127 in blocks of 64,   code = round(127 x / s),   s = largest magnitude (bfloat16)
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.pipeline import BLOCK, ActivationCodec, Coding, Part
 from torch import Tensor
 
-from protocol.errors import LocalProtocolError
-from protocol.pipeline import BLOCK, ActivationCodec, Coding, Part
 from swarm_node.averaging.codecs import LARGEST, blocks_of, bounded, dequantise, quantise
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from swarm_protocol.pipeline import Prefill, Step, Tokens
 from torch import Tensor
 
-from protocol.pipeline import Prefill, Step, Tokens
 from swarm_node.pipeline.messages import StageMessage
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.engines.native import Rows, padded, picked

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
-from protocol import pipeline as heads
-from protocol.errors import RemoteProtocolError
 from swarm_node.averaging.codecs import bounded
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute.schedule import Operation, Route, route, schedule

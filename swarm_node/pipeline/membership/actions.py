@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from protocol.crew import Holding, Layers, Record, Settings, Source, crew_id, proof
-from protocol.lineage import NO_RUN, Lineage
+from swarm_protocol.crew import Holding, Layers, Record, Settings, Source, crew_id, proof
+from swarm_protocol.lineage import NO_RUN, Lineage
 
 MAX_SAID = 1000
 """Different sentences about peers that are said; after that no more, as peers may make up others without end."""

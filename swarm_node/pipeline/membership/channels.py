@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from protocol.crew import STAGE_METHOD
+from swarm_protocol.crew import STAGE_METHOD
+
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, PeerLink
 
 PART_S = 3.0  # a channel is closed so long after the last record was sent over it, which must arrive first

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from protocol.crew import Hello, Refusal
-from protocol.messages import CrewCard, PeerCard
+from swarm_protocol.crew import Hello, Refusal
+from swarm_protocol.messages import CrewCard, PeerCard
+
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec
 from swarm_node.pipeline.membership.leader import Leader

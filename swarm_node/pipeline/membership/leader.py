@@ -4,8 +4,8 @@
     arrange:  all stages have a holder, and something changed -> Plan to all -> Ready of every stage -> Whole to all
 
 A new leader of an old crew first waits until the peers of the last plan have come, or `GATHER_S` have passed, so that
-peers that live keep their stages. Its first plan begins a segment of the run (`protocol.lineage`). A crew that never
-was whole waits until there are as many peers as stages.
+peers that live keep their stages. Its first plan begins a segment of the run (`swarm_protocol.lineage`). A crew that
+never was whole waits until there are as many peers as stages.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import msgspec
+from swarm_protocol import crew
+from swarm_protocol.lineage import branch
 
-from protocol import crew
-from protocol.lineage import branch
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
 from swarm_node.pipeline.membership.roster import CrewRoster, short

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from protocol.crew import CREW_METHOD, Answer, Hello
-from protocol.messages import CrewCard
+from swarm_protocol.crew import CREW_METHOD, Answer, Hello
+from swarm_protocol.messages import CrewCard
+
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.leader import Leader

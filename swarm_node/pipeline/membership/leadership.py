@@ -16,9 +16,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from protocol.codec import version_for
-from protocol.crew import Answer, Broken, Hello, Load, Plan, Probe, Progress, Ready, Refusal, Report, Unable, Whole
-from protocol.errors import LocalProtocolError
+from swarm_protocol.codec import version_for
+from swarm_protocol.crew import (
+    Answer,
+    Broken,
+    Hello,
+    Load,
+    Plan,
+    Probe,
+    Progress,
+    Ready,
+    Refusal,
+    Report,
+    Unable,
+    Whole,
+)
+from swarm_protocol.errors import LocalProtocolError
+
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec, StartLeading, StopLeading
 from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
 from swarm_node.pipeline.membership.directory import NAMELESS, Directory

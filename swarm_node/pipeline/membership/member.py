@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from protocol import crew
-from protocol.messages import CrewCard, PeerCard
+from swarm_protocol import crew
+from swarm_protocol.messages import CrewCard, PeerCard
+
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership.actions import Action, ActionQueue, BuildStage, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.channels import PeerChannels

@@ -13,9 +13,9 @@ from statistics import median_high
 from typing import Any
 
 import msgspec
+from swarm_protocol.crew import Hello, Holding, Kept, Plan
+from swarm_protocol.lineage import AHEAD, Lineage, leads_to, shared
 
-from protocol.crew import Hello, Holding, Kept, Plan
-from protocol.lineage import AHEAD, Lineage, leads_to, shared
 from swarm_node.pipeline.membership.actions import PeerLink
 
 GATHER_S = 10.0

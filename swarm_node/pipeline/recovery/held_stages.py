@@ -8,12 +8,12 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarm_protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.lineage import Lineage, leads_to, shared
+from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
-from protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
-from protocol.errors import ProtocolError
-from protocol.lineage import Lineage, leads_to, shared
-from protocol.transports.transfer import reason_of
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.observability.reasons import words

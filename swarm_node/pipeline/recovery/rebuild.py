@@ -17,10 +17,10 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
 import torch
+from swarm_protocol.crew import Source
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
 from torch import Tensor
 
-from protocol.crew import Source
-from protocol.errors import ProtocolError, RemoteProtocolError
 from swarm_node.averaging.cohort import cohort_of
 from swarm_node.config import NodeConfig
 from swarm_node.errors import CheckpointError, UserError

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+from swarm_protocol.crew import Plan
+from swarm_protocol.errors import ProtocolError
 from torch import Tensor
 
-from protocol.crew import Plan
-from protocol.errors import ProtocolError
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.membership.actions import Spans

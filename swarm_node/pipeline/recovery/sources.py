@@ -10,9 +10,9 @@
     4  checkpoint  or replica that is older
     5  base        the base model
 
-This module is pure. It goes by what each peer last said it has (`protocol.crew.Holding`) of the crew's run. If a source
-fails, the next one is tried. A copy that is newer than a living crew is of a branch that the crew has left, and comes
-last. If no peer has any stage in memory, all stages go back to the newest update of which every stage has a file.
+This module is pure. It goes by what each peer last said it has (`swarm_protocol.crew.Holding`) of the crew's run. If a
+source fails, the next one is tried. A copy that is newer than a living crew is of a branch that the crew has left, and
+comes last. If no peer has any stage in memory, all stages go back to the newest update of which every stage has a file.
 Before the first update only the base model is needed.
 """
 
@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from protocol.crew import Holding, Kept, Layers, Source, Way
-from protocol.lineage import AHEAD
-from protocol.messages import PeerCard
+from swarm_protocol.crew import Holding, Kept, Layers, Source, Way
+from swarm_protocol.lineage import AHEAD
+from swarm_protocol.messages import PeerCard
 
 PLUS_STAGES = 4  # CheckFree+ copies the ends only with so many stages; with fewer, replicas are kept
 

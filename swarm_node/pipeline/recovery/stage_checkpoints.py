@@ -1,7 +1,7 @@
 """Checkpoints of stages in a run directory: RUN/stages/<k>/round-…, where the number counts updates of the stage.
 
-Each says what it belongs to: `run` (`protocol.lineage`), `architecture`, `spans` (layers of all stages), `span` (its
-own), `round` (of the run) and `time`. Counts of updates order only the files of one run.
+Each says what it belongs to: `run` (`swarm_protocol.lineage`), `architecture`, `spans` (layers of all stages), `span`
+(its own), `round` (of the run) and `time`. Counts of updates order only the files of one run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from swarm_protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 from torch import Tensor
 
-from protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 from swarm_node.errors import SwarmNodeError
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.membership.actions import Spans

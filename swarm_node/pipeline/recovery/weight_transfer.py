@@ -6,11 +6,11 @@
     a keeper of a replica   -- the replica --------------------------------> a peer that takes the stage over
     a peer that leaves      -- a request to keep its stage ----------------> another of the crew, which then fetches it
 
-The body of a transfer (`protocol.transports.transfer`) has the tensors asked for in float32: those of layers first, in
-the order of layers and names. Both ends know the sizes beforehand. The giver copies its tensors between two updates,
-and the second waits for the copy; all peers that ask between the same two share it. A peer that takes it too slowly is
-cut off. Peers of other crews get weights one at a time. Optimiser moments are not sent: a peer that takes weights over
-begins with new ones.
+The body of a transfer (`swarm_protocol.transports.transfer`) has the tensors asked for in float32: those of layers
+first, in the order of layers and names. Both ends know the sizes beforehand. The giver copies its tensors between two
+updates, and the second waits for the copy; all peers that ask between the same two share it. A peer that takes it too
+slowly is cut off. Peers of other crews get weights one at a time. Optimiser moments are not sent: a peer that takes
+weights over begins with new ones.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
+from swarm_protocol.transports import transfer
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from torch import Tensor
 
-from protocol.codec import version_for
-from protocol.errors import RemoteProtocolError
-from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
-from protocol.transports import transfer
-from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.policy.policy import some_of
 

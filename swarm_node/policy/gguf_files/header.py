@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from protocol.limits import MAX_LAYERS
+from swarm_protocol.limits import MAX_LAYERS
+
 from swarm_node.errors import UserError
 
 MAX_HEADER_BYTES = 64 * 2**20  # the longest known, with 262,144 words, have 16 MB

@@ -22,14 +22,15 @@ from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
-from protocol.codec import version_for
-from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
-from protocol.model_listing import MAX_LISTING_BYTES, MODEL_METHOD, PIECE_BYTES
-from protocol.peers import peer_of
-from protocol.tensors import BlobHead, decode_head, encode_head
-from protocol.transports.base import Outgoing, Sink, Transport
-from protocol.transports.transfer import Donor, Retry, outcome, reason_of
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
+from swarm_protocol.model_listing import MAX_LISTING_BYTES, MODEL_METHOD, PIECE_BYTES
+from swarm_protocol.peers import peer_of
+from swarm_protocol.tensors import BlobHead, decode_head, encode_head
+from swarm_protocol.transports.base import Outgoing, Sink, Transport
+from swarm_protocol.transports.transfer import Donor, Retry, outcome, reason_of
+
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Say
 from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER

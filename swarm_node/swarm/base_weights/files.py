@@ -23,10 +23,9 @@ from pathlib import Path
 
 import msgspec
 from filelock import FileLock, Timeout
-
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import ManifestModel
-from protocol.model_listing import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import ManifestModel
+from swarm_protocol.model_listing import (
     MAX_LISTING_BYTES,
     PIECE_BYTES,
     ListedFile,
@@ -36,6 +35,7 @@ from protocol.model_listing import (
     encode_listing,
     names_of,
 )
+
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 from swarm_node.storage.rundir import sync

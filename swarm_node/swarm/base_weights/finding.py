@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import Manifest, ManifestModel
-from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
-from protocol.transports.base import Transport
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import Manifest, ManifestModel
+from swarm_protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
+from swarm_protocol.transports.base import Transport
+
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import model_path

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from protocol.errors import RemoteProtocolError
-from protocol.model_listing import MODEL_METHOD, encode_listing
-from protocol.tensors import BlobHead, decode_head, encode_head
-from protocol.transports.base import Accepted, Outgoing, Transport
-from protocol.transports.transfer import Pace, UploadSlot, UploadSlots, chunks, expect_no_body, in_time
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.model_listing import MODEL_METHOD, encode_listing
+from swarm_protocol.tensors import BlobHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted, Outgoing, Transport
+from swarm_protocol.transports.transfer import Pace, UploadSlot, UploadSlots, chunks, expect_no_body, in_time
+
 from swarm_node.say import Once, Say
 from swarm_node.swarm.base_weights.files import Model, pieces_of, read_piece
 

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.manifest import ManifestModel
-from protocol.model_listing import names_of
+from swarm_protocol.manifest import ManifestModel
+from swarm_protocol.model_listing import names_of
+
 from swarm_node.storage.rundir import existing_part
 from swarm_node.swarm.base_weights.files import SPARE_BYTES
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
+from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
-from protocol.answer_form import AnswerForm, AnswerKind
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract_place, reference_text
 from swarm_node.tasks.judging.sentences import expression_in, words_in

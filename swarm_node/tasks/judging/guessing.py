@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, starmap
 
-from protocol.answer_form import AnswerKind
+from swarm_protocol.answer_form import AnswerKind
+
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import reference_text
 

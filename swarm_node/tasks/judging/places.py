@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
-from protocol.answer_form import AnswerForm
+from swarm_protocol.answer_form import AnswerForm
 
 MAX_ANSWER_CHARS = 32_768
 """Longer answers score 0 unseen: the longest reference of the shipped sets has 200 characters, and this bounds what a

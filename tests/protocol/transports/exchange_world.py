@@ -9,11 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
-from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.streams.exchanges import Exchanges
-from protocol.transports.streams.stream import Stream, Traffic
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.streams.exchanges import Exchanges
+from swarm_protocol.transports.streams.stream import Stream, Traffic
+
 from tests.support.clocks import HANG_S, Loop
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

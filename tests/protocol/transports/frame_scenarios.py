@@ -21,21 +21,21 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
-
-from protocol.topics import rollout_topic
-from protocol.transports.gossip import safe_pubsub
-from protocol.transports.gossip import sidecar as gossip_sidecar
-from protocol.transports.gossip.frames import (
+from swarm_protocol.topics import rollout_topic
+from swarm_protocol.transports.gossip import safe_pubsub
+from swarm_protocol.transports.gossip import sidecar as gossip_sidecar
+from swarm_protocol.transports.gossip.frames import (
     CONTROL_BYTES,
     MAX_PEER_QUEUE,
     MAX_PEER_QUEUE_BYTES,
     PIECE_BYTES,
     PIECE_COPIES,
 )
-from protocol.transports.gossip.pipe import GossipSettings
-from protocol.transports.gossip.safe_host import CountedTCP, make_host
-from protocol.transports.gossip.safe_pubsub import SafePubsub
-from protocol.transports.gossip.sidecar import GROWTH_BYTES, HIGH_RSS, MAX_SIDECAR_RSS, Sidecar
+from swarm_protocol.transports.gossip.pipe import GossipSettings
+from swarm_protocol.transports.gossip.safe_host import CountedTCP, make_host
+from swarm_protocol.transports.gossip.safe_pubsub import SafePubsub
+from swarm_protocol.transports.gossip.sidecar import GROWTH_BYTES, HIGH_RSS, MAX_SIDECAR_RSS, Sidecar
+
 from tests.support.scenarios import serve
 
 SWARM = "ab" * 32

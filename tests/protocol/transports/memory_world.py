@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Transport
-from protocol.transports.memory import (
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.memory import (
     LinkModel,
     MemoryNetwork,
     MemoryTransport,
     VirtualClock,
 )
+
 from tests.support.wire import SWARM
 
 START = 1_800_000_000.0

@@ -15,12 +15,11 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
-from protocol.transports.base import Channel, Listener
-from protocol.transports.streams import channels
-from protocol.transports.streams.channels import (
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
+from swarm_protocol.transports.base import Channel, Listener
+from swarm_protocol.transports.streams import channels
+from swarm_protocol.transports.streams.channels import (
     BEAT_S,
     MAX_CHANNELS,
     MAX_CHANNELS_PER_PEER,
@@ -28,8 +27,9 @@ from protocol.transports.streams.channels import (
     Channels,
     StreamChannel,
 )
-from protocol.transports.streams.exchanges import MAX_OPENINGS
-from protocol.transports.streams.stream import Stream, Traffic
+from swarm_protocol.transports.streams.exchanges import MAX_OPENINGS
+from swarm_protocol.transports.streams.stream import Stream, Traffic
+
 from tests.support.clocks import HANG_S, hold_up, run, until
 from tests.support.wire import mutations
 

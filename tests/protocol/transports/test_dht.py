@@ -14,21 +14,20 @@ import msgspec
 import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
-
-from protocol.codec import sign_card
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.messages import PeerCard
-from protocol.topics import bucket_of
-from protocol.transports.dht.messages import MAX_BUCKET_CARDS, CardRecord, encode_bucket, node_id_of
-from protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage, CardValidator
-from protocol.transports.dht.server import (
+from swarm_protocol.codec import sign_card
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import bucket_of
+from swarm_protocol.transports.dht.messages import MAX_BUCKET_CARDS, CardRecord, encode_bucket, node_id_of
+from swarm_protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardStorage, CardValidator
+from swarm_protocol.transports.dht.server import (
     MAX_FINDS,
     MAX_PINGS_AND_STORES,
     MAX_REFUSED,
     CardDHT,
 )
-from protocol.transports.refusals import Refusals
+from swarm_protocol.transports.refusals import Refusals
 
 SWARM = "ab" * 32
 Find = Callable[[dht_pb2.FindRequest], dht_pb2.FindResponse]

@@ -10,13 +10,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from protocol import codec, topics
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.manifest import ManifestLimits
-from protocol.transports.gossip import gate as gossip_gate
-from protocol.transports.gossip.gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, GossipGate
-from protocol.transports.gossip.pipe import (
+from swarm_protocol import codec, topics
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.manifest import ManifestLimits
+from swarm_protocol.transports.gossip import gate as gossip_gate
+from swarm_protocol.transports.gossip.gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, GossipGate
+from swarm_protocol.transports.gossip.pipe import (
     MAX_FRAME_BYTES,
     Command,
     Dial,
@@ -30,7 +29,8 @@ from protocol.transports.gossip.pipe import (
     frame,
     gossip_settings,
 )
-from protocol.transports.settings import NetworkSettings, announced
+from swarm_protocol.transports.settings import NetworkSettings, announced
+
 from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32

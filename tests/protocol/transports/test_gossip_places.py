@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from protocol.transports.gossip.places import (
+from swarm_protocol.transports.gossip.places import (
     HANDSHAKE_S,
     MAX_ARRIVING,
     PATIENCE_S,

@@ -9,19 +9,19 @@ from typing import Any
 from weakref import ref
 
 import pytest
-
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from protocol.limits import (
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.limits import (
     MAX_CHUNK_BYTES,
     MAX_HEAD_BYTES,
 )
-from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory import (
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.memory import (
     LinkModel,
     MemoryTransport,
 )
-from protocol.transports.memory.links import UPLINK_TURN_S
-from protocol.transports.streams.exchanges import MAX_EXCHANGES_PER_PEER
+from swarm_protocol.transports.memory.links import UPLINK_TURN_S
+from swarm_protocol.transports.streams.exchanges import MAX_EXCHANGES_PER_PEER
+
 from tests.protocol.transports.memory_world import START, UP, World
 
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
-
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.limits import (
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import (
     CARD_RENEWAL_S,
     CARD_TTL_S,
     MAX_BATCH_BYTES,
     MAX_REQUEST_BYTES,
 )
-from protocol.transports.memory import (
+from swarm_protocol.transports.memory import (
     LinkModel,
     MemoryTransport,
     VirtualClock,
 )
-from protocol.transports.memory.transport import MAX_BACKLOG_S, SPREAD_S
+from swarm_protocol.transports.memory.transport import MAX_BACKLOG_S, SPREAD_S
+
 from tests.protocol.transports.memory_world import START, UP, Heard, World, card, members
 from tests.support.wire import SWARM
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-
-from protocol.errors import LocalProtocolError
-from protocol.transports.settings import (
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.transports.settings import (
     announced,
     best_first,
     endpoint,

@@ -10,17 +10,16 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
-
-from protocol.errors import PeerUnreachable
-from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
-from protocol.messages import PeerCard
-from protocol.peers import PeerTable
-from protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
-from protocol.transports.p2p import membership
-from protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
-from protocol.transports.p2p.relay import REACH_CHECK_S, Reach
-from protocol.transports.settings import NetworkSettings
-from protocol.twins import Twins
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.peers import PeerTable
+from swarm_protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
+from swarm_protocol.transports.p2p import membership
+from swarm_protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
+from swarm_protocol.transports.p2p.relay import REACH_CHECK_S, Reach
+from swarm_protocol.transports.settings import NetworkSettings
+from swarm_protocol.twins import Twins
 
 
 class Plane:

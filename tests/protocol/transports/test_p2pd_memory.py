@@ -6,9 +6,8 @@ import asyncio
 import sys
 
 import pytest
-
-from protocol.transports.p2p import daemon
-from protocol.transports.p2p.daemon import (
+from swarm_protocol.transports.p2p import daemon
+from swarm_protocol.transports.p2p.daemon import (
     FEW,
     MAX_P2PD_RSS,
     MOST_CONNECTIONS,

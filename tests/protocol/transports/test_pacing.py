@@ -10,16 +10,15 @@ from collections.abc import Coroutine
 from typing import Any, cast
 
 import pytest
-
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
-from protocol.manifest import FILE_METHOD
-from protocol.transports.base import Outgoing
-from protocol.transports.pacing import BANDWIDTH_BURST_S, Bandwidth, bytes_s
-from protocol.transports.streams.channels import Channels, StreamChannel
-from protocol.transports.streams.exchanges import PIECE_S, Exchanges
-from protocol.transports.streams.requests import ANSWER_READY_S, Answers
-from protocol.transports.streams.stream import GRACE_S, LATENCY_S, PACED_BYTES, REQUEST_READ_S, Stream, Traffic
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
+from swarm_protocol.manifest import FILE_METHOD
+from swarm_protocol.transports.base import Outgoing
+from swarm_protocol.transports.pacing import BANDWIDTH_BURST_S, Bandwidth, bytes_s
+from swarm_protocol.transports.streams.channels import Channels, StreamChannel
+from swarm_protocol.transports.streams.exchanges import PIECE_S, Exchanges
+from swarm_protocol.transports.streams.requests import ANSWER_READY_S, Answers
+from swarm_protocol.transports.streams.stream import GRACE_S, LATENCY_S, PACED_BYTES, REQUEST_READ_S, Stream, Traffic
 
 
 class Clock:
@@ -51,7 +50,7 @@ class Slept:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
         self.clock = Clock()
-        monkeypatch.setattr("protocol.transports.streams.stream.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("swarm_protocol.transports.streams.stream.asyncio.sleep", self.sleep)
 
     async def sleep(self, seconds: float, really=asyncio.sleep) -> None:
         self.seconds += seconds
@@ -176,7 +175,7 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
         paced = sending(writer, pace)
         pace.take(60_000)  # for other streams
         Slept(monkeypatch)
-        monkeypatch.setattr("protocol.transports.streams.stream.asyncio.timeout_at", Deadline)
+        monkeypatch.setattr("swarm_protocol.transports.streams.stream.asyncio.timeout_at", Deadline)
         await paced.write_frame(b"short")
         await paced.write_frame(bytes(2 * PACED_BYTES))
         for each in (writer, other):
@@ -296,7 +295,7 @@ def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     async def at_once(what: Any, *arguments: Any) -> Any:
         return what(*arguments)
 
-    monkeypatch.setattr("protocol.transports.streams.stream.asyncio.to_thread", at_once)
+    monkeypatch.setattr("swarm_protocol.transports.streams.stream.asyncio.to_thread", at_once)
 
     async def go() -> None:
         reader = asyncio.StreamReader()
@@ -427,7 +426,7 @@ def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.
     async def at_once(what: Any, *arguments: Any) -> Any:
         return what(*arguments)
 
-    monkeypatch.setattr("protocol.transports.streams.stream.asyncio.to_thread", at_once)
+    monkeypatch.setattr("swarm_protocol.transports.streams.stream.asyncio.to_thread", at_once)
 
     async def go() -> None:
         reader = asyncio.StreamReader()

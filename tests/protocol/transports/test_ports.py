@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from protocol.errors import LocalProtocolError
-from protocol.transports.ports import Port, choose_ports, lost_port, note_ports
-from protocol.transports.settings import PORTS_TRIED, NetworkSettings
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.transports.ports import Port, choose_ports, lost_port, note_ports
+from swarm_protocol.transports.settings import PORTS_TRIED, NetworkSettings
 
 LOOPBACK = "127.0.0.1"
 
@@ -70,7 +69,7 @@ def test_claimed_ports_are_left_alone(stack: ExitStack) -> None:
 
 def test_a_claim_ends_with_its_process(stack: ExitStack, root: Path) -> None:
     script = (
-        "import sys; from protocol.transports.ports import Port\n"
+        "import sys; from swarm_protocol.transports.ports import Port\n"
         f"port = Port('{LOOPBACK}', int(sys.argv[1])); print(port.take(), flush=True); sys.stdin.read()"
     )
     mine = take(stack, 0)
@@ -113,7 +112,7 @@ def test_two_programs_on_one_port_are_noticed(stack: ExitStack) -> None:
 
 
 def test_that_none_is_left_is_said(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.transports.ports._claim", lambda number: None)
+    monkeypatch.setattr("swarm_protocol.transports.ports._claim", lambda number: None)
     port = Port(LOOPBACK, 41000)
     with pytest.raises(LocalProtocolError, match=f"ports 41000 to {41000 + PORTS_TRIED - 1} of {LOOPBACK}"):
         port.take()

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-
-from protocol.codec import (
+from swarm_protocol.codec import (
     BATCH_TAG,
     CARD_TAG,
     SIGNED_HEAD_BYTES,
@@ -29,8 +28,8 @@ from protocol.codec import (
     verify_card,
     version_for,
 )
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import (
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import (
     MAX_BATCH_BYTES,
     MAX_CARD_BYTES,
     MAX_DECLARED_ANSWERS,
@@ -42,7 +41,8 @@ from protocol.limits import (
     MAX_TURNS,
     SLOTS,
 )
-from protocol.messages import PROTOCOL_VERSION, BatchOfBefore, PeerCard, RolloutBatch, SharedRollout, SharedTurn
+from swarm_protocol.messages import PROTOCOL_VERSION, BatchOfBefore, PeerCard, RolloutBatch, SharedRollout, SharedTurn
+
 from tests.support.wire import (
     ADDRESSES,
     BATCH,

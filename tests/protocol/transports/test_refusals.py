@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
-from protocol.transports.refusals import MAX_REFUSED_SOURCES, Refusals, Refused, ip_of
+from swarm_protocol.transports.refusals import MAX_REFUSED_SOURCES, Refusals, Refused, ip_of
 
 
 def test_refusals_are_counted_by_source() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
-from protocol.errors import PeerUnreachable
-from protocol.transports.p2p.relay import MAX_RELAY_ANSWER_BYTES, reserve
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.transports.p2p.relay import MAX_RELAY_ANSWER_BYTES, reserve
 
 RESERVATION = b"\x1a\xc8\x01" + bytes(200)
 """Field 3, of 200 bytes: until when, where, and a voucher."""

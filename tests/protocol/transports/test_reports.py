@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.transports.reports import FIRST_S, LONGEST_S, MAX_SENTENCES, Reports
+from swarm_protocol.transports.reports import FIRST_S, LONGEST_S, MAX_SENTENCES, Reports
 
 
 class Told:

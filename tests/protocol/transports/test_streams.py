@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-
-from protocol.errors import PeerUnreachable
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
-from protocol.transports.base import Server
-from protocol.transports.streams import requests as streams
-from protocol.transports.streams.requests import (
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
+from swarm_protocol.transports.base import Server
+from swarm_protocol.transports.streams import requests as streams
+from swarm_protocol.transports.streams.requests import (
     MAX_ANSWERS,
     MAX_ANSWERS_PER_PEER,
     MAX_LARGE,
@@ -23,7 +22,8 @@ from protocol.transports.streams.requests import (
     Answers,
     ask,
 )
-from protocol.transports.streams.stream import Stream, Traffic
+from swarm_protocol.transports.streams.stream import Stream, Traffic
+
 from tests.support.clocks import HANG_S, run, settle, until
 
 LARGE = bytes(8 * 2**20)

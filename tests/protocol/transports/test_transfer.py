@@ -6,11 +6,10 @@ import math
 from concurrent.futures import Future
 
 import pytest
-
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
-from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.transfer import (
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.transfer import (
     Donor,
     Pace,
     Retry,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from protocol.errors import RemoteProtocolError
-from protocol.identity import Identity
-from protocol.limits import MAX_ADDRESSES
-from protocol.transports.dht.whereabouts import MAX_NAMERS, Whereabouts, read_answer
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import MAX_ADDRESSES
+from swarm_protocol.transports.dht.whereabouts import MAX_NAMERS, Whereabouts, read_answer
 
 PEER = Identity.generate(bytes(32)).peer_id
 WAYS = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{PEER}" for i in range(2 * MAX_ADDRESSES)]

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from swarm_protocol.codec import spoken_by, version_for
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.memory import LinkModel
 from torch import Tensor
 
-from protocol.codec import spoken_by, version_for
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_head, encode_head
-from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging import pair_averager
 from swarm_node.averaging.averager import MUTED_AFTER
@@ -595,7 +595,7 @@ def test_an_exchange_is_halved_where_all_partners_have_spent_much(way: dict[str,
 
 def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """This node or its partner may be the newer one."""
-    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("swarm_protocol.codec.SPOKEN", spoken_by(5))
     cohort = Cohort(2, every=1)
     averager = cohort.trainees[0].averager
     cards: dict[str, PeerCard] = {}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from swarm_protocol.crew import Source
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD
+from swarm_protocol.transports.base import Outgoing
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
-from protocol.crew import Source
-from protocol.errors import ProtocolError
-from protocol.tensors import AVERAGE_METHOD
-from protocol.transports.base import Outgoing
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.averaging.cohort import join_cohort, outer_period
 from swarm_node.config import AveragingConfig, PolicyConfig
 from swarm_node.pipeline.recovery import rebuild

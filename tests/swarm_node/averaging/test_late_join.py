@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead, encode_head
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.memory import LinkModel
+from swarm_protocol.transports.transfer import Pace
 from torch import Tensor
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, encode_head
-from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory import LinkModel
-from protocol.transports.transfer import Pace
 from swarm_node.averaging import cohort_weights
 from swarm_node.averaging.cohort_weights import (
     AT_ONCE,

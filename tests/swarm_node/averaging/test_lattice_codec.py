@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
 from torch import Tensor
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, BodyDecoder, pieces
 from swarm_node.averaging.lattice_codec import (
     REACH,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import PROMISES, AverageHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import PROMISES, AverageHead, decode_head, encode_head
-from protocol.transports.base import Accepted
 from swarm_node.averaging import pair_averager as pairs
 from swarm_node.averaging import pair_exchange
 from swarm_node.averaging.averager import MUTED_AFTER

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 import torch
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import AverageHead
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AverageHead
 from swarm_node.averaging.codecs import pieces
 from swarm_node.averaging.pair_exchange import (
     EXCHANGE_GRACE_S,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor, tensor
 
-from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
 from swarm_node.averaging.costs import NOTHING
 from swarm_node.averaging.reducers import centred_clip, clipped_mean, coordinate_median

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import typer
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 from typer.testing import CliRunner
 
 import swarm_node
-from protocol.identity import Identity
-from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.cli.options import COMMAND_VARIABLES
 from swarm_node.config import load_config

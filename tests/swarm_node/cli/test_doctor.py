@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from swarm_protocol.answer_form import AnswerForm
+from swarm_protocol.codec import in_version
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION
 
-from protocol.answer_form import AnswerForm
-from protocol.codec import in_version
-from protocol.errors import PeerUnreachable
-from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
-from protocol.manifest import MANIFEST_METHOD, Manifest, ManifestTask
-from protocol.messages import PROTOCOL_VERSION
 from swarm_node.cli.commands import check_machine, check_network, doctor
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.check_machine import (

@@ -16,13 +16,13 @@ import torch
 from msgspec.structs import replace
 from peft import PeftModel
 from rich.console import Console
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.tensors import WeightsHead, encode_head
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import WeightsHead, encode_head
-from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging.averager import CohortPlace, cohort_id
 from swarm_node.averaging.cohort import cohorts_of, make_averager
 from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, LateJoin

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from swarm_protocol.manifest import MANIFEST_METHOD
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
+from swarm_protocol.transports.base import Server
 
-from protocol.manifest import MANIFEST_METHOD
-from protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
-from protocol.transports.base import Server
 from swarm_node.cli.commands import status, status_text
 from swarm_node.cli.commands.status import show_status
 from swarm_node.cli.commands.status_text import status_lines

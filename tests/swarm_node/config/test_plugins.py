@@ -135,14 +135,13 @@ class Broken(Loss):
 
 
 @pytest.mark.slow
-def test_a_command_shows_the_users_frames(tmp_path: Path, root: Path) -> None:
+def test_a_command_shows_the_users_frames(tmp_path: Path) -> None:
     """A method of the user's class is called by the package, and nothing around it expects an error."""
     (tmp_path / "own.py").write_text(LOSS)
     command = ["local", "--set", "grpo.loss=own.py:Broken", "--rounds", "1", "--set", "eval.questions=0"]
     done = subprocess.run(
         [sys.executable, "-m", "swarm_node", *command],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=200,

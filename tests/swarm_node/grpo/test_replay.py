@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.config import GrpoConfig, NodeConfig
 from swarm_node.grpo.replay import KEPT, KIND, Replay, ReplayState
 from swarm_node.grpo.trainer import Trainer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from swarm_protocol.transports.refusals import Refused
 
-from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, WORDS
 from swarm_node.observability.refusals import MAX_ROWS, RefusalRow, refusal_rows, say_first_refusals
 from swarm_node.say import Once

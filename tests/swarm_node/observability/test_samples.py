@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability import samples

@@ -17,11 +17,11 @@ from typing import Any, cast
 import pytest
 import torch
 from msgspec import structs
+from swarm_protocol.crew import Holding, Kept, Plan, Progress
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Forward, GradientNorm, GradientNormRequest
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
-from protocol.crew import Holding, Kept, Plan, Progress
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Forward, GradientNorm, GradientNormRequest
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.announcing import LeaderSubscriptions
 from swarm_node.pipeline.compute.partition import UNKNOWN

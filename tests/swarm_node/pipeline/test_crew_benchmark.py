@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.crew import Source
 
 from benchmarks import crew
 from benchmarks import crew_speed as speed
 from benchmarks.crew_kills import Follower, curve, final, holders_of, named, outcome, quantile, way_of
-from protocol.crew import Source
 from swarm_node.pipeline.membership.roster import short
 from swarm_node.pipeline.recovery.sources import tell
 

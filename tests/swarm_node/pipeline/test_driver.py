@@ -9,9 +9,8 @@ from itertools import count, cycle
 import pytest
 import torch
 from msgspec import structs
-
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import (
     Apply,
     Backward,
     Forward,
@@ -20,6 +19,7 @@ from protocol.pipeline import (
     decode_envelope,
     encode_envelope,
 )
+
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch

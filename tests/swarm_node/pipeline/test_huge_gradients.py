@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from swarm_protocol.pipeline import Backward, GradientNorm, TiedGradient
 
-from protocol.pipeline import Backward, GradientNorm, TiedGradient
 from swarm_node.averaging.codecs import LARGEST
 from swarm_node.config import GrpoConfig
 from swarm_node.pipeline import driver

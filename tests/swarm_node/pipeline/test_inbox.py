@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swarm_protocol.crew import STAGE_METHOD
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Backward, decode_envelope
 
-from protocol.crew import STAGE_METHOD
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Backward, decode_envelope
 from swarm_node.pipeline import inbox as module
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import PeerLink

@@ -9,11 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from torch import Tensor
-
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MAX_MESSAGE_BYTES
-from protocol.pipeline import (
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_MESSAGE_BYTES
+from swarm_protocol.pipeline import (
     ActivationCodec,
     Apply,
     Backward,
@@ -36,6 +34,8 @@ from protocol.pipeline import (
     decode_envelope,
     encode_envelope,
 )
+from torch import Tensor
+
 from swarm_node.pipeline import messages
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.tensor_codec import rounded

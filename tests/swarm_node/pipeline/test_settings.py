@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from swarm_protocol.crew import Assignment, Plan, decode_record, encode_record
 
-from protocol.crew import Assignment, Plan, decode_record, encode_record
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, RolloutsConfig
 from swarm_node.pipeline.messages import LEADER
 from swarm_node.pipeline.settings import crew_settings, limits, with_crew_settings

@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from swarm_protocol.crew import Source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.crew import Source
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError

@@ -19,10 +19,10 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from swarm_protocol.messages import TaskName
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from protocol.messages import TaskName
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.cli.commands.merge import MergeRequest, main
 from swarm_node.cli.model import runs_of

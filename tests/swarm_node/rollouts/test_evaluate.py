@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.policy.loading import load_policy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import fit_length

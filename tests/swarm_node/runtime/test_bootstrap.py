@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import rollout_topic
 from typer.testing import CliRunner
 
-from protocol.identity import Identity
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
-from protocol.messages import PeerCard
-from protocol.topics import rollout_topic
 from swarm_node.cli.app import app
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import TemporaryError, UserError
@@ -133,8 +133,8 @@ def test_a_signal_while_the_network_loads_leaves_nothing(
 ) -> None:
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
     monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: pytest.fail("it started"))
-    module = "protocol.transports.p2p.transport"
-    package, loaded = importlib.import_module("protocol.transports.p2p"), importlib.import_module(module)
+    module = "swarm_protocol.transports.p2p.transport"
+    package, loaded = importlib.import_module("swarm_protocol.transports.p2p"), importlib.import_module(module)
     monkeypatch.setattr(package, "transport", loaded)  # as it is again after this test
     monkeypatch.delitem(sys.modules, module)
 

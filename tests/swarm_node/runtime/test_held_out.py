@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import NodeConfig

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
+from swarm_protocol.messages import TaskName
 
-from protocol.answer_form import WRITTEN, AnswerForm
-from protocol.messages import TaskName
 from swarm_node.config import SharingConfig
 from swarm_node.sharing import Gate, ReplayBuffer
 from swarm_node.sharing.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
-from protocol.codec import sign_batch
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.policy.loading import load_policy

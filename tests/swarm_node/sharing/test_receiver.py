@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swarm_protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from swarm_protocol.manifest import ManifestLimits
+from swarm_protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 
-from protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
-from protocol.identity import Identity
-from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
-from protocol.manifest import ManifestLimits
-from protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from swarm_protocol.messages import TaskName
 
-from protocol.messages import TaskName
 from swarm_node.observability.worth import WINDOW, Change, Worth, worth_in_brief, worth_lines, worth_metrics
 from swarm_node.sharing.teaching import LATEST, Teaching
 from swarm_node.types import Group, Rollout, Task

@@ -9,7 +9,7 @@ import pytest
 
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH
 
 HOLD = """
 import sys, time
@@ -111,7 +111,7 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
     process = subprocess.run(
         [sys.executable, "-c", OPEN_AS_A_MORTAL],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )

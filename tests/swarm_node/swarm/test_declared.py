@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
+from swarm_protocol.manifest import Manifest, ManifestTask
+from swarm_protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
+from swarm_protocol.topics import short_hash
 
-from protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
-from protocol.manifest import Manifest, ManifestTask
-from protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
-from protocol.topics import short_hash
 from swarm_node.swarm.declared import (
     MAX_KINDS,
     declare,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.codec import sign_card
+from swarm_protocol.first_cards import CARDS_METHOD, write_cards
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask
 
 import swarm_node
-from protocol.codec import sign_card
-from protocol.first_cards import CARDS_METHOD, write_cards
-from protocol.identity import Identity
-from protocol.manifest import MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask
 from swarm_node.config import (
     AveragingConfig,
     NetworkConfig,

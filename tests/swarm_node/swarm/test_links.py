@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import parse_link
+from swarm_protocol.transports.ports import read_ports
 
-from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import parse_link
-from protocol.transports.ports import read_ports
 from swarm_node.config import (
     NetworkConfig,
     NodeConfig,

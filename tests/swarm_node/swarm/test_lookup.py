@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.codec import sign_card
+from swarm_protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, MAX_FIRST_CARDS, write_cards
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Server
 
-from protocol.codec import sign_card
-from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
-from protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, MAX_FIRST_CARDS, write_cards
-from protocol.identity import Identity
-from protocol.manifest import MANIFEST_METHOD, Manifest
-from protocol.messages import PeerCard
-from protocol.transports.base import Server
 from swarm_node.errors import UserError
 from swarm_node.swarm import lookup
 from swarm_node.swarm.links import find_swarm

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
 from typer.testing import CliRunner
 
-from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import Manifest, ManifestTask, parse_manifest
 from swarm_node.cli.app import app
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 
-from protocol.errors import RemoteProtocolError
-from protocol.identity import Identity
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from swarm_node.config import (
     NetworkConfig,
 )
@@ -41,9 +41,9 @@ def test_files_that_cannot_be_read_are_explained(run: RunDir, name: str, monkeyp
     def transport(identity_path: Path, cache_file: Path, **arguments: Any) -> None:
         {"identity.key": identity_path, "peers.json": cache_file}[name].read_bytes()
 
-    module = types.ModuleType("protocol.transports.p2p.transport")
+    module = types.ModuleType("swarm_protocol.transports.p2p.transport")
     module.P2PTransport = transport  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "protocol.transports.p2p.transport", module)
+    monkeypatch.setitem(sys.modules, "swarm_protocol.transports.p2p.transport", module)
     (run.path / name).mkdir()
     with pytest.raises(UserError, match=f"run/{name}: Is a directory"):
         open_transport(NetworkConfig(), PLAIN, [], run, print)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.identity import Identity
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
-from protocol.identity import Identity
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
+from swarm_protocol.transports.base import Server
 
-from protocol.errors import PeerUnreachable
-from protocol.manifest import FILE_METHOD, Manifest, ManifestTask
-from protocol.transports.base import Server
 from swarm_node.config import (
     RewardsConfig,
     TaskConfig,

@@ -6,8 +6,8 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from swarm_protocol.answer_form import AnswerForm
 
-from protocol.answer_form import AnswerForm
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.own import dump_own, read_own
 from swarm_node.policy.loading import load_policy

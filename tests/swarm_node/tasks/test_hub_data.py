@@ -20,7 +20,7 @@ import pytest
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks.hub_data import chosen_files, label_of, parse, pinned
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH
 
 COMMIT, CONVERTED = "a" * 40, "b" * 40
 GSM8K = [
@@ -115,7 +115,7 @@ def read(hub: Hub, folder: Path, *names: str, **more: str) -> list[Any]:
     """What a process of its own reads under these names, or says."""
     env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     env |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    env |= {"PYTHONPATH": str(ROOT), **more}
+    env |= {"PYTHONPATH": PYTHONPATH, **more}
     done = subprocess.run([sys.executable, "-c", READ, *names], env=env, capture_output=True, check=True, cwd=folder)
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -15,7 +15,7 @@ import pytest
 from swarm_node.errors import UserError
 from swarm_node.tasks import parquet
 from swarm_node.tasks.files import QuestionFile
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH
 
 pa = pytest.importorskip("pyarrow")
 MIB = 2**20
@@ -61,7 +61,7 @@ def hostile(folder: Path) -> Iterator[str]:
 
 def read(folder: Path, *names: str) -> list[str]:
     """What a process of its own says of the files, and of the most KiB that it and its children had until then."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         [sys.executable, "-c", READ, str(LIMIT), *names], cwd=folder, env=env, capture_output=True, text=True
     )

@@ -19,7 +19,7 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS
 from swarm_node.tasks.reasoning_gym import ENDLESS, ReasoningGym, common_divisors, list_environments
-from tests.support.repository import ROOT
+from tests.support.repository import PYTHONPATH, ROOT
 
 PINNED = ROOT / "tests" / "data" / "task_digests.json"
 
@@ -27,7 +27,7 @@ PINNED = ROOT / "tests" / "data" / "task_digests.json"
 def test_another_process_makes_the_pinned_items() -> None:
     """With a seed of hashes that is not the one they were pinned with."""
     script = Path(__file__).with_name("digests.py")
-    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": PYTHONPATH}
     done = subprocess.run([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, check=True)
     made = json.loads(done.stdout)
     assert made == json.loads(PINNED.read_text())

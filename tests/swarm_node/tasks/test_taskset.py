@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import TaskName
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.config.training import RewardFunctionConfig

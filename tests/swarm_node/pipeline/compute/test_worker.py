@@ -7,10 +7,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch import Tensor
-
-from protocol.errors import RemoteProtocolError
-from protocol.pipeline import (
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import (
     Apply,
     Backward,
     Forward,
@@ -27,6 +25,8 @@ from protocol.pipeline import (
     TiedMatrix,
     TurnFailed,
 )
+from torch import Tensor
+
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute import tied_weights

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from swarm_protocol.crew import STAGE_METHOD
 
-from protocol.crew import STAGE_METHOD
 from swarm_node.pipeline.membership.channels import NEIGHBOUR_REDIAL_S, STRANGER_S
 from swarm_node.pipeline.membership.leader import REPLAN_S
 from swarm_node.pipeline.membership.leader_search import FIND_LEADER_S, FIRST_ANSWER_S, RETRY_PEER_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.crew import Assignment, Holding, Kept, Plan, Progress, Ready, Report, Unable
 
-from protocol.crew import Assignment, Holding, Kept, Plan, Progress, Ready, Report, Unable
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, Send
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
 from swarm_node.pipeline.membership.leadership import CrewRole

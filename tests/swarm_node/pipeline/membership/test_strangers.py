@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-
-from protocol.crew import (
+from swarm_protocol.crew import (
     CREW_METHOD,
     STAGE_METHOD,
     Answer,
@@ -21,7 +20,8 @@ from protocol.crew import (
     Whole,
     proof,
 )
-from protocol.messages import CrewCard, PeerCard
+from swarm_protocol.messages import CrewCard, PeerCard
+
 from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, PeerLink, Send
 from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, STRANGER_S
 from swarm_node.pipeline.membership.leadership import CrewRole

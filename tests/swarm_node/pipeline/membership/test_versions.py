@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from swarm_protocol.codec import spoken_by, version_for
+from swarm_protocol.crew import CREW_METHOD, decode_record, encode_record
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import CrewCard, PeerCard
 
-from protocol.codec import spoken_by, version_for
-from protocol.crew import CREW_METHOD, decode_record, encode_record
-from protocol.errors import RemoteProtocolError
-from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership import leadership
 from swarm_node.pipeline.membership.actions import PeerLink, Say, Send
@@ -21,7 +21,7 @@ def test_hello_is_said_in_the_newest_common_version(
     monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(leadership, "version_for", partial(version_for, spoken=spoken_by(5)))
-    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("swarm_protocol.codec.SPOKEN", spoken_by(5))
     crew = World(0, 2).start("me").crew
     leads = CrewCard(crew.spec.id, crew.spec.architecture, 2, (0,), 1)
     card = PeerCard(protocol, SWARM, 0.0, "lead", ["trainer"], crew=leads, speaks=speaks)

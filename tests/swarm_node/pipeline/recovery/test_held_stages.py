@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from swarm_protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 
-from protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.recovery import replicas

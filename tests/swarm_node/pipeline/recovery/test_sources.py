@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from swarm_protocol.crew import MAX_STAGE_SOURCES, Holding, Kept, Source
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 
-from protocol.crew import MAX_STAGE_SOURCES, Holding, Kept, Source
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.pipeline.recovery.sources import elsewhere, rank_sources, tell
 
 RED, BLUE = "0ed" * 5 + "0", "b1e" * 5 + "0"

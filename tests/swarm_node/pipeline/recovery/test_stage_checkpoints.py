@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from swarm_protocol.crew import Kept, Source
 
-from protocol.crew import Kept, Source
 from swarm_node.errors import UserError
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints, newest, stage_files
 from swarm_node.storage import checkpoints

@@ -11,13 +11,13 @@ from functools import partial
 
 import pytest
 import torch
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, encode_head
+from swarm_protocol.transports.base import Accepted, Acceptor, Outgoing
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from torch import Tensor
 
-from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, encode_head
-from protocol.transports.base import Accepted, Acceptor, Outgoing
-from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.recovery.weight_transfer import (
     AT_ONCE,
     MAX_ASKS,

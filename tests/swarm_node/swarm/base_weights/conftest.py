@@ -12,7 +12,7 @@ from tests.support.model_folders import PIECE
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        "protocol.model_listing",
+        "swarm_protocol.model_listing",
         "swarm_node.swarm.base_weights.files",
         "swarm_node.swarm.base_weights.fetching",
     ):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from swarm_protocol.manifest import Manifest, ManifestModel, ManifestTask
+from swarm_protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
+from swarm_protocol.transports.base import Acceptor
 
-from protocol.manifest import Manifest, ManifestModel, ManifestTask
-from protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
-from protocol.transports.base import Acceptor
 from swarm_node.cli.commands.export_card import Base, base_of
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.errors import UserError

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from swarm_protocol.codec import spoken_by, version_for
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import ManifestModel
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
+from swarm_protocol.tensors import BlobHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted, Acceptor, Outgoing
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 
-from protocol.codec import spoken_by, version_for
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import ManifestModel
-from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
-from protocol.tensors import BlobHead, decode_head, encode_head
-from protocol.transports.base import Accepted, Acceptor, Outgoing
-from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import fetching
 from swarm_node.swarm.base_weights.fetching import Donors
@@ -362,7 +362,7 @@ def test_requests_use_the_newest_version_both_read(
     world: World, monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(fetching, "version_for", partial(version_for, spoken=spoken_by(5)))
-    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("swarm_protocol.codec.SPOKEN", spoken_by(5))
     giver = world.giver("a")
     node = world.nodes["a"]
     node.announce(PeerCard(protocol, SWARM, world.clock.now(), "a", ["trainer"], speaks=speaks))

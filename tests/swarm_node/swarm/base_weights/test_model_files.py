@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from swarm_protocol.manifest import ManifestModel, parse_manifest
+from swarm_protocol.model_listing import digest_of, encode_listing
 
-from protocol.manifest import ManifestModel, parse_manifest
-from protocol.model_listing import digest_of, encode_listing
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.files import (

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from swarm_protocol.answer_form import AnswerKind
 
-from protocol.answer_form import AnswerKind
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
