@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.12                                       which Python makes the virtual environment
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
+# WHEELS=DIR                                              wheels of what is compiled else, so no compiler is needed
 # VENV=/somewhere                                         where the virtual environment lies
 # JOBS=1                                                  tests that run at the same time (they wait more than they work)
 # SEED=7                                                  tests in a random order, which the seed decides
@@ -14,10 +15,11 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 3
 TORCH_INDEX ?=
+WHEELS ?=
 SEED ?=
 SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(WHEELS),--find-links $(WHEELS))
 
 .PHONY: install dev demo demo-real test test-long check format bench docs
 
@@ -25,12 +27,12 @@ install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@scripts/check-prerequisites $(PYTHON)
+	@scripts/check-prerequisites $(PYTHON) "$(WHEELS)"
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) setuptools # before torch, whose dependencies come last: pip would call them missing
+	@$(PIP) setuptools hatchling hatch-fancy-pypi-readme # before torch, which wants the first and would call it missing
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch
-	@$(PIP) --no-build-isolation -e '.[plots]'
+	@$(PIP) --no-build-isolation -e '.[swarm,puzzles,plots]'
 	@touch $@
 	@echo "installed: $(BIN)/swarm-node"
 

@@ -67,13 +67,13 @@ class Node:
 
     def __init__(self, folder: Path, name: str, values: int, codec: str, bootstrap: Sequence[str]) -> None:
         import torch
-        from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-        from swarm_protocol.transports.p2p.transport import P2PTransport
-        from swarm_protocol.transports.settings import NetworkSettings
 
         from swarm_node.averaging.averager import CohortPlace
         from swarm_node.averaging.pair_averager import PairAverager
         from swarm_node.config import AveragingConfig
+        from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+        from swarm_protocol.transports.p2p.transport import P2PTransport
+        from swarm_protocol.transports.settings import NetworkSettings
 
         torch.set_num_threads(1)
         network = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False, "lookup_s": 0.5}

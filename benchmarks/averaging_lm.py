@@ -32,10 +32,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.transports.base import Outgoing
-from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_protocol.transports.memory.links import UPLINK_TURN_S
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -44,6 +40,10 @@ from swarm_node.averaging.cohort import make_averager
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Outgoing
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from swarm_protocol.transports.memory.links import UPLINK_TURN_S
 
 SWARM, COHORT = "a" * 64, "c" * 16
 STEP_S = 0.2

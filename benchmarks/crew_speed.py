@@ -127,10 +127,6 @@ def random_policy(size: Model, folder: Path) -> Path:
 @contextmanager
 def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     """The plain policy's node, that of a crew of one stage, and its CrewNode."""
-    from swarm_protocol.identity import Identity
-    from swarm_protocol.manifest import Manifest, ManifestTask
-    from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
-
     from swarm_node.config import load_config
     from swarm_node.node import Node, fitted
     from swarm_node.pipeline.assemble import CrewParts
@@ -140,6 +136,9 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     from swarm_node.storage.rundir import RunDir
     from swarm_node.swarm.join import JoinedSwarm
     from swarm_node.tasks import load_tasks
+    from swarm_protocol.identity import Identity
+    from swarm_protocol.manifest import Manifest, ManifestTask
+    from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
     plain = load_config(file)
     tasks = load_tasks(plain.tasks, plain.rewards)

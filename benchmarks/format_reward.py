@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from swarm_protocol.messages import TaskName
-
 from swarm_node.tasks.catalogue import SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.types import Task
+from swarm_protocol.messages import TaskName
 
 MARK = "#"
 

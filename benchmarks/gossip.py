@@ -27,12 +27,12 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from msgspec.structs import asdict, replace
-from swarm_protocol.identity import Identity
-from swarm_protocol.topics import rollout_topic, shard_of
 
 from benchmarks.common import RESULTS, table, write
 from benchmarks.gossip_nodes import STRAGGLERS_S, Spec, batch
 from benchmarks.processes import Child, Meter, end, merged, mind_signals, other_load
+from swarm_protocol.identity import Identity
+from swarm_protocol.topics import rollout_topic, shard_of
 
 SWARM = "5" * 64
 SETTLE_S = 5.0

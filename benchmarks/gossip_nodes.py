@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from swarm_protocol.codec import sign_batch, verify_batch
 from swarm_protocol.errors import ProtocolError
 from swarm_protocol.identity import Identity

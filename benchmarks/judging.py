@@ -16,12 +16,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
-from swarm_protocol.answer_form import AnswerForm, AnswerKind
-
 from benchmarks.common import table, write
 from swarm_node.tasks.judging import judge, maths
 from swarm_node.tasks.judging.expressions import parse_expression
 from swarm_node.tasks.judging.places import extract, extract_place
+from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 REPEATS = 3  # another process may disturb one

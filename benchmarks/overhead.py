@@ -28,12 +28,12 @@ from statistics import median
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
-from swarm_protocol.manifest import parse_link, parse_manifest
 
 from benchmarks.common import RESULTS, table, write
 from benchmarks.gossip import SWARM, started
 from benchmarks.gossip_nodes import STRAGGLERS_S, Spec
 from benchmarks.processes import Meter, end, kind, merged, mind_signals, other_load, rss_mib, tree
+from swarm_protocol.manifest import parse_link, parse_manifest
 
 IDLE_S = 30.0
 ROUNDS = 40

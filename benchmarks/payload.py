@@ -31,12 +31,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
-from swarm_protocol.answer_form import AnswerKind
-from swarm_protocol.codec import sign_batch
-from swarm_protocol.identity import Identity
-from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
-
 from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.intervals import interval
@@ -48,6 +42,11 @@ from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
 
 FOLDER = RESULTS / "payload"
 HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420

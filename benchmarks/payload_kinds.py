@@ -20,14 +20,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from swarm_protocol.answer_form import AnswerKind
-
 from benchmarks import payload
 from benchmarks.common import RESULTS, machine, table, write_row
 from benchmarks.warm_starts import CACHE, now_and_then, taught
 from swarm_node.config import TaskConfig
 from swarm_node.policy.model_path import starter_path
 from swarm_node.tasks.judging import judge
+from swarm_protocol.answer_form import AnswerKind
 
 KINDS: tuple[AnswerKind, ...] = get_args(AnswerKind)
 FOLDER = RESULTS / "payload" / "kinds"

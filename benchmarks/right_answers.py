@@ -39,8 +39,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from swarm_protocol.limits import GROUPS_PER_SLOT, SLOTS
-from swarm_protocol.messages import SharedGroup, SharedRollout
 
 from benchmarks.common import RESULTS, machine, spent, table, write_row
 from benchmarks.intervals import interval
@@ -53,6 +51,8 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal, slot_key, slot_place
 from swarm_node.types import Sampling, Task
+from swarm_protocol.limits import GROUPS_PER_SLOT, SLOTS
+from swarm_protocol.messages import SharedGroup, SharedRollout
 
 FOLDER = RESULTS / "right_answers"
 SEEDS, ROUNDS, QUESTIONS = (0, 1, 2, 3, 4), 120, 1050

@@ -30,7 +30,6 @@ from typing import Any
 
 import msgspec
 import torch
-from swarm_protocol.transports.memory import LinkModel
 
 from benchmarks.common import RESULTS, machine, write_row
 from benchmarks.sharing_arms import ARMS, Arm, Measured, Round, Stopwatch
@@ -42,6 +41,7 @@ from swarm_node.rollouts.evaluate import QUESTIONS_PER_SEED
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
+from swarm_protocol.transports.memory import LinkModel
 
 FOLDER = RESULTS / "sharing"
 PEERS, SILOS, SEEDS = 8, 2, (0, 1, 2, 3, 4)

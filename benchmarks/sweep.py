@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
-from swarm_protocol.transports.memory import LinkModel
 
 from swarm_node import __version__
 from swarm_node.config import NodeConfig, load_config
@@ -33,6 +32,7 @@ from swarm_node.config.section import Section
 from swarm_node.errors import UserError
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
 from swarm_node.storage.rundir import os_errors_explained
+from swarm_protocol.transports.memory import LinkModel
 
 METRICS = ["reward", "frac_reward_zero_std", "num_tokens", "swarm/groups_sent", "swarm/groups_received"]
 METRICS += ["swarm/groups_admitted", "swarm/groups_used", "swarm/staleness_mean"]

@@ -1,4 +1,4 @@
-"""How this package was installed, and the commands that repair or upgrade it."""
+"""How this package was installed, which of its extras are there, and the commands that repair or upgrade it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from swarm_node import __version__
+from swarm_node.errors import UserError
 from swarm_protocol.messages import PROTOCOL_VERSION
 
 PACKAGE = "swarm-node"
+REPOSITORY = "https://github.com/swarm-node/swarm-node"
+WHEELS = f"{REPOSITORY}/releases/expanded_assets/v{__version__}"
+"""Page with the wheels of this release: of two packages that the extras need, the index has sources alone."""
+COMPILED = {"swarm", "puzzles"}  # extras that need one of these
+SWARM = ("base58", "cryptography", "hivemind", "libp2p", "multiaddr", "prometheus_client", "segno", "trio")
+EXTRA_OF = {**dict.fromkeys(SWARM, "swarm"), "reasoning_gym": "puzzles"}
+"""Package, as it is imported -> the extra that installs it."""
 RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 """An isolated Python ignores the user's own site and PYTHONPATH, where packages may be: it is told where they are."""
 
@@ -52,9 +61,38 @@ def extra_command(extra: str) -> str:
     source, editable = _made_of()
     named = f"{PACKAGE}[{extra}] @ {source}" if "://" in source else f"{source}[{extra}]"
     arguments = f"{'-e ' if editable else ''}{shlex.quote(named)}"
+    found = f"--find-links {WHEELS} " if extra in COMPILED else ""
     if _by() == "pipx":
-        return f"pipx install --force {arguments}"
-    return f"uv tool install --reinstall --python 3.12 {arguments}" if _by() else pip(arguments)
+        told = f"{shlex.quote(f'--pip-args={found.strip()}')} " if found else ""
+        return f"pipx install --force {told}{arguments}"
+    return f"uv tool install --reinstall --python 3.12 {found}{arguments}" if _by() else pip(f"{found}{arguments}")
+
+
+def has_extra(extra: str) -> bool:
+    """Whether all packages of that extra are installed."""
+    return not any(_is_missing(package) for package, of in EXTRA_OF.items() if of == extra)
+
+
+def check_extra(extra: str, what: str) -> None:
+    """Raise UserError, with the command that installs it, if `what` needs an extra that is not installed."""
+    if not has_extra(extra):
+        raise UserError(f"{what} needs the extra {extra!r}, which is not installed: {extra_command(extra)}")
+
+
+def missing(error: ModuleNotFoundError) -> UserError | None:
+    """The error to show where an import failed for lack of an extra; None if no extra has that package."""
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRA_OF.get(package)
+    if extra is None or not _is_missing(package):
+        return None
+    return UserError(f"this needs {package}, of the extra {extra!r}, which is not installed: {extra_command(extra)}")
+
+
+def _is_missing(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is None
+    except ModuleNotFoundError:
+        return True
 
 
 def torch_command(version: str) -> str:

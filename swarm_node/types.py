@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
+
 from swarm_protocol.messages import TaskName
 
 

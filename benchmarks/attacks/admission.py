@@ -16,12 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from swarm_protocol.codec import sign_batch
-from swarm_protocol.errors import LocalProtocolError
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import Manifest, ManifestTask
-from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from swarm_protocol.topics import epoch_at
 
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
@@ -30,6 +24,12 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Sampling
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.topics import epoch_at
 
 GROUPS = 8
 """Of each kind of text."""

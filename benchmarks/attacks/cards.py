@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 from hivemind.dht.node import DHTID
 from hivemind.proto import dht_pb2
+
+from benchmarks.attacks.hostile import call, dht_peer
 from swarm_protocol.codec import sign_card
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_protocol.topics import bucket_of, membership_key
-
-from benchmarks.attacks.hostile import call, dht_peer
 
 RENEWED_S = 40.0
 IN_ONE = 16

@@ -26,14 +26,14 @@ import msgspec
 from hivemind.dht.node import DHTID
 from hivemind.p2p import P2P
 from hivemind.proto import dht_pb2
+
+from benchmarks.attacks.hostile import call, dht_peer, memory_mib, nested_ext
 from swarm_protocol.codec import sign_card
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import MEMBERSHIP_BUCKETS
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_protocol.peers import peer_of
 from swarm_protocol.topics import bucket_of, membership_key
-
-from benchmarks.attacks.hostile import call, dht_peer, memory_mib, nested_ext
 
 CARDS = 20
 """Stored in one bucket before it is asked for a thousand times: 37 kB."""

@@ -27,9 +27,9 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
-from swarm_protocol.transports.settings import endpoint
 
 from benchmarks.attacks.hostile import libp2p_host, memory_mib
+from swarm_protocol.transports.settings import endpoint
 
 RECORDS = 200
 """Provider records in one write."""

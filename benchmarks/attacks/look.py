@@ -14,11 +14,11 @@ import msgspec
 from hivemind.dht.node import DHTID
 from hivemind.proto import dht_pb2
 from hivemind.utils.serializer import MSGPackSerializer
+
+from benchmarks.attacks.hostile import call, dht_peer
 from swarm_protocol.codec import verify_card
 from swarm_protocol.limits import MEMBERSHIP_BUCKETS
 from swarm_protocol.topics import membership_key
-
-from benchmarks.attacks.hostile import call, dht_peer
 
 
 async def look(address: str, swarm: str) -> dict[str, str]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-
-import base58
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from typing import TYPE_CHECKING
 
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:  # a node alone has no identity, and may lack both packages
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -36,6 +36,8 @@ class Identity:
     @classmethod
     def generate(cls, seed: bytes | None = None) -> Identity:
         """A new identity; `seed` (32 bytes) makes a chosen one, for simulations and tests."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         return cls(Ed25519PrivateKey.generate() if seed is None else Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
@@ -44,7 +46,7 @@ class Identity:
         data = b"" if path.exists() and not path.is_file() else path.read_bytes()  # a pipe would wait for ever
         if len(data) != 68 or not data.startswith(_FILE_HEAD):
             raise LocalProtocolError(f"{path} is not an Ed25519 identity file: restore it, or delete it for a new peer")
-        identity = cls(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+        identity = cls.generate(data[4:36])
         if identity.public_key != data[36:]:
             raise LocalProtocolError(f"{path} is damaged: its two halves do not belong together; restore it")
         return identity
@@ -86,11 +88,15 @@ class Identity:
 
 def peer_id_of(public_key: bytes) -> str:
     """The peer id in base58 of an Ed25519 public key [32 bytes]."""
+    import base58
+
     return base58.b58encode(_ID_HEAD + public_key).decode()
 
 
 def public_key_of(peer_id: str) -> bytes:
     """The public key [32 bytes] in a peer id. Raises RemoteProtocolError `identity` if it is not an Ed25519 one."""
+    import base58
+
     if len(peer_id) > 64:
         raise RemoteProtocolError("identity", f"peer id of {len(peer_id)} characters")
     try:
@@ -104,6 +110,9 @@ def public_key_of(peer_id: str) -> bytes:
 
 def verify(public_key: bytes, tag: bytes, data: bytes, signature: bytes) -> None:
     """Raises RemoteProtocolError `signature` unless `public_key` signed `data` with `tag`."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, tag + data)
     except (InvalidSignature, ValueError) as error:

@@ -24,11 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from swarm_protocol.codec import version_for
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
-from swarm_protocol.transports.base import Outgoing, Sink, Transport
 from torch import Tensor
 
 from swarm_node.averaging.costs import EVERYBODY
@@ -41,6 +36,11 @@ from swarm_node.averaging.skipping import WORDS, happened, skipped
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.say import Once, Say, Warned
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head, encode_head
+from swarm_protocol.transports.base import Outgoing, Sink, Transport
 
 COPY_S = 2.0  # a peer's call waits so long for weights that are changing. Then it is refused as busy.
 MUTED_AFTER = 3  # a peer is muted after so many exchanges in a row with data that no honest peer sends

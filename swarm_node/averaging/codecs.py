@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.tensors import WeightCodec
 from torch import Tensor
 from torch.nn.functional import pad
+
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.tensors import WeightCodec
 
 BLOCK = 64
 PIECE = 4096 * BLOCK  # values that are encoded and decoded at a time: 1 MiB of float32, `MAX_CHUNK_BYTES`

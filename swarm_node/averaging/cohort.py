@@ -7,9 +7,6 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
-from swarm_protocol.transports.base import Accepted, Transport
 from torch import Tensor
 
 from swarm_node.averaging.averager import Averager, CohortPlace, cohort_id, rhythm
@@ -20,6 +17,9 @@ from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Detail, Say
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
+from swarm_protocol.transports.base import Accepted, Transport
 
 VALUES_PER_S = 100_000
 """Weights that a node sends in a second, in the mean: 0.1 MB with 8 bits each, a tenth of a usual home connection."""

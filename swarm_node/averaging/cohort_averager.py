@@ -27,10 +27,6 @@ from statistics import median_low
 from typing import Any
 
 import torch
-from swarm_protocol.errors import ProtocolError, RemoteProtocolError
-from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec
-from swarm_protocol.transports.base import Accepted, Outgoing, Sink
-from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
 from swarm_node.averaging.averager import CONTENTS, Averager
@@ -38,6 +34,10 @@ from swarm_node.averaging.codecs import BLOCK, BodyDecoder, coded_bytes, lost, p
 from swarm_node.averaging.outer_step import MEAN, DiLoCo
 from swarm_node.averaging.reducers import clipped_mean
 from swarm_node.averaging.robust import check_finite
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.transfer import reason_of
 
 COHORT_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2

@@ -25,15 +25,15 @@ from functools import partial
 from math import inf
 from statistics import median_low
 
+from torch import Tensor
+
+from swarm_node.averaging.averager import Averager
+from swarm_node.averaging.codecs import BodyDecoder, Readers, coded_bytes, pieces
 from swarm_protocol.codec import version_for
 from swarm_protocol.errors import ProtocolError, RemoteProtocolError
 from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
 from swarm_protocol.transports import transfer
 from swarm_protocol.transports.base import Accepted, Outgoing, Sink, Transport
-from torch import Tensor
-
-from swarm_node.averaging.averager import Averager
-from swarm_node.averaging.codecs import BodyDecoder, Readers, coded_bytes, pieces
 
 PACE = transfer.Pace(30.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second on the whole
 RETRY = transfer.Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)

@@ -28,11 +28,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from torch import Tensor
 from torch.nn.functional import pad
 
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, SMALLEST, Reader, blocks_of, bounded
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 
 REACH = {8: 6.0, 4: 3.0}  # factor by bits: the limit is 8 or 4 standard deviations of normally distributed progress
 MAX_WRITTEN_OUT = 1 / 8  # largest part of the blocks that may be written out

@@ -24,12 +24,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from swarm_protocol.codec import version_for
-from swarm_protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
-from swarm_protocol.peers import is_relayed
-from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead
-from swarm_protocol.transports.base import Accepted, Outgoing, Sink
-from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
 from swarm_node.averaging.averager import Averager, readable
@@ -49,6 +43,12 @@ from swarm_node.averaging.pair_exchange import (
 )
 from swarm_node.averaging.pairing import only_relayed, partner
 from swarm_node.errors import CheckpointError, UserError
+from swarm_protocol.codec import version_for
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError, in_seconds
+from swarm_protocol.peers import is_relayed
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead
+from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.transfer import reason_of
 
 FARTHEST = 1e18
 """Weights that moved further than this (root mean square) since the last exchange are not worth averaging."""

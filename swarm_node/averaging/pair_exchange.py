@@ -24,15 +24,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError, in_seconds
-from swarm_protocol.tensors import PROMISES, AverageHead, WeightCodec, decode_head
-from swarm_protocol.transports.base import Outgoing, Sink
 from torch import Tensor
 
 from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
 from swarm_node.averaging.robust import Judged, distance
 from swarm_node.errors import UserError
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError, in_seconds
+from swarm_protocol.tensors import PROMISES, AverageHead, WeightCodec, decode_head
+from swarm_protocol.transports.base import Outgoing, Sink
 
 PAIR_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[WeightCodec, int] = {"lattice8": 8, "lattice4": 4}

@@ -20,6 +20,7 @@ from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swarm_protocol.messages import PeerCard
 from swarm_protocol.peers import is_relayed
 

@@ -41,11 +41,11 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
-from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
 from swarm_node.averaging.codecs import bounded
 from swarm_node.averaging.costs import NOTHING, PartnerCosts
+from swarm_protocol.errors import RemoteProtocolError
 
 WINDOW = 8  # exchanges remembered
 GROWTH = 1.5  # a distance is remembered as at most so many times the usual one, a loss as so many times the allowed one

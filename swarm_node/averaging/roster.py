@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from swarm_protocol.messages import PeerCard
-
 from swarm_node.say import Say
+from swarm_protocol.messages import PeerCard
 
 MAX_NAMES = 1024  # partners whose names are remembered, the latest ones; a card costs its maker nothing
 LISTED = 5  # names in a message

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
-from swarm_protocol.errors import printable, visible
 
 from swarm_node import __version__
 from swarm_node.cli import look, model, swarm, train
@@ -24,8 +23,10 @@ from swarm_node.cli.began import where_it_began
 from swarm_node.cli.options import SettingsCommand, early_log, to_show, with_settings, with_verbosity
 from swarm_node.config.keys import VARIABLE_PREFIX
 from swarm_node.errors import TEMPORARY, USER_ERROR, NobodyReached, PluginError, SwarmNodeError, TemporaryError
+from swarm_node.install import REPOSITORY
 from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.utf8 import check_utf8
+from swarm_protocol.errors import printable, visible
 
 NOBODY_REACHED = 1  # exit code of `status` and `join` if no member was reached in time: a later try may succeed
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
@@ -70,7 +71,8 @@ GROUPS = {
 EPILOG = (
     "Every option is also an environment variable (SWARM_NODE_ROUNDS for --rounds), and so is every key of "
     "the configuration (SWARM_NODE_GRPO__LOSS for grpo.loss). With _FILE at its end, it names a file with the value. "
-    "Later sources win: defaults, settings of the run in this directory, file, environment, options, --set."
+    "Later sources win: defaults, settings of the run in this directory, file, environment, options, --set. "
+    f"Pages that messages name as docs/… are at {REPOSITORY}."
 )
 
 

@@ -14,6 +14,7 @@ from swarm_node.cli.options import CommandSettings, Json, note, option, rewards_
 from swarm_node.config import load_config
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
+from swarm_node.install import check_extra
 from swarm_node.storage.new_file import check_new_file
 from swarm_node.storage.rundir import RunDir, check_new_directory
 
@@ -251,6 +252,8 @@ def merge_models(
     check_new_directory(out, make=False)
     from swarm_node.runtime.preflight import check_functions
 
+    if with_swarm:
+        check_extra("swarm", "a swarm")
     functions = rewards_in(reward)
     check_functions(functions or [])
     starting()

@@ -25,7 +25,6 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
-from swarm_protocol.errors import printable, visible
 from typer.core import TyperCommand
 
 from swarm_node.config import NodeConfig, TaskConfig, load_config
@@ -38,9 +37,11 @@ from swarm_node.config.plugins import blamed
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.install import missing
 from swarm_node.observability.lines import LEVELS, Show, shown_as_lines
 from swarm_node.say import is_shown, level_of
 from swarm_node.storage.rundir import FULL, explained
+from swarm_protocol.errors import printable, visible
 
 CLICK: Any = import_module(typer.BadParameter.__module__)  # errors of click, or of the copy of it that typer has
 CONFIGURATION = "Configuration"
@@ -144,6 +145,8 @@ def to_show(error: BaseException) -> SwarmNodeError | None:
         return UserError(f"the name {str(error.filename)[:80]}… is too long for a file: give another")
     if type(error) is RuntimeError and "home directory" in str(error):  # of `Path.expanduser`
         return UserError("a path in the settings or the files begins with ~ and a user whom this machine does not have")
+    if isinstance(error, ModuleNotFoundError) and (lacking := missing(error)) is not None:
+        return lacking
     return blamed(error)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from swarm_node.cli.options import CommandSettings, Json, note, option, refusals_in
 from swarm_node.errors import UserError
+from swarm_node.install import check_extra
 from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ def new(
 ) -> None:
     """Create a swarm: write its manifest and print its join link. Then run `swarm-node bootstrap` on the manifest."""
     config = settings.load()
-    from swarm_protocol.manifest import ManifestLimits
-
     from swarm_node.observability.wrapping import for_stream
     from swarm_node.swarm.links import join_link
     from swarm_node.swarm.manifests import make_manifest, put_beside, with_usual_columns, write_manifest
+    from swarm_protocol.manifest import ManifestLimits
 
     path = out or Path(f"{name}.toml")
     limits = ManifestLimits(
@@ -118,6 +118,7 @@ def bootstrap(
 
     `swarm-node resume DIR` starts it again later, with its settings."""
     config = settings.load_run(member=True, usual_name="bootstrap")
+    check_extra("swarm", "a bootstrap")
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)

@@ -85,9 +85,10 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
 def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> None:
     from swarm_node.policy.model_path import is_particular
-    from swarm_node.runtime.preflight import check_material, check_run_place, with_commits
+    from swarm_node.runtime.preflight import check_material, check_run_place, with_commits, with_extras
     from swarm_node.swarm.links import swarm_to_join
 
+    config = with_extras(config)
     check_run_place(config, member)
     found = swarm_to_join(config, note_for(config, "note", json_output)) if member else None
     is_chosen = "model" in config.policy.model_fields_set and is_particular(config.policy.model)

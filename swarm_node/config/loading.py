@@ -18,8 +18,6 @@ from typing import Literal, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.manifest import LINK_SCHEME, parse_link
 
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import FILE_SUFFIX, VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
@@ -31,7 +29,10 @@ from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import COLUMNS, TaskConfig
 from swarm_node.config.trl_names import trl_hint
 from swarm_node.errors import UserError
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import LINK_SCHEME, parse_link
 
+PACKAGE = Path(__file__).parents[1]
 SETS_VARIABLE = VARIABLE_PREFIX + "SET"  # takes what `--set` takes, several with spaces between
 MAX_SECRET_CHARS = 65_536  # longest value in a file
 Layers = Sequence[tuple[str, Table]]  # (source, partial table) in rising precedence
@@ -175,6 +176,16 @@ def check_prompt(config: NodeConfig) -> None:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
 
 
+def _found(file: Path) -> Path:
+    """`file`, or that of the name `demo` or `configs/demo.toml` among those that come with this package, in a wheel or
+    in a clone."""
+    if not file.exists() and file in (Path(file.stem), Path("configs", f"{file.stem}.toml")):
+        for place in (PACKAGE / "configs", PACKAGE.parent / "configs"):
+            if (ours := place / f"{file.stem}.toml").is_file():
+                return ours
+    return file
+
+
 def read_layers(
     file: Path | None,
     env: Mapping[str, str],
@@ -183,7 +194,7 @@ def read_layers(
     others: Collection[str],
 ) -> Layers:
     """What each source of `load_config` sets. Raises UserError."""
-    layers = [] if file is None else [(str(file), read_toml(file, "the configuration"))]
+    layers = [] if file is None else [(str(file), read_toml(_found(file), "the configuration"))]
     variables = all_variables()
     for name in sorted(name for name in env if name.startswith(VARIABLE_PREFIX)):
         plain = name.removesuffix(FILE_SUFFIX)

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
+
+from swarm_node.config.section import Section
 from swarm_protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
 from swarm_protocol.transports.gossip.pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
 from swarm_protocol.transports.settings import NetworkSettings, endpoint
-
-from swarm_node.config.section import Section
 
 
 def _is_ip(text: str, version: str = "") -> bool:

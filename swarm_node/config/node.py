@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
-from swarm_protocol.limits import MAX_NAME_CHARS
 
 from swarm_node.config.machine import (
     CheckpointsConfig,
@@ -20,6 +19,7 @@ from swarm_node.config.network import NetworkConfig
 from swarm_node.config.section import NAME_PATTERN, Section
 from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
 from swarm_node.config.training import EvalConfig, GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
+from swarm_protocol.limits import MAX_NAME_CHARS
 
 DEFAULT_ROUNDS = 200
 

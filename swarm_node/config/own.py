@@ -18,8 +18,6 @@ from pathlib import Path
 from textwrap import shorten
 
 from pydantic import ValidationError
-from swarm_protocol.errors import printable
-from swarm_protocol.plain_toml import parsed_toml
 
 from swarm_node.config.explaining import explain
 from swarm_node.config.keys import Table, flat, merged, nest
@@ -28,6 +26,8 @@ from swarm_node.config.own_code import mark_of
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 from swarm_node.say import Warned
+from swarm_protocol.errors import printable
+from swarm_protocol.plain_toml import parsed_toml
 
 GIVEN = "# given:"
 FROM_THE_SWARM = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+
 from swarm_protocol.limits import MAX_NAME_CHARS
 
 

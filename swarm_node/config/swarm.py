@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
-from swarm_protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 
 from swarm_node.config.section import NAME_OR_NONE, TOGETHER, Plugin, Section
+from swarm_protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 
 
 class PipelineConfig(Section):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, field_validator, model_validator
-from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
 from swarm_node.config.section import Plugin, Section
+from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
 TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # what the node itself gives to a template
 

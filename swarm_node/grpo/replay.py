@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import msgspec
-from swarm_protocol.messages import TaskName
 
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, is_judged
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 KIND = 16  # most answers of one kind of task: about those of its last ten groups
 KEPT = 128  # most answers in all

@@ -34,17 +34,16 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from typing import Any
-
-from prometheus_client.core import InfoMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import Metric
+from typing import TYPE_CHECKING, Any
 
 from swarm_node import __version__
 from swarm_node.errors import TemporaryError, UserError
 from swarm_node.observability.hosts import is_expected
 from swarm_node.observability.metrics_reference import PREFIX, describe_metric, labelled, metric_name
 from swarm_node.storage.rundir import RunDir
+
+if TYPE_CHECKING:  # of the extra `swarm`, which --health-port needs, and nothing else here
+    from prometheus_client.metrics_core import Metric
 
 LEAST_SILENCE_S = 120.0
 TIMES = 10
@@ -58,6 +57,7 @@ MAX_REQUESTS = 16  # most connections, and so threads, at a time
 DEFAULT_PORT = "31390"  # the port of the container image
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of a server that listens on all addresses -> the address to ask it at."""
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OWN = {
     "info": "Who this is, and what its role is: `trainer` or `bootstrap`; always 1.",
     "restart_info": "Why a process of the network ended that was started again; always 1.",
@@ -175,10 +175,15 @@ class Health:
 
     def metrics(self) -> str:
         """The metrics in Prometheus's text format, version 0.0.4."""
+        from prometheus_client.exposition import generate_latest
+
         return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as a collector of prometheus_client."""
+        from prometheus_client.core import InfoMetricFamily
+        from prometheus_client.metrics_core import Metric
+
         training, _ = self.verdict()
         own = {"training": float(training), "waiting": float(self._waits and not self.leaving)}
         own["start_time_seconds"] = self._start_time
@@ -286,7 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
             good, text = health.alive() if self.path == "/livez" else health.verdict()
             code, text = 200 if good else 503, f"{text}\n"
         elif self.path == "/metrics":
-            code, text, content = 200, health.metrics(), CONTENT_TYPE_PLAIN_0_0_4
+            code, text, content = 200, health.metrics(), PROMETHEUS_TEXT
         body = text.encode(errors="replace")
         self.send_response(code)
         self.send_header("Content-Type", content)

@@ -36,7 +36,6 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from swarm_protocol.errors import printable, visible
 
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.lines import Lasting
@@ -44,6 +43,7 @@ from swarm_node.observability.tally import ENOUGH_ROUNDS, Buckets
 from swarm_node.observability.worth import others_words
 from swarm_node.observability.wrapping import wrapped
 from swarm_node.say import own_command
+from swarm_protocol.errors import printable, visible
 
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
 BAR_WIDTH = 40

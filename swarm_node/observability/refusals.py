@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from swarm_protocol.transports.refusals import Refused
 
 from swarm_node.observability.reasons import HOSTILE, SAID, words
 from swarm_node.say import Once, Warned
+from swarm_protocol.transports.refusals import Refused
 
 MAX_ROWS = 20  # most sources in a status: an attacker may have many names, and people read a few
 NOTABLE = 10  # least refusals of a source for a row, if honest nodes cause such refusals now and then

@@ -9,7 +9,6 @@ from itertools import chain, count
 from pathlib import Path
 
 import msgspec
-from swarm_protocol.errors import printable
 
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.cut_off import CUT, remedy
@@ -22,6 +21,7 @@ from swarm_node.observability.tally import ENOUGH_ROUNDS, Tally
 from swarm_node.observability.worth import Worth, mixed_words, worth_lines
 from swarm_node.say import own_command
 from swarm_node.storage.going_on import GoingOn
+from swarm_protocol.errors import printable
 
 INDENT = 10  # columns before the text of a line
 QUESTION_CHARS, ANSWER_CHARS = 200, 120  # most characters of a question and of an answer in the summary

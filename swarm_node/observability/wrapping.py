@@ -18,6 +18,7 @@ import textwrap
 from typing import TextIO
 
 from rich.cells import cell_len
+
 from swarm_protocol.errors import visible
 
 LINK = "swarm://"

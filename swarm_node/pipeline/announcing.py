@@ -12,10 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from swarm_node.pipeline.assemble import CrewParts
 from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_protocol.transports.base import Handler, Transport
-
-from swarm_node.pipeline.assemble import CrewParts
 
 ANNOUNCE_TICK_S = 0.5  # so often time passes for the crew, and the join command is renewed
 STATUS_S = 2.0  # time between two writings of the status of a node that does not lead

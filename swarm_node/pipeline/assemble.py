@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from swarm_protocol.crew import Holding, Settings, Source, crew_id, crew_key
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.lineage import NO_RUN
 from torch import Tensor
 
 from swarm_node.config import NodeConfig
@@ -43,6 +40,9 @@ from swarm_node.storage.room import check_room
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
+from swarm_protocol.crew import Holding, Settings, Source, crew_id, crew_key
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.lineage import NO_RUN
 
 FIRST_LEADER_WAIT_S = 15.0
 """A node with checkpoints of later stages only waits so much longer before it begins the crew: a node with the first

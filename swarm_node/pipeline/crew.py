@@ -19,8 +19,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from swarm_protocol.crew import Progress
-
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import leave_cohort
 from swarm_node.errors import SwarmNodeError, UserError
@@ -38,6 +36,7 @@ from swarm_node.pipeline.status_text import Aftermath
 from swarm_node.policy.architecture import is_windowed
 from swarm_node.policy.loading import load_tokenizer
 from swarm_node.types import Stop
+from swarm_protocol.crew import Progress
 
 ORDERS_WAIT_S = 0.5  # longest time between two looks at orders and messages
 JOIN_COMMAND_SLACK_S = 5.0

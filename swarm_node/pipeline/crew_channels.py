@@ -14,19 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from swarm_protocol.crew import (
-    CONTROL,
-    CREW_METHOD,
-    MAX_CONTROL_BYTES,
-    STAGE_METHOD,
-    Plan,
-    decode_record,
-    encode_record,
-)
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import Envelope, decode_envelope
-from swarm_protocol.transports.base import Channel, Listener, Transport
-
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import (
     Action,
@@ -42,6 +29,18 @@ from swarm_node.pipeline.membership.actions import (
 )
 from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.messages import Limits, check_message
+from swarm_protocol.crew import (
+    CONTROL,
+    CREW_METHOD,
+    MAX_CONTROL_BYTES,
+    STAGE_METHOD,
+    Plan,
+    decode_record,
+    encode_record,
+)
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Envelope, decode_envelope
+from swarm_protocol.transports.base import Channel, Listener, Transport
 
 PLANS = 16
 """Latest plans whose messages are still recognised, and dropped; a message of any other plan ends its channel."""

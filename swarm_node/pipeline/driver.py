@@ -34,8 +34,6 @@ from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
-from swarm_protocol import pipeline as heads
-from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
 from swarm_node.averaging.codecs import bounded
@@ -48,6 +46,8 @@ from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.say import Say, Warned
 from swarm_node.types import Sampling
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 
 T = TypeVar("T")
 TRIES = 3  # turns that end in a refusal, one after the other, before the work is given up; see also `RECENT`

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import Envelope
-
 from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Envelope
 
 MAX_WAITING = 1024  # messages that may wait here: the schedule lets far fewer be on their way
 MAX_WAITING_BYTES = 2**30  # bytes of their bodies, and of those on their way, together

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from swarm_protocol.crew import Plan
-from swarm_protocol.messages import PeerCard
-
 from swarm_node.config import NodeConfig
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.links import join_link, living
+from swarm_protocol.crew import Plan
+from swarm_protocol.messages import PeerCard
 
 
 class JoinCommand:

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm_protocol.crew import Progress
-
 from swarm_node.errors import StopRequested
 from swarm_node.pipeline.assemble import CrewParts
 from swarm_node.pipeline.compute.worker import attend
 from swarm_node.say import Warned
 from swarm_node.types import Stop
+from swarm_protocol.crew import Progress
 
 LAST_WORD_S = 5.0  # the leader waits so long until the others have heard that the run is over, and have left
 LAST_WORD_LOOK_S = 0.05  # time between two looks whether they have

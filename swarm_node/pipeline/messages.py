@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, Protocol
 
-from swarm_protocol import pipeline as heads
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION
 from torch import Tensor
 
 from swarm_node.averaging.codecs import bounded
@@ -28,6 +25,9 @@ from swarm_node.errors import Interrupted
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.tensor_codec import decode_tensor, encode_tensor
 from swarm_node.pipeline.compute.tied_weights import rows_of
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
 
 LEADER = -1  # receiver of a message: the loop that drives all stages, at the peer that holds stage 0
 ROUNDING = 0.01  # log-probabilities that are so far above 0 are 0

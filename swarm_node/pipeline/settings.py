@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from swarm_protocol.crew import Plan, Settings
-
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.messages import LEADER, Limits
+from swarm_protocol.crew import Plan, Settings
 
 MOST_TOKENS = 2**24  # largest count of tokens that `swarm_protocol.crew` allows
 MAX_ROWS = 2**14  # most samples that are drawn at a time

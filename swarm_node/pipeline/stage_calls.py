@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from swarm_protocol import pipeline as heads
-from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.messages import LEADER, MessageTransport, StageLost, StageMessage, encoded_size
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 
 TICK_S = 0.5  # longest wait for a message before the time is looked at
 

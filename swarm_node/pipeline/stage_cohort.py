@@ -18,13 +18,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarm_protocol.transports.base import Transport
 from torch import Tensor
 
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort, leave_cohort
 from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.config import AveragingConfig
+from swarm_protocol.transports.base import Transport
 
 if TYPE_CHECKING:
     from swarm_node.grpo.optimizer import Optimizer

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from swarm_protocol.crew import Progress
-from swarm_protocol.transports.base import Transport
-
 from swarm_node.pipeline.messages import StageLost
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.say import Warned
+from swarm_protocol.crew import Progress
+from swarm_protocol.transports.base import Transport
 
 RECOVERED = "stages/recovered/"
 ROUNDS_AFTER = 10  # rounds on either side of a loss whose mean rewards are compared

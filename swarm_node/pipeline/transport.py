@@ -18,12 +18,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
-from swarm_protocol.codec import version_for
-from swarm_protocol.crew import Holding, Plan, Progress, Source
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.transports.base import Transport
-
 from swarm_node.pipeline.compute.worker import refused_turn
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected
@@ -31,6 +25,11 @@ from swarm_node.pipeline.membership.actions import BuildStage, PeerSpec, StartLe
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
+from swarm_protocol.codec import version_for
+from swarm_protocol.crew import Holding, Plan, Progress, Source
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 
 TICK_S = 0.25  # time passes for the crew at least this often while the main thread waits
 LEAST_TICK_S = 0.05  # shortest time between two ticks, since messages may come in hundreds a second

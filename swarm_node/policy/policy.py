@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from swarm_protocol.limits import CHARS_PER_TOKEN
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,6 +33,7 @@ from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
 from swarm_node.storage.model_names import model_name
 from swarm_node.types import Rollout, Sampling
+from swarm_protocol.limits import CHARS_PER_TOKEN
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
 CUT_TOKENS = 8

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from swarm_protocol.answer_form import AnswerKind
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
@@ -29,6 +28,7 @@ from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.model_card import About, front_matter, repeated, sections
 from swarm_node.policy.tokenizing import guarded
 from swarm_node.say import in_short
+from swarm_protocol.answer_form import AnswerKind
 
 PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from swarm_protocol.answer_form import WRITTEN, AnswerForm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from swarm_node.policy import tokenizing
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 PAD, SEP, EOS = "<pad>", "<sep>", "<eos>"
 FORMS: dict[AnswerForm, float] = {"any": 0.85, "tags": 0.1, "boxed": 0.05}

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from swarm_protocol.limits import MAX_LAYERS
 from torch import Tensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -30,6 +29,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.model_path import MAX_HEADER_BYTES
 from swarm_node.say import in_short
 from swarm_node.storage.plain_files import read_plain
+from swarm_protocol.limits import MAX_LAYERS
 
 MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
 MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each

@@ -12,7 +12,7 @@ from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.plugins import name_in_program, users_own
 from swarm_node.errors import UserError
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
-from swarm_node.runtime.preflight import with_commits
+from swarm_node.runtime.preflight import with_commits, with_extras
 from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.run_settings import not_used
 from swarm_node.storage.rundir import RunDir
@@ -68,7 +68,7 @@ def train(
 
 
 def _train(settings: NodeConfig, manner: Manner) -> TrainResult:
-    settings, swarm = with_commits(settings), None
+    settings, swarm = with_commits(with_extras(settings)), None
     if settings.swarm is not None:
         from swarm_node.swarm.links import swarm_to_join
 

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-from swarm_protocol.errors import LocalProtocolError
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.topics import rollout_topic
-from swarm_protocol.transports.base import Transport
-from swarm_protocol.transports.ports import lost_port
 
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.own import dump_own
@@ -52,6 +46,12 @@ from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.page import History, page_directory, page_of, page_status
 from swarm_node.swarm.question_files import gather_files, names_of_files
 from swarm_node.swarm.twins import check_twins
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.topics import rollout_topic
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.ports import lost_port
 
 MEMBERS_CHECK_S = 0.5
 NO_ADDRESS_S = 30.0  # a bootstrap that had no address for so long is unhealthy: nobody can join through it

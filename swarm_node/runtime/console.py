@@ -20,8 +20,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from swarm_protocol.errors import printable
-
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SwarmNodeError
 from swarm_node.observability.health import Health, serving
@@ -32,6 +30,7 @@ from swarm_node.observability.usage import UsageSampler
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.rundir import RunDir, goes_with_container
+from swarm_protocol.errors import printable
 
 LOGGER = logging.getLogger("swarm_node")
 PASSING = {"start", "legend", "estimate", "link", "join", "completion"}  # kinds of sentences that need not stay in view

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from swarm_protocol.errors import printable
-
 from swarm_node.config import GrpoConfig, RolloutsConfig
 from swarm_node.config.figures import WORDS, Figure
 from swarm_node.observability.cut_off import MANY
@@ -19,6 +17,7 @@ from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probes import round_seconds, token_seconds
 from swarm_node.say import Detail, Warned
+from swarm_protocol.errors import printable
 
 QUESTIONS = 3  # questions that are shown
 QUESTION_CHARS, ANSWER_CHARS = 200, 160  # most characters shown of each

@@ -20,10 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.limits import MAX_MANIFEST_BYTES
-from swarm_protocol.manifest import parse_manifest
-
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import USER_ERROR
 from swarm_node.runtime.callbacks import Manner, TrainResult
@@ -34,6 +30,9 @@ from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import parse_manifest
 
 CREW = "local"
 PROCESS_CHECK_S = 0.5

@@ -12,7 +12,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from swarm_protocol.lineage import read_lineage, shared
 from torch import Tensor
 
 from swarm_node.config import NodeConfig
@@ -31,6 +30,7 @@ from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.model_names import model_name
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
+from swarm_protocol.lineage import read_lineage, shared
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode

@@ -15,12 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm_protocol.codec import spoken_by
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
-from swarm_protocol.messages import PROTOCOL_VERSION
-from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
-
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node, fitted
 from swarm_node.policy.loading import load_policy
@@ -28,6 +22,11 @@ from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected
 from swarm_node.swarm.member import Member
 from swarm_node.tasks import TaskSet, load_tasks
+from swarm_protocol.codec import spoken_by
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
 
 START = 1_800_000_000.0  # Unix time at which simulations begin
 SIMULATED_CHECK_S = 0.05  # virtual time between two looks of a node that waits for others' weights

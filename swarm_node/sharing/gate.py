@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
-from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Rollout
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 FIXED = -6.0  # B of a node with too few answers of its own: it would draw such a token once in 400 times
 STRICTEST = -4.0

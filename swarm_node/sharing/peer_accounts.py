@@ -17,10 +17,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from swarm_protocol.manifest import ManifestLimits
-
 from swarm_node.observability.reasons import words
 from swarm_node.say import Warned
+from swarm_protocol.manifest import ManifestLimits
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap turns task assignment "

@@ -13,6 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+
+from swarm_node.config import SharingConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.policy import Policy
+from swarm_node.sharing.peer_accounts import MINUTE_S
+from swarm_node.tasks.judging import JUDGE
+from swarm_node.tasks.one_turn import prompt_digest
+from swarm_node.tasks.taskset import has_signal
+from swarm_node.types import Group, Rollout, Sampling
 from swarm_protocol.codec import SIGNED_HEAD_BYTES, sign_batch
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import (
@@ -28,15 +37,6 @@ from swarm_protocol.limits import (
 from swarm_protocol.manifest import Manifest
 from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from swarm_protocol.peers import is_relayed
-
-from swarm_node.config import SharingConfig
-from swarm_node.errors import UserError
-from swarm_node.policy.policy import Policy
-from swarm_node.sharing.peer_accounts import MINUTE_S
-from swarm_node.tasks.judging import JUDGE
-from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal
-from swarm_node.types import Group, Rollout, Sampling
 
 KINDS_SINCE = 2
 """Protocol that knows kinds of answers: nodes of an earlier one have refused the manifest of a swarm that has any."""

@@ -24,12 +24,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
-from swarm_protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedTurn
 
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
@@ -39,6 +33,12 @@ from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal, score_rollouts, slot_key
 from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
+from swarm_protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedTurn
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024

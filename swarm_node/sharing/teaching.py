@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from swarm_protocol.messages import TaskName
 
 from swarm_node.observability.worth import WINDOW, Change
 from swarm_node.tasks.taskset import has_signal
 from swarm_node.types import Group
+from swarm_protocol.messages import TaskName
 
 LATEST = 16
 """Latest own groups of a kind: while none of them, and none of fewer, has a right answer, the kind counts as unsolved

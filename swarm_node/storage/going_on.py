@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from swarm_protocol.plain_toml import parsed_toml
 
 from swarm_node.say import own_command
 from swarm_node.storage.names import newest_round
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import RunDir
+from swarm_protocol.plain_toml import parsed_toml
 
 MAX_CONFIG_BYTES = 1 << 20  # a longer config.toml is not read
 USUAL_ROUNDS = 200  # as `DEFAULT_ROUNDS` of the configuration, which the dashboard may not import

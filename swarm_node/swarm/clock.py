@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from swarm_node.say import Once, Warned
 from swarm_protocol.limits import MAX_CLOCK_SKEW_S
 from swarm_protocol.transports.base import Transport
-
-from swarm_node.say import Once, Warned
 
 SET_CLOCK = "sudo sntp -sS time.apple.com" if sys.platform == "darwin" else "sudo timedatectl set-ntp true"
 

@@ -12,6 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+
+from swarm_node import __version__
+from swarm_node.swarm.question_files import names_of_files
+from swarm_node.tasks.catalogue import SETS
 from swarm_protocol.limits import (
     CONFIG_HASH_CHARS,
     MAX_DECLARED_ANSWERS,
@@ -22,10 +26,6 @@ from swarm_protocol.limits import (
 from swarm_protocol.manifest import Manifest
 from swarm_protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
 from swarm_protocol.topics import short_hash
-
-from swarm_node import __version__
-from swarm_node.swarm.question_files import names_of_files
-from swarm_node.tasks.catalogue import SETS
 
 MAX_KINDS = 64  # kinds of task that a table over all members has: those with most answers
 

@@ -16,9 +16,8 @@ from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from swarm_protocol.hosts import is_public
-
 from swarm_node.errors import UserError
+from swarm_protocol.hosts import is_public
 
 TIMEOUT_S = 10.0  # the longest silence of a server
 DEADLINE_S = 300.0  # the longest download, unless the caller sets another limit: 64 MiB at two megabits a second

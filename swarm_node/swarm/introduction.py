@@ -6,10 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from textwrap import shorten
 
-from swarm_protocol.answer_form import WRITTEN
-from swarm_protocol.errors import printable
-from swarm_protocol.manifest import Manifest
-
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.keys import flat
 from swarm_node.config.own import read_toml
@@ -22,6 +18,9 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
 from swarm_node.swarm.question_files import names_of_files
 from swarm_node.tasks import TaskSet
+from swarm_protocol.answer_form import WRITTEN
+from swarm_protocol.errors import printable
+from swarm_protocol.manifest import Manifest
 
 EXAMPLES = 3  # questions, and names of kinds and files, that are shown
 DRAWN = 24  # questions among which examples of different kinds are looked for

@@ -16,12 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from swarm_protocol.errors import LocalProtocolError, PeerUnreachable
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.transports.base import Transport
-
 from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
 from swarm_node.say import Say
@@ -36,6 +30,11 @@ from swarm_node.swarm.network import arriving, identity_file, open_transport, se
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.hosts import is_public
-from swarm_protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
-from swarm_protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.peers import MAX_CACHE_BYTES, is_relayed, parse_cache
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
@@ -32,6 +26,12 @@ from swarm_node.storage.plain_files import open_plain, read_plain
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.download import download, is_url
 from swarm_node.swarm.manifests import check_addresses, render
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.hosts import is_public
+from swarm_protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.peers import MAX_CACHE_BYTES, is_relayed, parse_cache
 
 MAX_BOOTSTRAP = 64  # bootstrap addresses in a kept manifest
 MAX_NAMED = 3  # other members that a join link names: people type it

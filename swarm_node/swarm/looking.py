@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from swarm_protocol.errors import PeerUnreachable, ProtocolError
 
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
@@ -23,6 +22,7 @@ from swarm_node.swarm.links import MAX_NAMED, Swarm, find_swarm, join_link
 from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import visitor
 from swarm_node.swarm.page import History, page_directory, page_of, page_status
+from swarm_protocol.errors import PeerUnreachable, ProtocolError
 
 LOOK_S = 3.0  # time between two looks at the members
 MANIFEST_WAIT_S = 5.0  # how long one try to get the manifest may take: only names and kinds of task wait for it

@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from swarm_node.errors import UserError
+from swarm_node.say import Say, Warned
+from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_bootstrap
 from swarm_protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
 from swarm_protocol.limits import MAX_MANIFEST_BYTES
@@ -21,10 +24,6 @@ from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
 from swarm_protocol.messages import PeerCard
 from swarm_protocol.peers import is_relayed, peer_of
 from swarm_protocol.transports.base import Transport
-
-from swarm_node.errors import UserError
-from swarm_node.say import Say, Warned
-from swarm_node.swarm.links import MAX_NAMED, Swarm, distinct, join_link, with_bootstrap
 
 MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
 """How long a member may take to give the manifest, also when the user's time (`--minutes`) is nearly over."""

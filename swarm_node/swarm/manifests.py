@@ -21,21 +21,21 @@ from typing import Any
 
 import msgspec
 import tomli_w
-from swarm_protocol.answer_form import AnswerKind
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.identity import public_key_of
-from swarm_protocol.limits import MAX_RESPONSE_BYTES
-from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
-from swarm_protocol.peers import peer_of
 
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.training import HUB, TABLES, is_question_file
+from swarm_node.config.training import HUB, TABLES
 from swarm_node.errors import UserError
 from swarm_node.say import Say
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import os_errors_explained
 from swarm_node.swarm.download import download, is_url
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import public_key_of
+from swarm_protocol.limits import MAX_RESPONSE_BYTES
+from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
+from swarm_protocol.peers import peer_of
 
 PEERS_PER_SHARD = 32
 NOT_LINES = (*TABLES, ".parquet")  # endings of question files that are not lines of text
@@ -175,7 +175,9 @@ def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfi
 
 def as_table(spec: str) -> TaskConfig:
     """A task from its name on the command line."""
-    return TaskConfig(file=spec) if is_question_file(spec) or is_url(spec) else TaskConfig(env=spec)
+    from swarm_node.tasks.sources import task_table
+
+    return TaskConfig(file=spec) if is_url(spec) else task_table(spec)
 
 
 def read_questions(place: str) -> bytes:

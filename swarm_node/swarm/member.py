@@ -13,13 +13,6 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-from swarm_protocol.codec import SPOKEN, common_version, in_version
-from swarm_protocol.identity import Identity
-from swarm_protocol.limits import SLOTS
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
-from swarm_protocol.transports.base import Handler, Transport
 from torch import Tensor
 
 from swarm_node.averaging.averager import Averager
@@ -41,6 +34,13 @@ from swarm_node.swarm.uses import Uses
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
+from swarm_protocol.codec import SPOKEN, common_version, in_version
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import SLOTS
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.transports.base import Handler, Transport
 
 MAX_SHOWN = 500  # peers in a status: those with the most admitted groups
 SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")

@@ -9,19 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.transports.base import Transport
-from swarm_protocol.transports.settings import NetworkSettings
-
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.say import Detail, Say, Warned
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm, distinct
 from swarm_node.swarm.manifests import check_addresses, render
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.settings import NetworkSettings
 
 if TYPE_CHECKING:
     from swarm_protocol.transports.p2p.transport import P2PTransport

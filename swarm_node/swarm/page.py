@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from swarm_protocol.messages import PeerCard
-
 from swarm_node.storage.rundir import PAGE
 from swarm_node.swarm.declared import declared_table, pass_1_of, success_by_kind
+from swarm_protocol.messages import PeerCard
 
 HISTORY_S = 10.0  # first time between two points of a history; doubled whenever it is full
 MAX_POINTS = 240

@@ -10,11 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError, printable
-from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
-from swarm_protocol.transports.base import Transport
-from swarm_protocol.transports.transfer import Pace
-
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import HUB
 from swarm_node.errors import UserError
@@ -25,6 +20,10 @@ from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.lookup import ask_around
 from swarm_node.swarm.manifests import as_table, read_questions
 from swarm_node.tasks.names import numbered
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError, printable
+from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
+from swarm_protocol.transports.base import Transport
+from swarm_protocol.transports.transfer import Pace
 
 ALL_FILES_S = 120.0
 """How long question files may delay the start of a node, whatever their sources and members do: as long as the largest

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from swarm_protocol.twins import Twins
-
 from swarm_node.errors import UserError
 from swarm_node.say import Once, Warned
+from swarm_protocol.twins import Twins
 
 REMEDY = "remove identity.key from its run directory (a start makes a new one), or give another --identity"
 

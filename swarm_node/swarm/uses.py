@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
 from swarm_protocol.messages import PeerCard
 from swarm_protocol.topics import short_hash
 

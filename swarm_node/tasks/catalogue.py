@@ -7,7 +7,13 @@ same questions and answers (tests/data/task_digests.json). docs/tasks.md has the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
+
+STARTER = "starter"
+STARTER_QUESTIONS = Path(__file__).with_name("starter.jsonl")
+"""The questions that this package brings, of that name among tasks: some of the set `small`, for a node without
+reasoning-gym (scripts/starter_questions.py)."""
 
 ALLOWED: dict[str, Literal["library", "own"]] = {
     "arc_1d": "library",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm_protocol.answer_form import AnswerKind
-
 from swarm_node.config import TaskConfig
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
-from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS
+from swarm_node.install import check_extra
+from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS, STARTER
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import endless, unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
 from swarm_node.tasks.sources import ENVIRONMENTS, known_names
+from swarm_protocol.answer_form import AnswerKind
 
 
 def check_end(specs: Sequence[str | TaskConfig]) -> None:
@@ -31,11 +31,16 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool, kind: An
             QuestionFile(spec.file, answer_needed, spec.columns, spec.kind or kind)
             continue
         name = spec if isinstance(spec, str) else spec.env or ""
+        if name == STARTER:
+            continue
         if is_question_file(name):
             QuestionFile(name, answer_needed, kind=kind)
             continue
         group, _, member = name.rpartition("/")
-        if ":" in name or name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):
+        if ":" in name:
+            continue
+        if name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):
+            check_extra("puzzles", f"task {name!r}")
             continue
         is_refused = name in REFUSED or (name.isidentifier() and not nearest(name, known_names()) and name in library())
         if not is_refused:

@@ -17,9 +17,6 @@ from textwrap import shorten
 from typing import Any
 
 import msgspec
-from swarm_protocol.answer_form import AnswerKind
-from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config.training import COLUMNS, HUB
 from swarm_node.errors import UserError
@@ -45,6 +42,9 @@ from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.tasks.rows import read_rows, wrong
 from swarm_node.types import Task
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from swarm_protocol.messages import TaskName
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
 MAX_BYTES = 2**31  # of a file: it is read into memory

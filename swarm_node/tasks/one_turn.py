@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-from swarm_protocol.answer_form import AnswerForm
-
 from swarm_node.config import NodeConfig
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract
 from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Task
+from swarm_protocol.answer_form import AnswerForm
 
 EVALUATION_SHARE = 5  # one question in five is for evaluation
 

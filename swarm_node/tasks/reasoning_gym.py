@@ -16,16 +16,16 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
-from swarm_protocol.messages import TaskName
-
 from swarm_node.errors import UserError
+from swarm_node.install import check_extra
 from swarm_node.tasks import checkers
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.judging.texts import text_or_number
 from swarm_node.tasks.one_turn import OneTurn
 from swarm_node.types import Task
+from swarm_protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from swarm_protocol.messages import TaskName
 
 FIXED = {"seed", "size", "data_file"}
 """Options that are not the user's: the index stands for the seed, the size is always the same, and a file of one's own
@@ -68,6 +68,7 @@ class ReasoningGym(OneTurn):
     def __init__(self, name: str, options: dict[str, Any], path: str = "") -> None:
         if name not in ALLOWED:
             raise UserError(f"task {name!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
+        check_extra("puzzles", f"task {name!r}")
         self.environment = self.label = name
         self.path = path or name
         self.generator = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
@@ -135,7 +136,8 @@ def list_environments() -> list[Entry]:
 
 def library() -> dict[str, tuple[Any, Any]]:
     """Environment -> (class of its data set, class of its options): all of the library, audited or not. Imports
-    reasoning-gym (about a second), hence only here."""
+    reasoning-gym (about a second), hence only here. UserError if it is not installed."""
+    check_extra("puzzles", "this")
     from reasoning_gym.factory import DATASETS
 
     return DATASETS

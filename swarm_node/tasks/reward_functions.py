@@ -7,12 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from swarm_protocol.errors import printable
-
 from swarm_node.config.plugins import is_stop, load_function, place_of, plugin_error
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import PluginError, UserError
 from swarm_node.types import Task
+from swarm_protocol.errors import printable
 
 RewardFunction = Callable[..., list[float | None]]
 """A function of the user's own, with TRL's signature `f(prompts, completions, **columns)`. It gives None for a

@@ -11,17 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from swarm_protocol.answer_form import AnswerKind
-
 from swarm_node.config import TaskConfig
 from swarm_node.config.plugins import load_function, plugin_error
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
-from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
+from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, STARTER, STARTER_QUESTIONS
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import numbered, unknown_task
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
+from swarm_protocol.answer_form import AnswerKind
 
 ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
@@ -29,6 +28,8 @@ ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict
 
 def task_table(spec: str | TaskConfig) -> TaskConfig:
     """A spec as a table."""
+    if spec == STARTER:
+        return TaskConfig(file=str(STARTER_QUESTIONS), kind="text")
     if isinstance(spec, TaskConfig):
         return spec
     return TaskConfig(file=spec) if is_question_file(spec) else TaskConfig(env=spec)
@@ -79,7 +80,7 @@ def open_sources(table: TaskConfig, answer_needed: bool, kind: AnswerKind | None
 
 def known_names() -> set[str]:
     """All names of sets, of their members and of environments."""
-    return {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
+    return {STARTER, *SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
 
 
 def _own_source(name: str, options: dict[str, Any]) -> TaskSource:

@@ -20,11 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat, zip_longest
 from math import ceil
 
-from swarm_protocol.answer_form import AnswerKind
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import TaskName
-from swarm_protocol.topics import number
-
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import blamed
 from swarm_node.errors import UserError
@@ -39,6 +34,10 @@ from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
 from swarm_node.tasks.sources import chooses, make_labels_distinct, open_sources, task_table
 from swarm_node.types import Rollout, Score, Task
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import TaskName
+from swarm_protocol.topics import number
 
 LOGGER = logging.getLogger(__name__)
 MOST_COUNTED = 100_000  # questions of a source that are counted when a run starts: it takes a second

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import parse_manifest
 
 from benchmarks.sweep import grid_settings, read_grid
 from swarm_node.cli.app import app
 from swarm_node.cli.commands.sweep import Sweep
 from swarm_node.config import load_config
 from swarm_node.config.keys import all_keys
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 from tests.support.pages import ELSEWHERE, PAGES, Fence, fences, name_of, spans
 from tests.support.repository import ROOT
 

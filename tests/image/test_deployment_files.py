@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import parse_manifest
 
+from scripts.wheels import SOURCES
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import TEMPORARY
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 from tests.image.test_docker_files import image_env
 from tests.support.docker_files import DOCKER
 from tests.support.repository import ROOT
@@ -334,8 +335,16 @@ def test_the_release_builds_the_image_there_is() -> None:
 
 
 def release_steps() -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = yaml.safe_load(RELEASE.read_text())["jobs"]["image"]["steps"]
-    return steps
+    return [step for job in yaml.safe_load(RELEASE.read_text())["jobs"].values() for step in job["steps"]]
+
+
+def test_nothing_is_published_before_the_wheel_was_tried() -> None:
+    jobs = yaml.safe_load(RELEASE.read_text())["jobs"]
+    assert set(jobs["try"]["needs"]) == {"wheels", "package"} and "container" in jobs["try"]
+    writes = {name for name, job in jobs.items() if "write" in job.get("permissions", {}).values()}
+    assert writes == {"publish", "image"} and all("try" in jobs[name]["needs"] for name in writes)
+    [build] = [step for step in jobs["wheels"]["steps"] if "run" in step]
+    assert all(each in build["run"] for each in SOURCES)
 
 
 def test_the_release_pins_actions_by_commit() -> None:
@@ -389,7 +398,7 @@ def test_skypilot_takes_torch_that_fits_the_machine(gpu: bool, tmp_path: Path) -
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
     subprocess.run(["sh", "-c", setup], env=env, cwd=ROOT, check=True)
     venv, *torch, rest = (tmp_path / "told").read_text().splitlines()
-    assert venv.startswith("venv --python 3.12") and rest.endswith(".[s3]")
+    assert venv.startswith("venv --python 3.12") and rest.endswith(".[swarm,puzzles,s3]")
     assert all("-c constraints.txt" in line for line in (*torch, rest))
     index = "--index-url https://download.pytorch.org/whl/cpu --no-deps torch"
     assert [line.endswith(index) for line in torch] == ([] if gpu else [True])

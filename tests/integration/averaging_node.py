@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.transports.p2p.transport import P2PTransport
-from swarm_protocol.transports.settings import NetworkSettings
 
 from swarm_node.averaging.averager import CohortPlace
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.p2p.transport import P2PTransport
+from swarm_protocol.transports.settings import NetworkSettings
 from tests.support.commands import obey
 
 SWARM, COHORT = "ab" * 32, "c" * 16

@@ -15,6 +15,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PDaemonError
 from hivemind.proto import dht_pb2
 from plane_scenarios import fails, main, same, started, until
+
+from benchmarks.attacks.hostile import call, dht_peer
 from swarm_protocol.codec import sign_card
 from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, read_cards
 from swarm_protocol.identity import Identity
@@ -26,8 +28,6 @@ from swarm_protocol.transports.dht.records import FOUND_EACH, STORED_EACH, CardS
 from swarm_protocol.transports.p2p import daemon as p2p_daemon
 from swarm_protocol.transports.p2p.transport import P2PTransport
 from swarm_protocol.transports.settings import NetworkSettings
-
-from benchmarks.attacks.hostile import call, dht_peer
 from tests.support.planes import EVERYWHERE, SWARM, TTL_S
 
 

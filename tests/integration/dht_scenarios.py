@@ -24,6 +24,8 @@ from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from plane_scenarios import main, same, started, until
+
+from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
 from swarm_protocol.codec import sign_card
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.identity import Identity
@@ -34,8 +36,6 @@ from swarm_protocol.topics import bucket_of, membership_key
 from swarm_protocol.transports.dht.neighbours import Neighbours
 from swarm_protocol.transports.dht.records import CardStorage, CardValidator
 from swarm_protocol.transports.refusals import Refusals
-
-from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
 from tests.support.planes import EVERYWHERE, HANG_S, SWARM, TTL_S, Node
 
 KEYS = [DHTID.generate(membership_key(SWARM, bucket)) for bucket in EVERYWHERE]
@@ -126,6 +126,7 @@ async def storage_is_bounded_and_keeps_the_newest() -> None:
 async def a_bucket_is_read_as_it_was_written() -> None:
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.utils.serializer import MSGPackSerializer
+
     from swarm_protocol.transports.dht.messages import MAX_BUCKET_CARDS, decode_bucket, encode_bucket, shares
 
     records = [("a", b"x" * 2048, 5e9), ("b", b"", 6e9)]

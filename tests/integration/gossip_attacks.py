@@ -30,10 +30,10 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.utils import encode_varint_prefixed
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+
 from swarm_protocol import topics
 from swarm_protocol.identity import Identity
 from swarm_protocol.topics import shard_of
-
 from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 GOSSIP = "/meshsub/1.1.0"

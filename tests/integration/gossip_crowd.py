@@ -27,8 +27,8 @@ from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.utils import encode_uvarint, encode_varint_prefixed
 from multiaddr import Multiaddr
-from swarm_protocol.transports.gossip.safe_host import CountedTCP, make_host
 
+from swarm_protocol.transports.gossip.safe_host import CountedTCP, make_host
 from tests.integration.gossip_attacks import Attacker
 
 MULTISTREAM = b"\x13/multistream/1.0.0\n"

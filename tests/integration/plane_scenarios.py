@@ -20,7 +20,6 @@ from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from swarm_protocol.transports.base import Accepted, Outgoing, Sink
 from swarm_protocol.transports.p2p import daemon as p2p_daemon
 from swarm_protocol.transports.p2p.daemon import NEW_S, Daemon
-
 from tests.support.planes import EVERYWHERE, HANG_S, SWARM, Node
 from tests.support.ports import free_port
 from tests.support.scenarios import serve

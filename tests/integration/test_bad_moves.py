@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.transports.ports import Port
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
+from swarm_protocol.transports.ports import Port
 from tests.support.disks import leave
 from tests.support.fake_transport import address
 from tests.support.waiting import PATIENCE_S

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.manifest import parse_manifest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
@@ -23,6 +21,8 @@ from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
 from swarm_node.storage.rundir import RunDir
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import parse_manifest
 from tests.support.run_files import answered, metrics, write
 
 Change = Callable[[Path], object]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swarm_protocol.transports.gossip import client as gossip_client
 from swarm_protocol.transports.gossip.pipe import (
     Ask,
@@ -30,7 +31,6 @@ from swarm_protocol.transports.gossip.pipe import (
     frame,
 )
 from swarm_protocol.transports.ports import Port
-
 from tests.support.gossip_peers import (
     HANG_S,
     SWARM,

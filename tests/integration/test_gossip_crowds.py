@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
-from swarm_protocol.transports.gossip.places import MAX_BUFFERED
 
+from swarm_protocol.transports.gossip.places import MAX_BUFFERED
 from tests.support.gossip_peers import (
     HANG_S,
     Peer,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from swarm_protocol.manifest import parse_link
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swarm_protocol.manifest import parse_link
 from tests.support.processes import LOCAL, QUICK, Start, make_manifest
 from tests.support.waiting import PATIENCE_S
 

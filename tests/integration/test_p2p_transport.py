@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.identity import Identity
 
+from swarm_protocol.identity import Identity
 from tests.support.p2p_processes import Node
 from tests.support.ports import free_port
 from tests.support.processes import alive

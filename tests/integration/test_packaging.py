@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import swarm_node
+from swarm_node.install import EXTRA_OF
 from tests.support.repository import ROOT
 
 PACKAGES = {"swarm_node": ROOT, "swarm_protocol": ROOT / "protocol"}
@@ -33,7 +35,7 @@ PINS = {
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy, so that nothing is left behind in the repository and nothing stale gets in."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ["swarm_node", "protocol", "tests", "pyproject.toml", "LICENSE", "README.md"]:
+    for name in ["swarm_node", "protocol", "configs", "tests", "pyproject.toml", "LICENSE", "README.md"]:
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -50,7 +52,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: zipfile.ZipFile) 
         for package, place in PACKAGES.items()
         for path in (place / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
-    }
+    } | {f"swarm_node/configs/{name}.toml" for name in ("crew", "demo", "local", "lora", "swarm", "trl")}
     assert {
         "swarm_node/py.typed",
         "swarm_protocol/py.typed",
@@ -67,6 +69,11 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "swarm-node = swarm_node.cli.app:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert metadata["Author"] and metadata.get_all("Project-URL")
+    page = metadata.get_payload()
+    links = re.findall(r"\]\(([^)]*)\)", page)  # an index has none of the files beside README
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    assert f"/v{swarm_node.__version__}/docs/images/real-model.png" in page
     assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
 
 
@@ -98,12 +105,12 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = PROJECT["dependencies"] + extras["wandb"] + extras["tensorboard"] + extras["trackio"]
     declared += extras["optuna"] + extras["quantize"] + extras["parquet"]
-    declared += extras["plots"]
+    declared += extras["plots"] + extras["swarm"] + extras["puzzles"]
     names = {canonicalize_name(Requirement(text).name) for text in declared} | RIVALS
     distributions = packages_distributions()
     undeclared = set()
-    for package in PACKAGES:
-        for file in (ROOT / package).rglob("*.py"):
+    for package, place in PACKAGES.items():
+        for file in (place / package).rglob("*.py"):
             for module in imported(ast.parse(file.read_text())):
                 homes = {canonicalize_name(name) for name in distributions.get(module, [module])}
                 if module not in sys.stdlib_module_names and module not in PACKAGES and not homes & names:
@@ -127,7 +134,8 @@ def test_pins_are_plain_and_satisfy_the_declared_ranges() -> None:
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     assert len(PINS) == len(lines)
     extras = PROJECT["optional-dependencies"]
-    for text in PROJECT["dependencies"] + extras["dev"] + extras["docs"] + extras["wandb"] + extras["tensorboard"]:
+    chosen = [extras[name] for name in ("swarm", "puzzles", "dev", "docs", "wandb", "tensorboard")]
+    for text in [*PROJECT["dependencies"], *chain.from_iterable(chosen)]:
         requirement = Requirement(text)
         pin = PINS[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(pin, prereleases=True), text
@@ -135,20 +143,41 @@ def test_pins_are_plain_and_satisfy_the_declared_ranges() -> None:
 
 
 def test_the_pinned_set_is_complete() -> None:
+    seen = all_of("swarm", "puzzles", "dev")
+    assert not seen - PINS.keys()
+    assert len(seen) > 100
+
+
+def test_a_plain_installation_has_nothing_to_compile() -> None:
+    """libp2p and reasoning-gym want packages of which the index has sources alone."""
+    plain = all_of()
+    of_extras = set(map(canonicalize_name, packages_of(*EXTRA_OF)))
+    assert not plain & ({"fastecdsa", "pycosat"} | of_extras) and "typer" in plain
+    assert "fastecdsa" in all_of("swarm") and "pycosat" in all_of("puzzles")
+
+
+def test_extras_are_named_for_what_they_bring() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for package, extra in EXTRA_OF.items():
+        assert set(packages_of(package)) & {canonicalize_name(Requirement(r).name) for r in extras[extra]}
+
+
+def packages_of(*modules: str) -> list[str]:
+    """The names of the packages that have these modules."""
+    return [canonicalize_name(name) for module in modules for name in packages_distributions()[module]]
+
+
+def all_of(*extras: str) -> set[str]:
+    """The packages that an installation with these extras has, torch's CUDA packages aside."""
     environment = default_environment() | {"extra": ""}
-    todo = [
-        canonicalize_name(Requirement(r).name)
-        for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
-    ]
+    asked = [PROJECT["dependencies"], *map(PROJECT["optional-dependencies"].__getitem__, extras)]
+    todo = [canonicalize_name(Requirement(r).name) for r in chain.from_iterable(asked)]
     seen: set[str] = set()
-    missing = set()
     while todo:
         name = todo.pop()
         if name in seen:
             continue
         seen.add(name)
-        if name not in PINS:
-            missing.add(name)
         if name == "torch":  # its CUDA packages differ by platform, and it pins them itself
             continue
         try:
@@ -157,5 +186,4 @@ def test_the_pinned_set_is_complete() -> None:
             pytest.fail(f"{name} is not installed: make test")
         requirements = [Requirement(text) for text in below]
         todo += [canonicalize_name(r.name) for r in requirements if not r.marker or r.marker.evaluate(environment)]
-    assert not missing
-    assert len(seen) > 100
+    return seen

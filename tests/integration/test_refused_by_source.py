@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swarm_protocol.transports.p2p.transport import P2PTransport
 from swarm_protocol.transports.settings import NetworkSettings
-
 from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swarm_protocol.identity import Identity
 
 from swarm_node.install import upgrade_command
+from swarm_protocol.identity import Identity
 from tests.support.processes import LOCAL, QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from swarm_protocol.manifest import Manifest, parse_manifest
-from swarm_protocol.transports.memory import LinkModel
 
 from swarm_node.config import load_config
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
+from swarm_protocol.manifest import Manifest, parse_manifest
+from swarm_protocol.transports.memory import LinkModel
 from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes
 
 PACES = (1.2, 1.35, 1.8, 4.5)

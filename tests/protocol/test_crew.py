@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
+
 from swarm_protocol.codec import SPOKEN
 from swarm_protocol.crew import (
     CONTROL,
@@ -41,7 +42,6 @@ from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_protocol.limits import MAX_STAGES
 from swarm_protocol.lineage import MAX_SEGMENTS
 from swarm_protocol.messages import PROTOCOL_VERSION
-
 from tests.support.wire import SWARM, fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm_protocol.dials import (
     HOST_TRIES,
     INHABITED_WAIT_S,

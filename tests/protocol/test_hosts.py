@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm_protocol.hosts import neighbourhood, neighbourhood_of_stream
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_protocol.identity import Identity, peer_id_of, public_key_of, verify
-
 from tests.support.wire import IDENTITY, STRANGER, mutations, refused
 
 KEY_FILE = bytes.fromhex("08011240") + bytes(range(32)) + IDENTITY.public_key

@@ -1,6 +1,7 @@
 """Lengths of time in messages."""
 
 import pytest
+
 from swarm_protocol.errors import in_seconds
 
 

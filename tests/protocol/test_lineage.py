@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.lineage import (
     MAX_SEGMENTS,

@@ -11,11 +11,11 @@ import pytest
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from swarm_protocol.limits import MAX_MANIFEST_BYTES
 from swarm_protocol.manifest import MAX_FILES_BYTES, JoinLink, Manifest, ManifestTask, parse_link, parse_manifest
 from swarm_protocol.plain_toml import MAX_DOTS
-
 from tests.support.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.manifest import Manifest, ManifestModel, ManifestTask, parse_manifest
 from swarm_protocol.model_listing import (
@@ -25,7 +26,6 @@ from swarm_protocol.model_listing import (
     encode_listing,
     names_of,
 )
-
 from tests.support.wire import mutations, refused
 
 REASONS = {"size", "digest", "schema"}

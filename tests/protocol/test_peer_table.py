@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol.dials import INHABITED_WAIT_S, UNPROVEN_WAIT_S, Dials
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
@@ -33,7 +34,6 @@ from swarm_protocol.peers import (
     parse_cache,
     peer_of,
 )
-
 from tests.support.wire import SWARM, mutations, refused
 
 NOW = 1_800_000_000.0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from swarm_protocol.codec import SPOKEN
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.limits import MAX_HEAD_BYTES
@@ -39,7 +40,6 @@ from swarm_protocol.pipeline import (
     decode_envelope,
     encode_envelope,
 )
-
 from tests.support.wire import fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
+from swarm_node.swarm.download import public_addresses
 from swarm_protocol.hosts import is_public
 from swarm_protocol.transports.p2p.dial_back import may_look_at
 from swarm_protocol.transports.settings import best_first
-
-from swarm_node.swarm.download import public_addresses
 
 PUBLIC = ["1.1.1.1", "2606:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"]
 NOT_PUBLIC = [

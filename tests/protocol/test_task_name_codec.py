@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol import limits
 from swarm_protocol.codec import RecordCodec
 from swarm_protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from swarm_protocol.codec import SPOKEN
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.limits import MAX_HEAD_BYTES
@@ -25,7 +26,6 @@ from swarm_protocol.tensors import (
     decode_head,
     encode_head,
 )
-
 from tests.support.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
 FIRST = 1  # protocol of the golden bytes; later ones keep the form of these records

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from swarm_protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
 from swarm_protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of
-
 from tests.support.wire import IDENTITY, SWARM
 
 PEERS = [f"peer-{i}" for i in range(4000)]

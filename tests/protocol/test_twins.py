@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
+
 from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_protocol.twins import Twins

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from swarm_protocol.messages import TaskName
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RolloutsConfig
@@ -26,6 +25,7 @@ from swarm_node.policy.fitting import Hardware
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_protocol.messages import TaskName
 from tests.support.architectures import MODEL_TYPES, causal_class, save
 
 PROMPTS = [[5, 9, 14, 7, 22, 31, 12, 17, 45, 33, 21, 19], [8, 6, 40], [11, 13, 60, 61, 62, 63, 64, 65]]

@@ -10,8 +10,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 
 from swarm_node.averaging.averager import Averager, CohortPlace
@@ -19,6 +17,8 @@ from swarm_node.averaging.cohort import make_averager
 from swarm_node.averaging.cohort_weights import LateJoin, WeightsFetch
 from swarm_node.averaging.outer_step import NoLoCo
 from swarm_node.config import AveragingConfig
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 
 SWARM, COHORT = "a" * 64, "c" * 16
 START, PERIOD_S, STEP_S = 1000.0, 10.0, 1.0

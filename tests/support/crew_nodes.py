@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
@@ -26,6 +25,7 @@ from swarm_node.runtime.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.manifests import make_manifest
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.pipeline_crew import SAMPLING, some_groups
 from tests.support.waiting import until
 

@@ -8,15 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from swarm_protocol.crew import Plan
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.transports.base import Channel, Listener
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
-
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.messages import Limits
 from swarm_node.pipeline.settings import limits
 from swarm_node.pipeline.transport import StageTransport
+from swarm_protocol.crew import Plan
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.transports.base import Channel, Listener
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.crew_world import SWARM, spec
 
 

@@ -10,22 +10,6 @@ from functools import partial
 from itertools import accumulate, combinations
 
 from msgspec.structs import replace
-from swarm_protocol.crew import (
-    CREW_METHOD,
-    STAGE_METHOD,
-    Holding,
-    Kept,
-    Plan,
-    Progress,
-    Record,
-    Settings,
-    Source,
-    crew_key,
-    decode_record,
-    encode_record,
-)
-from swarm_protocol.lineage import NO_RUN, Lineage, shared
-from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 
 from swarm_node.pipeline.membership.actions import (
     Action,
@@ -48,6 +32,22 @@ from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.membership.roster import GATHER_S
 from swarm_node.pipeline.recovery.sources import rank_sources, tell
+from swarm_protocol.crew import (
+    CREW_METHOD,
+    STAGE_METHOD,
+    Holding,
+    Kept,
+    Plan,
+    Progress,
+    Record,
+    Settings,
+    Source,
+    crew_key,
+    decode_record,
+    encode_record,
+)
+from swarm_protocol.lineage import NO_RUN, Lineage, shared
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 
 SWARM = "5a" * 32
 ARCHITECTURE = "00112233445566aa"

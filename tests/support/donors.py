@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+
+from swarm_node.averaging.averager import Averager
+from swarm_node.averaging.codecs import coded_bytes
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead
 from swarm_protocol.transports.base import Accepted, Outgoing, Transport
-
-from swarm_node.averaging.averager import Averager
-from swarm_node.averaging.codecs import coded_bytes
 
 
 def body_bytes(averager: Averager) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm_protocol.messages import TaskName
-
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 NOW = 1_800_000_000.0
 

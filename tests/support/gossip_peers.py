@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swarm_protocol import codec, topics
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.transports.gossip.client import NO_STATUS, GossipClient
 from swarm_protocol.transports.gossip.pipe import GossipSettings, Status
-
 from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.waiting import until_async
 

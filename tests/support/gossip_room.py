@@ -8,10 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
-from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedRollout
-from swarm_protocol.topics import epoch_at
 
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
@@ -19,6 +15,10 @@ from swarm_node.sharing import Publisher, Receiver
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group, Rollout, Sampling
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedRollout
+from swarm_protocol.topics import epoch_at
 
 NOW = 1_800_000_000.0
 SAMPLING = Sampling(max_new_tokens=16)

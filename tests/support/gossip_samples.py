@@ -8,6 +8,7 @@ from functools import cache
 from itertools import count
 
 import msgspec
+
 from swarm_protocol.codec import BATCH_TAG
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_protocol.crew import Assignment, Plan, Source, crew_id, crew_key
-from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from swarm_protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
@@ -20,6 +17,9 @@ from swarm_node.pipeline.settings import crew_settings
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
 from swarm_node.storage import checkpoints as checkpoints
+from swarm_protocol.crew import Assignment, Plan, Source, crew_id, crew_key
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from tests.support.stages import equal_spans
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_protocol.manifest import Manifest, ManifestTask
-
 from swarm_node.swarm.manifests import make_manifest
+from swarm_protocol.manifest import Manifest, ManifestTask
 from tests.support.fake_transport import address
 
 QUESTIONS = (

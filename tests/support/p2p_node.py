@@ -25,7 +25,6 @@ from swarm_protocol.topics import rollout_topic, shard_of
 from swarm_protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
 from swarm_protocol.transports.p2p.transport import P2PTransport
 from swarm_protocol.transports.settings import NetworkSettings
-
 from tests.support.commands import obey
 
 SWARM = "cd" * 32

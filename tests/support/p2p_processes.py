@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from swarm_protocol.identity import Identity
-
 from tests.support.waiting import until
 
 PROGRAM = Path(__file__).with_name("p2p_node.py")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import ActivationCodec, decode_envelope
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -49,6 +47,8 @@ from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.types import Group, Sampling
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import ActivationCodec, decode_envelope
 from tests.support.stages import load_part
 from tests.support.tiny_policy import group
 

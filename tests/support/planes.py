@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from swarm_protocol.dials import Dials
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.identity import Identity

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from swarm_protocol.messages import TaskName
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -18,6 +17,7 @@ from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 VOCABULARY = 64
 SIZES = dict(

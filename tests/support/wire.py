@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 from hypothesis import strategies as st
+
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import (

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.manifest import Manifest
 
 from benchmarks import sharing
 from benchmarks.sharing_settings import Setting
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.runtime.simulation import Peer, Speed, manifest_for
+from swarm_protocol.manifest import Manifest
 from tests.support.simulated_peers import SPEED, MakePeer
 from tests.support.tiny_models import make
 from tests.support.tiny_models import save as save_model

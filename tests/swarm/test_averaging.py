@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.transports.memory import LinkModel
 from torch import Tensor
 
 from swarm_node.averaging.costs import NOTHING
@@ -20,6 +18,8 @@ from swarm_node.rollouts.probe_answers import ENOUGH
 from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.types import Group
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.transports.memory import LinkModel
 from tests.support.simulated_peers import MakePeer, state_of, used
 
 

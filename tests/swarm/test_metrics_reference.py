@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from swarm_protocol.manifest import Manifest
 
 import swarm_node
 from swarm_node.observability.metrics_reference import METRICS, find_metric
 from swarm_node.runtime.simulation import Simulation
+from swarm_protocol.manifest import Manifest
 from tests.support.simulated_peers import MakePeer
 
 ROOT = Path(swarm_node.__file__).parent

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from swarm_protocol.codec import sign_batch
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
 
 from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import slot_key, slot_place
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
 from tests.support.simulated_peers import MakePeer, exchange
 
 RIGHT, WRONG = "ab", "abc"

@@ -4,12 +4,12 @@ whoever is too old is told so once."""
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.codec import verify_batch
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.topics import rollout_topic
 
 from swarm_node.install import upgrade_command
 from swarm_node.runtime.simulation import Simulation
+from swarm_protocol.codec import verify_batch
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.topics import rollout_topic
 from tests.support.simulated_peers import MakePeer, exchange, peer_id, used
 
 OLD, NEW, NEWEST = 0, 1, 2

@@ -8,14 +8,14 @@ import sys
 from typing import Any
 
 import pytest
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.transports.memory import LinkModel
 
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.rollouts.probe_answers import ENOUGH
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from swarm_node.types import Group
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.transports.memory import LinkModel
 from tests.support.simulated_peers import SPEED, MakePeer, exchange, peer_id, total, used
 
 SPARING = {"pace_s": 2.5}

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from swarm_protocol.manifest import Manifest
 
 from swarm_node.errors import UserError
 from swarm_node.observability.worth import worth_lines
@@ -15,6 +14,7 @@ from swarm_node.runtime.status import status_written
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.member import Member
+from swarm_protocol.manifest import Manifest
 from tests.support.simulated_peers import MakePeer, state_of, used
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.twins import Twins
 
 import swarm_node
 from swarm_node.config import NodeConfig, PolicyConfig, RewardsConfig, RolloutsConfig
@@ -28,6 +26,8 @@ from swarm_node.swarm.clock import say_clock
 from swarm_node.swarm.twins import check_twins
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.twins import Twins
 from tests.support.case_models import MODELS, SPECIAL, THINKING, put
 from tests.support.fake_transport import FakeTransport
 from tests.support.repository import ROOT

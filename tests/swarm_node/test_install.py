@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,16 @@ import pytest
 
 from swarm_node import install as installed
 from swarm_node.cli.commands.check_machine import packages
-from swarm_node.install import extra_command, install_command, reinstall_command, upgrade_command
+from swarm_node.errors import UserError
+from swarm_node.install import (
+    WHEELS,
+    check_extra,
+    extra_command,
+    install_command,
+    missing,
+    reinstall_command,
+    upgrade_command,
+)
 from swarm_node.say import own_command
 
 
@@ -120,3 +130,27 @@ def test_what_is_missing_is_installed_where_it_is(made_of: SimpleNamespace, monk
     monkeypatch.setattr(sys, "prefix", "/home/me/venv")
     monkeypatch.setitem(packages.__globals__["TESTED"], "no-such-package", "1")
     assert sys.executable in packages().remedy and "uv tool" not in packages().remedy
+
+
+def test_an_extra_that_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_extra("swarm", "a swarm")
+    assert missing(ModuleNotFoundError("x", name="libp2p.host")) is None, "it is there, so something else is wrong"
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"a swarm needs the extra 'swarm'.*--find-links {re.escape(WHEELS)} "):
+        check_extra("swarm", "a swarm")
+    assert "needs libp2p, of the extra 'swarm'" in str(missing(ModuleNotFoundError("x", name="libp2p.host")))
+    assert missing(ModuleNotFoundError("x", name="json")) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("uv/tools", f"uv tool install --reinstall --python 3.12 --find-links {WHEELS} 'swarm-node[puzzles]'"),
+        ("pipx/venvs", f"pipx install --force '--pip-args=--find-links {WHEELS}' 'swarm-node[puzzles]'"),
+    ],
+)
+def test_wheels_of_the_release_are_found_by_all_installers(
+    made_of: SimpleNamespace, prefix: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", f"/home/me/.local/share/{prefix}/swarm-node")
+    assert extra_command("puzzles") == command

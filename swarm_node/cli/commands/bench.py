@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import msgspec
 import psutil
-from swarm_protocol.errors import printable
 
 from swarm_node import __version__
 from swarm_node.config import NodeConfig
@@ -37,6 +36,7 @@ from swarm_node.install import pip
 from swarm_node.observability.usage import cpus
 from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import os_errors_explained
+from swarm_protocol.errors import printable
 
 FORMAT = 1
 REPEATS = 3  # processes of each arm

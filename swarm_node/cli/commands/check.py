@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+
+from swarm_node.swarm.links import join_link, living
 from swarm_protocol.manifest import LINK_SCHEME
 from swarm_protocol.messages import PeerCard
 from swarm_protocol.peers import is_relayed
-
-from swarm_node.swarm.links import join_link, living
 
 
 class Check(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.cli.options import note
@@ -22,6 +21,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.install import install_command, reinstall_command, torch_command
 from swarm_node.storage.rundir import existing_part
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 if TYPE_CHECKING:
     from swarm_node.policy.fitting import Hardware, Training

@@ -9,14 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from swarm_protocol.codec import SPOKEN
-from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from swarm_protocol.hosts import is_public
-from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.peers import is_relayed, peer_of
-from swarm_protocol.transports.settings import free_port
-
 from swarm_node import __version__
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig
@@ -25,6 +17,13 @@ from swarm_node.observability.refusals import RefusalRow
 from swarm_node.observability.restarts import restarts
 from swarm_node.swarm.clock import SET_CLOCK
 from swarm_node.swarm.links import kind_of
+from swarm_protocol.codec import SPOKEN
+from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from swarm_protocol.hosts import is_public
+from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.peers import is_relayed, peer_of
+from swarm_protocol.transports.settings import free_port
 
 ASKED = 5  # most members asked to connect back
 WITNESSES = 2  # answers about connecting back that suffice

@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from swarm_protocol.errors import visible
 
 from swarm_node.observability.comparing import Comparison, figure_rows
+from swarm_protocol.errors import visible
 
 
 def compare_runs(

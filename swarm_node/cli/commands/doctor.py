@@ -14,9 +14,6 @@ from typing import Literal
 
 import msgspec
 import typer
-from swarm_protocol.answer_form import AnswerForm
-from swarm_protocol.errors import PeerUnreachable, printable, visible
-from swarm_protocol.transports.ports import read_ports
 
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
@@ -33,6 +30,9 @@ from swarm_node.swarm.links import Swarm, cached_addresses, find_swarm
 from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
 from swarm_node.tasks.one_turn import has_own_prompt
+from swarm_protocol.answer_form import AnswerForm
+from swarm_protocol.errors import PeerUnreachable, printable, visible
+from swarm_protocol.transports.ports import read_ports
 
 MANIFEST_S = 5.0  # longest wait for a member that gives the manifest, in seconds
 

@@ -19,7 +19,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from swarm_protocol.errors import visible
 
 from swarm_node.cli.commands.export import Which, policy_of_run, settings_in, tasks_of
 from swarm_node.cli.options import note
@@ -43,6 +42,7 @@ from swarm_node.rollouts import fit_length, too_long
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, answers_to, cells, summarise, titles, told
 from swarm_node.runtime.limits import MemoryLimit
+from swarm_node.runtime.preflight import with_extras
 from swarm_node.say import Warned, is_shown
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
@@ -50,6 +50,7 @@ from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.types import Group, Task
+from swarm_protocol.errors import visible
 
 OF_WEIGHTS = {"model", "revision", "lora", "lora_rank", "lora_alpha", "lora_targets"}
 """Keys of `policy` that say which weights are measured; the others say how."""
@@ -82,7 +83,7 @@ def main(
         if which != "newest":
             raise UserError(f"{target} is no run directory: a model has one set of weights; leave out --checkpoint")
         has_tasks = bool(tasks or asked_as or "tasks" in wanted.given)
-        config = wanted.of_model(_of_model(target, has_tasks, note))
+        config = with_extras(wanted.of_model(_of_model(target, has_tasks, note)))
         fit = partial(fit_into_memory, config=config, rollouts=config.rollouts, samples=config.eval.samples)
         policy = load_policy(config.policy, config.rollouts, note, fit=fit)
     of_tasks = asked_as or (run if run.exists else None)

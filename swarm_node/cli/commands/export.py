@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from swarm_protocol.answer_form import AnswerKind
-from swarm_protocol.errors import visible
 from transformers import PreTrainedTokenizerBase
 
 from swarm_node.cli.commands.export_card import about_run, base_of, name_base
@@ -35,6 +33,8 @@ from swarm_node.storage.plain_files import as_a_node_writes
 from swarm_node.storage.room import free_bytes
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, existing_part, os_errors_explained
+from swarm_protocol.answer_form import AnswerKind
+from swarm_protocol.errors import visible
 
 DTYPES = "float32", "bfloat16", "float16"
 Which = Literal["newest", "best"]  # the checkpoint of a run that is taken

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swarm_protocol.errors import LocalProtocolError
-from swarm_protocol.identity import Identity
-
 from swarm_node.config import NodeConfig
 from swarm_node.config.own import read_own
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file, load_key
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.identity import Identity
 
 HOW_TO_GET_ONE = "joining a swarm creates one, and so does `swarm-node identity new`"
 

@@ -22,7 +22,6 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from swarm_protocol.errors import visible
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.evaluate import fit_into_memory, say_trained, with_named_functions
@@ -48,6 +47,7 @@ from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
+from swarm_protocol.errors import visible
 
 Method = Literal["uniform", "task-arithmetic"]
 SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)  # scales to try besides 1/k

@@ -18,10 +18,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from swarm_protocol.errors import PeerUnreachable
-from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.transports.base import Transport
 from torch import Tensor
 
 from swarm_node.averaging.cohort import cohorts_of
@@ -45,6 +41,10 @@ from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import visitor
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks.one_turn import in_form
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.manifest import Manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 
 QUIET_S = 60.0  # the search ends after this many seconds without a new member, even if too few were found
 MANIFEST_S = 20.0  # longest wait for a member that sends the manifest, in seconds

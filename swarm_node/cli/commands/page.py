@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import typer
-from swarm_protocol.manifest import LINK_SCHEME
 
 from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig, NodeConfig
@@ -22,6 +21,7 @@ from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
 from swarm_node.runtime.children import end_children, start_child
 from swarm_node.say import Say
+from swarm_protocol.manifest import LINK_SCHEME
 
 ANY_USUAL = "auto"  # in place of a port: the first free one from 31380
 END_S = 5.0  # how long the page's process may take to end

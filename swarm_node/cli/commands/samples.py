@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from swarm_protocol.errors import printable
-
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.samples import read_samples
@@ -22,6 +20,7 @@ from swarm_node.observability.shown_samples import number_in, shown_sample
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, RunDir
 from swarm_node.tasks.catalogue import SETS
+from swarm_protocol.errors import printable
 
 MOST_WIDTH = 80
 MOST_LINES = 12  # lines shown of one text

@@ -18,9 +18,6 @@ from typing import Any
 
 import msgspec
 import typer
-from swarm_protocol.errors import PeerUnreachable
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.transports.base import Transport
 
 from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.cli.options import note
@@ -41,6 +38,9 @@ from swarm_node.swarm.declared import declared_table, kinds_of, success_by_kind
 from swarm_node.swarm.links import Swarm, find_swarm
 from swarm_node.swarm.lookup import dial, fetch_manifest, look_around
 from swarm_node.swarm.network import visitor
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.transports.base import Transport
 
 SCHEMA = 1  # version of the JSON document. It rises if a field is removed or changes its meaning, not if one is added.
 LABEL = 11  # columns before the text of a line

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from swarm_protocol.errors import printable
 
 from swarm_node.averaging.skipping import happened
 from swarm_node.cli.commands.status_tables import card_table, exchange_table, reasons_in
@@ -24,6 +23,7 @@ from swarm_node.observability.tally import ENOUGH_ROUNDS
 from swarm_node.observability.usage import usage_of
 from swarm_node.observability.worth import Worth, mixed_words, theirs_words, worth_in_brief, worth_lines
 from swarm_node.say import own_command
+from swarm_protocol.errors import printable
 
 PARTNERS_LISTED = 8  # most averaging partners that are named
 REJECTED = "swarm/rejected/"  # start of the names of counts of groups that were left out

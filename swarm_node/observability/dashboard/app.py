@@ -12,7 +12,6 @@ from pathlib import Path
 
 import anyio
 import msgspec
-import segno
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -105,6 +104,8 @@ def make_app(
 def qr_code(link: str) -> bytes:
     """The link as a QR code in SVG, black on white. Of several addresses it has the first: a denser code is hard to
     read from a screen."""
+    import segno  # of the extra `swarm`, without which there is no link
+
     image = io.BytesIO()
     segno.make(link.partition("&")[0], error="m", micro=False).save(image, kind="svg", scale=4, light="#fff")
     return image.getvalue()

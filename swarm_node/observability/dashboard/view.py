@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from swarm_protocol.plain_toml import parsed_toml
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.bounds import ITEMS, TEXT, bounded_value, cut_text, within
@@ -32,6 +31,7 @@ from swarm_node.storage.model_names import model_name
 from swarm_node.storage.pausing import pause_asked
 from swarm_node.storage.plain_files import read_plain
 from swarm_node.storage.rundir import BOOTSTRAP, MAX_STATUS_BYTES, PAGE, RunDir
+from swarm_protocol.plain_toml import parsed_toml
 
 EVENTS = 300  # most events shown: the newest
 EVENT_BYTES = 512 << 10  # bytes at the end of events.jsonl in which events are looked for

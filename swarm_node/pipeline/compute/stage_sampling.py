@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import Prefill, Step, Tokens
 from torch import Tensor
 
 from swarm_node.config import RolloutsConfig
@@ -25,6 +23,8 @@ from swarm_node.policy.engines.products import layout_of
 from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.rounding import FACTOR, allowed, random_rounding
 from swarm_node.types import Sampling
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Prefill, Step, Tokens
 
 
 @dataclass

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from swarm_protocol.errors import LocalProtocolError
-from swarm_protocol.pipeline import BLOCK, ActivationCodec, Coding, Part
 from torch import Tensor
 
 from swarm_node.averaging.codecs import LARGEST, blocks_of, bounded, dequantise, quantise
+from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.pipeline import BLOCK, ActivationCodec, Coding, Part
 
 
 def encode_tensor(tensor: Tensor, coding: Coding) -> tuple[Part, np.ndarray]:

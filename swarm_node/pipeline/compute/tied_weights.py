@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.pipeline import BLOCK
-from torch import Tensor, nn
 
 BLOCK_BYTES = 2**24  # most bytes of a block in float32, so that other messages can come in between
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from swarm_protocol.pipeline import Prefill, Step, Tokens
 from torch import Tensor
 
 from swarm_node.pipeline.messages import StageMessage
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.engines.native import Rows, padded, picked
 from swarm_node.types import Sampling
+from swarm_protocol.pipeline import Prefill, Step, Tokens
 
 
 class Waves:

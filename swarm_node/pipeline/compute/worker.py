@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
-from swarm_protocol import pipeline as heads
-from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor
 
 from swarm_node.averaging.codecs import bounded
@@ -43,6 +41,8 @@ from swarm_node.pipeline.compute.tied_weights import TiedWeights
 from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_node.policy.logprobs import head_logprobs
 from swarm_node.policy.oom import is_out_of_memory
+from swarm_protocol import pipeline as heads
+from swarm_protocol.errors import RemoteProtocolError
 
 
 @dataclass

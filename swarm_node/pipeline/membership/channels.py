@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from swarm_protocol.crew import STAGE_METHOD
-
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, PeerLink
+from swarm_protocol.crew import STAGE_METHOD
 
 PART_S = 3.0  # a channel is closed so long after the last record was sent over it, which must arrive first
 NEIGHBOUR_REDIAL_S = 1.0  # time between two attempts to reach a neighbour

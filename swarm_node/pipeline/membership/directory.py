@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_protocol.crew import Hello, Refusal
-from swarm_protocol.messages import CrewCard, PeerCard
-
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.roster import note_latest, short
+from swarm_protocol.crew import Hello, Refusal
+from swarm_protocol.messages import CrewCard, PeerCard
 
 MAX_NAMES = 512  # peers whose names are remembered
 NAMELESS = "it does not know the crew's name"

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from swarm_protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
-from swarm_protocol.lineage import leads_to
 
 from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec, Spans
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.roster import NOTHING, counted
+from swarm_protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
+from swarm_protocol.lineage import leads_to
 
 
 class Following:

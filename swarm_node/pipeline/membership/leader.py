@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import msgspec
-from swarm_protocol import crew
-from swarm_protocol.lineage import branch
 
 from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
 from swarm_node.pipeline.membership.roster import CrewRoster, short
 from swarm_node.say import Warned
+from swarm_protocol import crew
+from swarm_protocol.lineage import branch
 
 REPLAN_S = 2.0  # shortest time between two plans that only begin work anew
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from swarm_protocol.crew import CREW_METHOD, Answer, Hello
-from swarm_protocol.messages import CrewCard
-
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.roster import note_latest
+from swarm_protocol.crew import CREW_METHOD, Answer, Hello
+from swarm_protocol.messages import CrewCard
 
 FIND_LEADER_S = 3.0
 """A peer that finds no leader for so long, after it first saw members of its swarm, becomes the first one."""

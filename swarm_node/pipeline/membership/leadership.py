@@ -16,6 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec, StartLeading, StopLeading
+from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
+from swarm_node.pipeline.membership.directory import NAMELESS, Directory
+from swarm_node.pipeline.membership.following import Following
+from swarm_node.pipeline.membership.leader import Leader
+from swarm_node.pipeline.membership.leader_search import LeaderSearch, Rivals
+from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM, NOTHING, short
+from swarm_node.say import Warned
 from swarm_protocol.codec import version_for
 from swarm_protocol.crew import (
     Answer,
@@ -32,15 +40,6 @@ from swarm_protocol.crew import (
     Whole,
 )
 from swarm_protocol.errors import LocalProtocolError
-
-from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec, StartLeading, StopLeading
-from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
-from swarm_node.pipeline.membership.directory import NAMELESS, Directory
-from swarm_node.pipeline.membership.following import Following
-from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.leader_search import LeaderSearch, Rivals
-from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM, NOTHING, short
-from swarm_node.say import Warned
 
 MAX_GUESTS = 32  # peers of the crew that wait here while it has no leader
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from swarm_protocol import crew
-from swarm_protocol.messages import CrewCard, PeerCard
-
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership.actions import Action, ActionQueue, BuildStage, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.channels import PeerChannels
@@ -23,6 +20,8 @@ from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import LeaderSearch
 from swarm_node.pipeline.membership.leadership import ACCEPTED, CrewRole, Leadership
 from swarm_node.pipeline.membership.roster import short
+from swarm_protocol import crew
+from swarm_protocol.messages import CrewCard, PeerCard
 
 
 class CrewMembership:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 import msgspec
-from swarm_protocol.crew import MAX_STAGE_SOURCES, Assignment, Holding, Plan, Source
 
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec, Spans
 from swarm_node.pipeline.membership.roster import CrewRoster, short
+from swarm_protocol.crew import MAX_STAGE_SOURCES, Assignment, Holding, Plan, Source
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from statistics import median_high
 from typing import Any
 
 import msgspec
-from swarm_protocol.crew import Hello, Holding, Kept, Plan
-from swarm_protocol.lineage import AHEAD, Lineage, leads_to, shared
 
 from swarm_node.pipeline.membership.actions import PeerLink
+from swarm_protocol.crew import Hello, Holding, Kept, Plan
+from swarm_protocol.lineage import AHEAD, Lineage, leads_to, shared
 
 GATHER_S = 10.0
 """A new leader waits so long for the peers of the last plan: each may need 4 s to notice that the old leader has gone,

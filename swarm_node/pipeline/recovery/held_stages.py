@@ -8,10 +8,6 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarm_protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
-from swarm_protocol.errors import ProtocolError
-from swarm_protocol.lineage import Lineage, leads_to, shared
-from swarm_protocol.transports.transfer import reason_of
 from torch import Tensor
 
 from swarm_node.config import NodeConfig
@@ -28,6 +24,10 @@ from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
 from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.say import Warned
+from swarm_protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.lineage import Lineage, leads_to, shared
+from swarm_protocol.transports.transfer import reason_of
 
 
 @dataclass(eq=False)

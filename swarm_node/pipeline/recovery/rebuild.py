@@ -17,8 +17,6 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
 import torch
-from swarm_protocol.crew import Source
-from swarm_protocol.errors import ProtocolError, RemoteProtocolError
 from torch import Tensor
 
 from swarm_node.averaging.cohort import cohort_of
@@ -38,6 +36,8 @@ from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.policy import lines, model_digest
 from swarm_node.say import Warned
+from swarm_protocol.crew import Source
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
 
 WAIT_S = 0.1  # between two looks whether a stage that is being fetched is still wanted
 REFETCH_S = 0.5

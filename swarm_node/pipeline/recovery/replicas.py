@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-from swarm_protocol.crew import Plan
-from swarm_protocol.errors import ProtocolError
 from torch import Tensor
 
 from swarm_node.config import NodeConfig
@@ -19,6 +17,8 @@ from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, WeightTransfer, size_of
 from swarm_node.say import Warned
+from swarm_protocol.crew import Plan
+from swarm_protocol.errors import ProtocolError
 
 MANY_STAGES, EVERY = 4, 20
 """With so many stages and all weights trained, replicas are renewed every so many updates; else after each update."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from swarm_protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 from torch import Tensor
 
 from swarm_node.errors import SwarmNodeError
@@ -22,6 +21,7 @@ from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint, read_state
 from swarm_node.storage.names import NAME
+from swarm_protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 
 
 class StageFile(msgspec.Struct, frozen=True, rename={"made": "time"}):

@@ -26,15 +26,15 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from swarm_node.pipeline.compute.partition import layer_of
+from swarm_node.policy.policy import some_of
 from swarm_protocol.codec import version_for
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
 from swarm_protocol.transports import transfer
 from swarm_protocol.transports.base import Accepted, Outgoing, Sink, Transport
-from torch import Tensor
-
-from swarm_node.pipeline.compute.partition import layer_of
-from swarm_node.policy.policy import some_of
 
 PACE = transfer.Pace(20.0, 2**17)  # both sides give up a transfer that is slower than a megabit a second
 AT_ONCE, PER_PEER = 8, 2  # transfers to peers of the crew at the same time, and to one of them

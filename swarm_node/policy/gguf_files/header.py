@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from swarm_protocol.limits import MAX_LAYERS
-
 from swarm_node.errors import UserError
+from swarm_protocol.limits import MAX_LAYERS
 
 MAX_HEADER_BYTES = 64 * 2**20  # the longest known, with 262,144 words, have 16 MB
 MAX_ENTRIES, MAX_TENSORS = 2**12, 2**14  # experts lie in one tensor, so the largest models have some thousands

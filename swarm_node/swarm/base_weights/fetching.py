@@ -22,6 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
+from swarm_node.errors import UserError
+from swarm_node.say import Once, Say
+from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER
 from swarm_protocol.codec import version_for
 from swarm_protocol.errors import ProtocolError, RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES
@@ -30,10 +33,6 @@ from swarm_protocol.peers import peer_of
 from swarm_protocol.tensors import BlobHead, decode_head, encode_head
 from swarm_protocol.transports.base import Outgoing, Sink, Transport
 from swarm_protocol.transports.transfer import Donor, Retry, outcome, reason_of
-
-from swarm_node.errors import UserError
-from swarm_node.say import Once, Say
-from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER
 
 AT_FIRST, AT_ONCE, MOST_AT_ONCE = 2, 8, 24
 """Pieces on their way: before anything has come | at most (64 MiB in memory) | at most, stuck ones included."""

@@ -23,6 +23,10 @@ from pathlib import Path
 
 import msgspec
 from filelock import FileLock, Timeout
+
+from swarm_node.errors import UserError
+from swarm_node.say import Say
+from swarm_node.storage.rundir import sync
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.manifest import ManifestModel
 from swarm_protocol.model_listing import (
@@ -35,10 +39,6 @@ from swarm_protocol.model_listing import (
     encode_listing,
     names_of,
 )
-
-from swarm_node.errors import UserError
-from swarm_node.say import Say
-from swarm_node.storage.rundir import sync
 
 LISTING = "listing.json"
 STARTER = "starter"  # the name, in `policy.model`, of the model that this package contains

@@ -13,11 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.manifest import Manifest, ManifestModel
-from swarm_protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
-from swarm_protocol.transports.base import Transport
-
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import model_path
@@ -32,6 +27,10 @@ from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
 from swarm_node.swarm.base_weights.files import STARTER, Draft, Model
 from swarm_node.swarm.base_weights.giving import Giver
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.manifest import Manifest, ManifestModel
+from swarm_protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
+from swarm_protocol.transports.base import Transport
 
 PATTERNS = [*sorted(OTHER_NAMES), "model.safetensors", "model-*-of-*.safetensors"]
 """Names of the files that members give to each other."""

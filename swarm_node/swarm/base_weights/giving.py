@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from swarm_node.say import Once, Say
+from swarm_node.swarm.base_weights.files import Model, pieces_of, read_piece
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.model_listing import MODEL_METHOD, encode_listing
 from swarm_protocol.tensors import BlobHead, decode_head, encode_head
 from swarm_protocol.transports.base import Accepted, Outgoing, Transport
 from swarm_protocol.transports.transfer import Pace, UploadSlot, UploadSlots, chunks, expect_no_body, in_time
-
-from swarm_node.say import Once, Say
-from swarm_node.swarm.base_weights.files import Model, pieces_of, read_piece
 
 MAX_UPLOAD_SLOTS, UPLOAD_SLOTS_PER_PEER = 4, 2
 """Pieces that leave at once: 32 MiB in memory, and a quarter of the exchanges that a node takes part in."""

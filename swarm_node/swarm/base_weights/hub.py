@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm_protocol.manifest import ManifestModel
-from swarm_protocol.model_listing import names_of
-
 from swarm_node.storage.rundir import existing_part
 from swarm_node.swarm.base_weights.files import SPARE_BYTES
+from swarm_protocol.manifest import ManifestModel
+from swarm_protocol.model_listing import names_of
 
 START_S = 60.0  # how long Python may take to start on a busy machine
 ANSWER_S = 6.0  # how long the hub may take to answer

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
-from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS, extract_place, reference_text
 from swarm_node.tasks.judging.sentences import expression_in, words_in
 from swarm_node.tasks.judging.texts import stated, states
+from swarm_protocol.answer_form import AnswerForm, AnswerKind
 
 JUDGE = 1  # version of the judge, which travels with answers
 

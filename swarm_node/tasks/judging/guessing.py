@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, starmap
 
-from swarm_protocol.answer_form import AnswerKind
-
 from swarm_node.tasks.judging import choices, maths, numbers
 from swarm_node.tasks.judging.places import reference_text
+from swarm_protocol.answer_form import AnswerKind
 
 MAX_LETTER = "J"  # the last letter that a choice has: sets with ten choices are usual
 MAX_NUMBERED = 10  # choices that are numbered

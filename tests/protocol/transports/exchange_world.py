@@ -14,7 +14,6 @@ from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.transports.base import Accepted, Outgoing
 from swarm_protocol.transports.streams.exchanges import Exchanges
 from swarm_protocol.transports.streams.stream import Stream, Traffic
-
 from tests.support.clocks import HANG_S, Loop
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -21,6 +21,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
+
 from swarm_protocol.topics import rollout_topic
 from swarm_protocol.transports.gossip import safe_pubsub
 from swarm_protocol.transports.gossip import sidecar as gossip_sidecar
@@ -35,7 +36,6 @@ from swarm_protocol.transports.gossip.pipe import GossipSettings
 from swarm_protocol.transports.gossip.safe_host import CountedTCP, make_host
 from swarm_protocol.transports.gossip.safe_pubsub import SafePubsub
 from swarm_protocol.transports.gossip.sidecar import GROWTH_BYTES, HIGH_RSS, MAX_SIDECAR_RSS, Sidecar
-
 from tests.support.scenarios import serve
 
 SWARM = "ab" * 32

@@ -20,11 +20,11 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.utils import encode_delim, encode_uvarint
 from multiaddr import Multiaddr
+
 from swarm_protocol.transports.gossip import sidecar as gossip_sidecar
 from swarm_protocol.transports.gossip.pipe import GossipSettings, Status
 from swarm_protocol.transports.gossip.places import MAX_HANDSHAKE_BYTES
 from swarm_protocol.transports.gossip.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
-
 from tests.support.scenarios import serve
 
 

@@ -10,7 +10,6 @@ from swarm_protocol.transports.memory import (
     MemoryTransport,
     VirtualClock,
 )
-
 from tests.support.wire import SWARM
 
 START = 1_800_000_000.0

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from swarm_protocol.transports.base import Channel, Listener
@@ -29,7 +30,6 @@ from swarm_protocol.transports.streams.channels import (
 )
 from swarm_protocol.transports.streams.exchanges import MAX_OPENINGS
 from swarm_protocol.transports.streams.stream import Stream, Traffic
-
 from tests.support.clocks import HANG_S, hold_up, run, until
 from tests.support.wire import mutations
 

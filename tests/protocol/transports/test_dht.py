@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
+
 from swarm_protocol.codec import sign_card
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.identity import Identity

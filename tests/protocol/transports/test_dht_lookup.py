@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
+
 from swarm_protocol.transports.dht.lookup import BEAM, BLIND, MAX_SEARCH_CALLS, SEARCH_S, SMALL_SWARM, Search, direct
 
 RNG = random.Random(4)

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.transports.p2p import dial_back
 from swarm_protocol.transports.p2p.dial_back import MAX_ASKERS, MAX_PORTS, DialBack, ask_back, may_look_at
-
 from tests.support.ports import free_port
 
 HERE = "/ip4/127.0.0.1/tcp/4001"

@@ -8,13 +8,13 @@ from hashlib import sha256
 from weakref import ref
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from swarm_protocol.transports.base import Outgoing
 from swarm_protocol.transports.streams import exchanges
 from swarm_protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER
 from swarm_protocol.transports.streams.stream import Stream
-
 from tests.protocol.transports.exchange_world import (
     HEAD,
     TO_ACCEPTOR,

@@ -10,12 +10,12 @@ import tracemalloc
 from collections.abc import Callable, Iterable
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from swarm_protocol.transports.base import Accepted, Outgoing
 from swarm_protocol.transports.streams import exchanges
 from swarm_protocol.transports.streams.stream import Stream
-
 from tests.protocol.transports.exchange_world import (
     HEAD,
     TO_ACCEPTOR,

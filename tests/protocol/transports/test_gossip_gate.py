@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarm_protocol import codec, topics
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_protocol.manifest import ManifestLimits
@@ -30,7 +31,6 @@ from swarm_protocol.transports.gossip.pipe import (
     gossip_settings,
 )
 from swarm_protocol.transports.settings import NetworkSettings, announced
-
 from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32

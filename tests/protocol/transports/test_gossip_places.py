@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm_protocol.transports.gossip.places import (
     HANDSHAKE_S,
     MAX_ARRIVING,

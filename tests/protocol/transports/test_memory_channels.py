@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_protocol.limits import MAX_HEAD_BYTES
 from swarm_protocol.transports.base import Channel, Listener
 from swarm_protocol.transports.memory import LinkModel
 from swarm_protocol.transports.streams import channels
 from swarm_protocol.transports.streams.channels import MAX_CHANNELS_PER_PEER
-
 from tests.protocol.transports.memory_world import UP, World
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import (
     MAX_CHUNK_BYTES,
@@ -21,7 +22,6 @@ from swarm_protocol.transports.memory import (
 )
 from swarm_protocol.transports.memory.links import UPLINK_TURN_S
 from swarm_protocol.transports.streams.exchanges import MAX_EXCHANGES_PER_PEER
-
 from tests.protocol.transports.memory_world import START, UP, World
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
+
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import (
@@ -21,7 +22,6 @@ from swarm_protocol.transports.memory import (
     VirtualClock,
 )
 from swarm_protocol.transports.memory.transport import MAX_BACKLOG_S, SPREAD_S
-
 from tests.protocol.transports.memory_world import START, UP, Heard, World, card, members
 from tests.support.wire import SWARM
 

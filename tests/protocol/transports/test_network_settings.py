@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.transports.settings import (
     announced,

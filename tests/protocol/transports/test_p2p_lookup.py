@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
+
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from swarm_protocol.messages import PeerCard

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 import pytest
+
 from swarm_protocol.transports.p2p import daemon
 from swarm_protocol.transports.p2p.daemon import (
     FEW,

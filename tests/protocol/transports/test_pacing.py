@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, cast
 
 import pytest
+
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.manifest import FILE_METHOD

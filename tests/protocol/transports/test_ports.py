@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.transports.ports import Port, choose_ports, lost_port, note_ports
 from swarm_protocol.transports.settings import PORTS_TRIED, NetworkSettings

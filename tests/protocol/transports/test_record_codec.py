@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from swarm_protocol.codec import (
     BATCH_TAG,
     CARD_TAG,
@@ -42,7 +43,6 @@ from swarm_protocol.limits import (
     SLOTS,
 )
 from swarm_protocol.messages import PROTOCOL_VERSION, BatchOfBefore, PeerCard, RolloutBatch, SharedRollout, SharedTurn
-
 from tests.support.wire import (
     ADDRESSES,
     BATCH,

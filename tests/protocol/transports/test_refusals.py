@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from swarm_protocol.transports.refusals import MAX_REFUSED_SOURCES, Refusals, Refused, ip_of
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.transports.p2p.relay import MAX_RELAY_ANSWER_BYTES, reserve
 

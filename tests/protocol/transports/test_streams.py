@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from swarm_protocol.transports.base import Server
@@ -23,7 +24,6 @@ from swarm_protocol.transports.streams.requests import (
     ask,
 )
 from swarm_protocol.transports.streams.stream import Stream, Traffic
-
 from tests.support.clocks import HANG_S, run, settle, until
 
 LARGE = bytes(8 * 2**20)

@@ -6,6 +6,7 @@ import math
 from concurrent.futures import Future
 
 import pytest
+
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
 from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.transports.base import Accepted, Outgoing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import MAX_ADDRESSES

@@ -15,12 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from swarm_protocol.codec import spoken_by, version_for
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_head, encode_head
-from swarm_protocol.transports.base import Accepted, Outgoing
-from swarm_protocol.transports.memory import LinkModel
 from torch import Tensor
 
 from swarm_node.averaging import averager as averager_module
@@ -33,6 +27,12 @@ from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
+from swarm_protocol.codec import spoken_by, version_for
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.memory import LinkModel
 from tests.support.averaging_cohort import COHORT, PAPER, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
 

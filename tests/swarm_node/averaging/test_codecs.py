@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.limits import MAX_CHUNK_BYTES
 from torch import Tensor
 
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, BodyDecoder, coded_bytes, lost, pieces
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
 from tests.support.random_vectors import normal
 
 CODECS = ["float32", "int8", "e3m0"]

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_protocol.crew import Source
-from swarm_protocol.errors import ProtocolError
-from swarm_protocol.tensors import AVERAGE_METHOD
-from swarm_protocol.transports.base import Outgoing
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.averaging.cohort import join_cohort, outer_period
 from swarm_node.config import AveragingConfig, PolicyConfig
 from swarm_node.pipeline.recovery import rebuild
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.say import Detail
+from swarm_protocol.crew import Source
+from swarm_protocol.errors import ProtocolError
+from swarm_protocol.tensors import AVERAGE_METHOD
+from swarm_protocol.transports.base import Outgoing
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support import held_stages_world
 from tests.support.held_stages_world import PERIOD_S, Peer, World, same
 from tests.support.pipeline_crew import Crew, save, some_groups

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+
+from swarm_node.averaging.cohort_averager import MOST_BEHIND, CohortAverager
+from swarm_node.averaging.outer_step import DiLoCo
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.messages import PROTOCOL_VERSION
 from swarm_protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head, encode_head
 from swarm_protocol.transports.base import Outgoing
-
-from swarm_node.averaging.cohort_averager import MOST_BEHIND, CohortAverager
-from swarm_node.averaging.outer_step import DiLoCo
 from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 

@@ -11,12 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION
-from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead, encode_head
-from swarm_protocol.transports.base import Accepted, Outgoing
-from swarm_protocol.transports.memory import LinkModel
-from swarm_protocol.transports.transfer import Pace
 from torch import Tensor
 
 from swarm_node.averaging import cohort_weights
@@ -32,6 +26,12 @@ from swarm_node.averaging.cohort_weights import (
     WeightsFetch,
     collect_weights,
 )
+from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import WEIGHTS_METHOD, WeightsHead, encode_head
+from swarm_protocol.transports.base import Accepted, Outgoing
+from swarm_protocol.transports.memory import LinkModel
+from swarm_protocol.transports.transfer import Pace
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.donors import answers, body_bytes, with_a_nan
 

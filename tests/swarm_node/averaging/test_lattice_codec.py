@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.limits import MAX_CHUNK_BYTES
 from torch import Tensor
 
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, BodyDecoder, pieces
@@ -26,6 +24,8 @@ from swarm_node.averaging.lattice_codec import (
     most_written_out,
 )
 from swarm_node.averaging.outer_step import NoLoCo
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.limits import MAX_CHUNK_BYTES
 from tests.support.averaging_cohort import noloco_step
 from tests.support.random_vectors import normal
 

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION
-from swarm_protocol.tensors import PROMISES, AverageHead, decode_head, encode_head
-from swarm_protocol.transports.base import Accepted
 from torch import Tensor
 
 from swarm_node.averaging import pair_averager as pairs
@@ -22,6 +18,10 @@ from swarm_node.averaging.outer_rounds import ATTEMPTS
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import EXCHANGE_GRACE_S
 from swarm_node.averaging.pairing import partner
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import PROMISES, AverageHead, decode_head, encode_head
+from swarm_protocol.transports.base import Accepted
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort
 
 

@@ -7,9 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION
-from swarm_protocol.tensors import AverageHead
 
 from swarm_node.averaging.codecs import pieces
 from swarm_node.averaging.pair_exchange import (
@@ -23,6 +20,9 @@ from swarm_node.averaging.pair_exchange import (
     FragmentCopy,
     PairExchange,
 )
+from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import AverageHead
 
 HEAD = AverageHead(PROTOCOL_VERSION, "a" * 64, "c" * 16, "peer2", "peer1", 7, 0)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from swarm_protocol.errors import RemoteProtocolError
 from torch import Tensor, tensor
 
 from swarm_node.averaging import robust
 from swarm_node.averaging.costs import NOTHING
 from swarm_node.averaging.reducers import centred_clip, clipped_mean, coordinate_median
 from swarm_node.averaging.robust import GROWTH, Robust, measure
+from swarm_protocol.errors import RemoteProtocolError
 from tests.support.random_vectors import normal
 
 ZERO = torch.zeros(1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 
 from swarm_node.averaging.averager import REASONS
 from swarm_node.averaging.roster import LISTED, MAX_NAMES, CohortRoster
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from tests.support.averaging_cohort import Cohort
 from tests.support.repository import ROOT
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import typer
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import parse_manifest
 from typer.testing import CliRunner
 
 import swarm_node
@@ -24,6 +22,8 @@ from swarm_node.config.keys import all_keys
 from swarm_node.config.options import OPTIONS, all_variables, explanation
 from swarm_node.errors import TEMPORARY
 from swarm_node.storage.rundir import RunDir
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import parse_manifest
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

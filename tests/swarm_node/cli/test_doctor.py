@@ -13,12 +13,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from swarm_protocol.answer_form import AnswerForm
-from swarm_protocol.codec import in_version
-from swarm_protocol.errors import PeerUnreachable
-from swarm_protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
-from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestTask
-from swarm_protocol.messages import PROTOCOL_VERSION
 
 from swarm_node.cli.commands import check_machine, check_network, doctor
 from swarm_node.cli.commands.check import Check, StartCommand
@@ -59,6 +53,12 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
 from swarm_node.swarm.manifests import render
 from swarm_node.tasks.one_turn import in_form
+from swarm_protocol.answer_form import AnswerForm
+from swarm_protocol.codec import in_version
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestTask
+from swarm_protocol.messages import PROTOCOL_VERSION
 from tests.support.disks import leave
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.placing import parse

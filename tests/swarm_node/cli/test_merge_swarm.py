@@ -16,9 +16,6 @@ import torch
 from msgspec.structs import replace
 from peft import PeftModel
 from rich.console import Console
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.tensors import WeightsHead, encode_head
-from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -50,6 +47,9 @@ from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.evaluate import Held
+from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.tensors import WeightsHead, encode_head
+from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from tests.support.donors import answers, body_bytes, refuses, with_a_nan
 from tests.support.fake_transport import FakeTransport, card, peer_id
 from tests.support.tiny_models import save

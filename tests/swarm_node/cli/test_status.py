@@ -14,9 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from swarm_protocol.manifest import MANIFEST_METHOD
-from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
-from swarm_protocol.transports.base import Server
 
 from swarm_node.cli.commands import status, status_text
 from swarm_node.cli.commands.status import show_status
@@ -33,6 +30,9 @@ from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.manifests import render
+from swarm_protocol.manifest import MANIFEST_METHOD
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, DeclaredKind, PeerCard
+from swarm_protocol.transports.base import Server
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
 from tests.support.run_files import write

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config import GrpoConfig, NodeConfig
 from swarm_node.grpo.replay import KEPT, KIND, Replay, ReplayState
@@ -18,6 +17,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_protocol.messages import TaskName
 from tests.support.tiny_policy import TinyPolicy, make
 
 Answer = tuple[str, float | None]  # text and reward

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.transports.refusals import Refused
 
 from swarm_node.observability.reasons import HOSTILE, SAID, WORDS
 from swarm_node.observability.refusals import MAX_ROWS, RefusalRow, refusal_rows, say_first_refusals
 from swarm_node.say import Once
 from swarm_node.sharing.peer_accounts import MALICIOUS, REASONS
+from swarm_protocol.transports.refusals import Refused
 from tests.support.fake_transport import peer_id
 
 MALLORY, BOB = peer_id(1), peer_id(2)

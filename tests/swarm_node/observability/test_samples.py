@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability import samples
 from swarm_node.observability.samples import ANSWER_CHARS, MAX_ANSWERS, SampleLog, read_samples, without_middle
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 from tests.support.run_files import read_jsonl
 
 

@@ -17,10 +17,6 @@ from typing import Any, cast
 import pytest
 import torch
 from msgspec import structs
-from swarm_protocol.crew import Holding, Kept, Plan, Progress
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import Forward, GradientNorm, GradientNormRequest
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.announcing import LeaderSubscriptions
@@ -34,6 +30,10 @@ from swarm_node.pipeline.status_text import StatusText
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.mirror import Mirror
+from swarm_protocol.crew import Holding, Kept, Plan, Progress
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Forward, GradientNorm, GradientNormRequest
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.crew_nodes import CrewWorld, Machine
 from tests.support.pipeline_crew import save
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.crew import Source
 
 from benchmarks import crew
 from benchmarks import crew_speed as speed
 from benchmarks.crew_kills import Follower, curve, final, holders_of, named, outcome, quantile, way_of
 from swarm_node.pipeline.membership.roster import short
 from swarm_node.pipeline.recovery.sources import tell
+from swarm_protocol.crew import Source
 
 ONE, OTHER = "12D3KooWaaaaAAAAAAAA", "12D3KooWbbbbBBBBBBBB"
 B = OTHER[-8:]

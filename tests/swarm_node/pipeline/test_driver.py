@@ -9,16 +9,6 @@ from itertools import count, cycle
 import pytest
 import torch
 from msgspec import structs
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import (
-    Apply,
-    Backward,
-    Forward,
-    GradientNorm,
-    LossGradient,
-    decode_envelope,
-    encode_envelope,
-)
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
@@ -33,6 +23,16 @@ from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import (
+    Apply,
+    Backward,
+    Forward,
+    GradientNorm,
+    LossGradient,
+    decode_envelope,
+    encode_envelope,
+)
 from tests.support.pipeline_crew import (
     RATE,
     SAMPLING,

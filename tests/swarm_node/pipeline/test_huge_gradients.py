@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from swarm_protocol.pipeline import Backward, GradientNorm, TiedGradient
 
 from swarm_node.averaging.codecs import LARGEST
 from swarm_node.config import GrpoConfig
 from swarm_node.pipeline import driver
 from swarm_node.pipeline.driver import to_blame
 from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage
+from swarm_protocol.pipeline import Backward, GradientNorm, TiedGradient
 from tests.support.pipeline_crew import RATE, Crew, Saved, saver, some_groups
 
 GRPO = GrpoConfig(learning_rate=RATE, microbatch_tokens=12, packing=False)  # many microbatches

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swarm_protocol.crew import STAGE_METHOD
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.pipeline import Backward, decode_envelope
 
 from swarm_node.pipeline import inbox as module
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage, decode_message, encode_message
+from swarm_protocol.crew import STAGE_METHOD
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.pipeline import Backward, decode_envelope
 
 LIMITS = Limits(
     plan=3,

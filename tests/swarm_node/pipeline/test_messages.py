@@ -9,6 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch import Tensor
+
+from swarm_node.pipeline import messages
+from swarm_node.pipeline.compute import tied_weights
+from swarm_node.pipeline.compute.tensor_codec import rounded
+from swarm_node.pipeline.messages import LEADER, Limits, StageMessage, encode_message
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_protocol.limits import MAX_MESSAGE_BYTES
 from swarm_protocol.pipeline import (
@@ -34,12 +40,6 @@ from swarm_protocol.pipeline import (
     decode_envelope,
     encode_envelope,
 )
-from torch import Tensor
-
-from swarm_node.pipeline import messages
-from swarm_node.pipeline.compute import tied_weights
-from swarm_node.pipeline.compute.tensor_codec import rounded
-from swarm_node.pipeline.messages import LEADER, Limits, StageMessage, encode_message
 from tests.support.wire import mutations
 
 settings.register_profile("patient", deadline=None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from swarm_protocol.crew import Assignment, Plan, decode_record, encode_record
 
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, RolloutsConfig
 from swarm_node.pipeline.messages import LEADER
 from swarm_node.pipeline.settings import crew_settings, limits, with_crew_settings
+from swarm_protocol.crew import Assignment, Plan, decode_record, encode_record
 
 THEIRS = NodeConfig(
     grpo=GrpoConfig(weight_decay=0.1, betas=(0.8, 0.9), microbatch_tokens=1000, beta=0.02),

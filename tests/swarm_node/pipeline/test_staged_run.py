@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from swarm_protocol.crew import Source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_node.cli.commands.export import export_run, policy_of_run
@@ -16,6 +15,7 @@ from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.checkpoints import read_checkpoint
 from swarm_node.storage.rundir import RunDir
+from swarm_protocol.crew import Source
 from tests.support.held_stages_world import RUN, Peer, World, same
 from tests.support.pipeline_crew import Saved, saver
 

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 from msgspec.structs import replace
-from swarm_protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
-from swarm_protocol.pipeline import Backward, StageStatus, StatusRequest
 
 from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, StartLeading, StopLeading
 from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage, encode_message
 from swarm_node.pipeline.transport import StageTransport
+from swarm_protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
+from swarm_protocol.pipeline import Backward, StageStatus, StatusRequest
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 

@@ -19,7 +19,6 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from swarm_protocol.messages import TaskName
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -39,6 +38,7 @@ from swarm_node.policy.policy import Policy, model_digest
 from swarm_node.policy.quantised import KIND, check_quantisable, original_lines
 from swarm_node.policy.sizes import copying_bytes
 from swarm_node.types import Group, Sampling, Task
+from swarm_protocol.messages import TaskName
 from tests.support.layouts import skip_if_missing
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save

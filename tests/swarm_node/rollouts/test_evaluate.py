@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.training import RewardFunctionConfig
@@ -14,6 +13,7 @@ from swarm_node.rollouts import evaluate as evaluating
 from swarm_node.rollouts.evaluate import Asked, Held, evaluate, rows, summarise
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 OWN = RewardsConfig(checker_weight=0.0, functions=[RewardFunctionConfig(path="mine.py:f")])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
@@ -23,6 +22,7 @@ from swarm_node.rollouts.probe_answers import (
 )
 from swarm_node.tasks import is_held_out, load_tasks
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 
 def group(index: int, rewards: tuple[float, ...] = (0.0, 1.0), peer: str | None = None) -> Group:

@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
-from swarm_protocol.messages import PeerCard
-from swarm_protocol.topics import rollout_topic
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
@@ -27,6 +23,10 @@ from swarm_node.runtime.bootstrap import run_bootstrap
 from swarm_node.runtime.pause import pause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
+from swarm_protocol.messages import PeerCard
+from swarm_protocol.topics import rollout_topic
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
 from tests.support.run_files import read_jsonl

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_protocol.transports.memory import LinkModel
 
 from swarm_node.averaging.pairing import partner
 from swarm_node.runtime.drain import AFTER_EXCHANGE_S, last_exchange
+from swarm_protocol.transports.memory import LinkModel
 from tests.support.averaging_cohort import COHORT, PERIOD_S, Cohort, Trainee
 
 

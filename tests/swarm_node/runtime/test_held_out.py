@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from swarm_protocol.messages import TaskName
 
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run, policy_of_run
@@ -29,6 +28,7 @@ from swarm_node.say import Warned
 from swarm_node.storage.best import BEST
 from swarm_node.storage.rundir import RunDir
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
 

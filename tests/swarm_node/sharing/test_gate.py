@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from swarm_protocol.answer_form import WRITTEN, AnswerForm
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config import SharingConfig
 from swarm_node.sharing import Gate, ReplayBuffer
 from swarm_node.sharing.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
 from swarm_node.tasks.judging.places import extract
 from swarm_node.types import Group, Rollout, Score, Task
+from swarm_protocol.answer_form import WRITTEN, AnswerForm
+from swarm_protocol.messages import TaskName
 from tests.support.foreign_groups import NOW
 
 TASK = Task(TaskName("gcd", "0" * 16, "test 1", 0, 0), "gcd", "question", "42", slot=(1, 2))

@@ -6,14 +6,14 @@ import random
 from typing import Any
 
 import pytest
-from swarm_protocol.codec import sign_batch
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import Collected
 from swarm_node.swarm.member import Member
+from swarm_protocol.codec import sign_batch
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.foreign_groups import group
 from tests.support.gossip_room import ME, NOW, PEER, World
 

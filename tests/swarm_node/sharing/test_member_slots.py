@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.limits import EPOCH_SECONDS
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.config import NodeConfig
 from swarm_node.swarm.member import Member
+from swarm_protocol.limits import EPOCH_SECONDS
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.gossip_room import NOW, PEER, World
 
 

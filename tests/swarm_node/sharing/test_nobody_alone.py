@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.identity import Identity
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.config import NodeConfig
 from swarm_node.swarm.member import Member
+from swarm_protocol.identity import Identity
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.gossip_room import ME, NOW, OTHER, PEER, World
 
 HUB = "hub"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from swarm_protocol.codec import SIGNED_HEAD_BYTES, verify_batch
-from swarm_protocol.limits import EPOCH_SECONDS, MAX_ADDRESS_CHARS, MAX_BATCH_BYTES, MAX_ROUND_S
-from swarm_protocol.messages import SharedRollout
 
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.sharing.publisher import FLUSH_S, FULL_BYTES
 from swarm_node.tasks.judging.texts import normalise
 from swarm_node.types import Sampling
+from swarm_protocol.codec import SIGNED_HEAD_BYTES, verify_batch
+from swarm_protocol.limits import EPOCH_SECONDS, MAX_ADDRESS_CHARS, MAX_BATCH_BYTES, MAX_ROUND_S
+from swarm_protocol.messages import SharedRollout
 from tests.support.gossip_room import ME, NOW, PEER, World, manifest
 
 

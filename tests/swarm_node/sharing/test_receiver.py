@@ -13,11 +13,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swarm_protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
-from swarm_protocol.identity import Identity
-from swarm_protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
-from swarm_protocol.manifest import ManifestLimits
-from swarm_protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
@@ -36,6 +31,11 @@ from swarm_node.sharing.peer_accounts import (
 )
 from swarm_node.sharing.receiver import ADMIT_LEAST_S, ADMIT_MOST_S, Receiver
 from swarm_node.types import Sampling, Score, Task
+from swarm_protocol.codec import BATCH_TAG, SIGNED_HEAD_BYTES, sign_batch
+from swarm_protocol.identity import Identity
+from swarm_protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from swarm_protocol.manifest import ManifestLimits
+from swarm_protocol.messages import RolloutBatch, SharedRollout, SharedTurn
 from tests.support.gossip_room import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
 from tests.support.panicking import KILLER, panicking_policy
 from tests.support.tiny_models import save

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from swarm_protocol.messages import TaskName
 
 from swarm_node.observability.worth import WINDOW, Change, Worth, worth_in_brief, worth_lines, worth_metrics
 from swarm_node.sharing.teaching import LATEST, Teaching
 from swarm_node.types import Group, Rollout, Task
+from swarm_protocol.messages import TaskName
 
 
 def group(kind: str, right: int, wrong: int = 0, index: int = 0, peer: str | None = None) -> Group:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
-from swarm_protocol.manifest import Manifest, ManifestTask
-from swarm_protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
-from swarm_protocol.topics import short_hash
 
 from swarm_node.swarm.declared import (
     MAX_KINDS,
@@ -22,6 +18,10 @@ from swarm_node.swarm.declared import (
 )
 from swarm_node.swarm.page import HISTORY_S, MAX_POINTS, History
 from swarm_node.swarm.uses import MAX_KEPT, Uses
+from swarm_protocol.limits import MAX_DECLARED_ANSWERS, MAX_DECLARED_BYTES, MAX_DECLARED_KINDS, MAX_DECLARED_PEERS
+from swarm_protocol.manifest import Manifest, ManifestTask
+from swarm_protocol.messages import Declared, DeclaredKind, DeclaredUse, PeerCard
+from swarm_protocol.topics import short_hash
 from tests.support.wire import CARD, DECLARED
 
 

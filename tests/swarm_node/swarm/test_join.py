@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.codec import sign_card
-from swarm_protocol.first_cards import CARDS_METHOD, write_cards
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask
 
 import swarm_node
 from swarm_node.config import (
@@ -33,6 +29,10 @@ from swarm_node.swarm.join import join_swarm, say_what_leaves
 from swarm_node.swarm.links import Swarm, keep
 from swarm_node.swarm.manifests import render
 from swarm_node.tasks.one_turn import FORM_PROMPTS
+from swarm_protocol.codec import sign_card
+from swarm_protocol.first_cards import CARDS_METHOD, write_cards
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.manifests import PLAIN
 

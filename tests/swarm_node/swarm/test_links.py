@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.limits import MAX_MANIFEST_BYTES
-from swarm_protocol.manifest import parse_link
-from swarm_protocol.transports.ports import read_ports
 
 from swarm_node.config import (
     NetworkConfig,
@@ -25,6 +22,9 @@ from swarm_node.swarm import links
 from swarm_node.swarm.download import download
 from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, living, reach_of, swarm_to_join
 from swarm_node.swarm.manifests import render
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import parse_link
+from swarm_protocol.transports.ports import read_ports
 from tests.support.fake_transport import address, card, peer_id
 from tests.support.manifests import PLAIN
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+
+from swarm_node.errors import UserError
+from swarm_node.swarm import lookup
+from swarm_node.swarm.links import find_swarm
+from swarm_node.swarm.lookup import fetch_manifest, look_around
+from swarm_node.swarm.manifests import render
 from swarm_protocol.codec import sign_card
 from swarm_protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from swarm_protocol.first_cards import CARDS_METHOD, MAX_FIRST_BYTES, MAX_FIRST_CARDS, write_cards
@@ -11,12 +17,6 @@ from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import MANIFEST_METHOD, Manifest
 from swarm_protocol.messages import PeerCard
 from swarm_protocol.transports.base import Server
-
-from swarm_node.errors import UserError
-from swarm_node.swarm import lookup
-from swarm_node.swarm.links import find_swarm
-from swarm_node.swarm.lookup import fetch_manifest, look_around
-from swarm_node.swarm.manifests import render
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.manifests import PLAIN
 

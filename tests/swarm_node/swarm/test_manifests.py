@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.limits import MAX_MANIFEST_BYTES
-from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
@@ -28,6 +25,9 @@ from swarm_node.tasks import hub_data, load_tasks
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
 from swarm_node.tasks.reasoning_gym import ReasoningGym
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.limits import MAX_MANIFEST_BYTES
+from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest
 from tests.support.disks import file_size_limit
 from tests.support.fake_transport import address
 from tests.support.model_folders import make_model

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.identity import Identity
-from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 
 from swarm_node.config import (
     NetworkConfig,
@@ -19,6 +16,9 @@ from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import render
 from swarm_node.swarm.network import identity_file, open_transport, serve_swarm, settings_of
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.identity import Identity
+from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from tests.support.fake_transport import FakeTransport, address
 from tests.support.manifests import PLAIN, QUESTIONS, with_questions
 

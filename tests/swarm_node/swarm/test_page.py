@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.identity import Identity
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
@@ -23,6 +21,8 @@ from swarm_node.swarm.looking import looked_at
 from swarm_node.swarm.manifests import render
 from swarm_node.swarm.network import serve_swarm
 from swarm_node.swarm.page import MAX_LISTED, page_directory, page_of
+from swarm_protocol.identity import Identity
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from tests.support.fake_transport import address
 from tests.support.manifests import PLAIN
 from tests.support.waiting import until

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.errors import PeerUnreachable
-from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
-from swarm_protocol.transports.base import Server
 
 from swarm_node.config import (
     RewardsConfig,
@@ -24,6 +21,9 @@ from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.manifests import make_manifest, render, task_tables, with_usual_columns
 from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import load_tasks
+from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
+from swarm_protocol.transports.base import Server
 from tests.support.fake_transport import FakeTransport, card, peer_id
 from tests.support.manifests import QUESTIONS, with_questions
 from tests.support.virtual_time import VirtualTime

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import TaskName
 
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
@@ -27,6 +25,8 @@ from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.sources import ENVIRONMENTS
 from swarm_node.tasks.taskset import stratify
 from swarm_node.types import Task
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import TaskName
 
 REWARDS = RewardsConfig()
 

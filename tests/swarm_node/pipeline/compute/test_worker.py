@@ -7,6 +7,14 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
+
+from swarm_node.config import GrpoConfig, PolicyConfig
+from swarm_node.grpo.optimizer import Optimizer
+from swarm_node.pipeline.compute import tied_weights
+from swarm_node.pipeline.compute.schedule import schedule
+from swarm_node.pipeline.compute.worker import Worker
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.pipeline import (
     Apply,
@@ -25,14 +33,6 @@ from swarm_protocol.pipeline import (
     TiedMatrix,
     TurnFailed,
 )
-from torch import Tensor
-
-from swarm_node.config import GrpoConfig, PolicyConfig
-from swarm_node.grpo.optimizer import Optimizer
-from swarm_node.pipeline.compute import tied_weights
-from swarm_node.pipeline.compute.schedule import schedule
-from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.messages import LEADER, StageMessage
 from tests.support.pipeline_crew import SIZES, save
 from tests.support.stages import load_part
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from swarm_protocol.crew import STAGE_METHOD
 
 from swarm_node.pipeline.membership.channels import NEIGHBOUR_REDIAL_S, STRANGER_S
 from swarm_node.pipeline.membership.leader import REPLAN_S
 from swarm_node.pipeline.membership.leader_search import FIND_LEADER_S, FIRST_ANSWER_S, RETRY_PEER_S
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import BREAKS_S, CALM_S, GATHER_S
+from swarm_protocol.crew import STAGE_METHOD
 from tests.support.crew_world import (
     DIAL_FAILS_S,
     FORMING_S,

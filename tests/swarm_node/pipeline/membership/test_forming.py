@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.crew import Holding, Kept, Progress, Report, Source
-from swarm_protocol.lineage import leads_to, shared
 
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage
 from swarm_node.pipeline.membership.leader_search import FIND_LEADER_S, NO_MEMBERS_S
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import counted
+from swarm_protocol.crew import Holding, Kept, Progress, Report, Source
+from swarm_protocol.lineage import leads_to, shared
 from tests.support.crew_world import (
     FORMING_S,
     MENDING_S,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.crew import CREW_METHOD, Answer, Hello, Plan, Probe, Refusal, Report
-from swarm_protocol.errors import LocalProtocolError
 
 from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.membership.leadership import ACCEPTED, TRANSITIONS, CrewRole
+from swarm_protocol.crew import CREW_METHOD, Answer, Hello, Plan, Probe, Refusal, Report
+from swarm_protocol.errors import LocalProtocolError
 from tests.support.crew_world import World
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.crew import Assignment, Holding, Kept, Plan, Progress, Ready, Report, Unable
 
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, Send
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
 from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM
+from swarm_protocol.crew import Assignment, Holding, Kept, Plan, Progress, Ready, Report, Unable
 from tests.support.crew_world import (
     BUILD_S,
     FORMING_S,

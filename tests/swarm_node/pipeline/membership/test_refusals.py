@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec.structs import replace
-from swarm_protocol.pipeline import Forward, TurnFailed
 
 from swarm_node.pipeline.messages import LEADER, StageMessage
+from swarm_protocol.pipeline import Forward, TurnFailed
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+
+from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, PeerLink, Send
+from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, STRANGER_S
+from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_protocol.crew import (
     CREW_METHOD,
     STAGE_METHOD,
@@ -21,10 +25,6 @@ from swarm_protocol.crew import (
     proof,
 )
 from swarm_protocol.messages import CrewCard, PeerCard
-
-from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, PeerLink, Send
-from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, STRANGER_S
-from swarm_node.pipeline.membership.leadership import CrewRole
 from tests.support.crew_world import FORMING_S, MENDING_S, SWARM, World, crew, crew_links, heard, holders, holders_of
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from swarm_protocol.codec import spoken_by, version_for
-from swarm_protocol.crew import CREW_METHOD, decode_record, encode_record
-from swarm_protocol.errors import RemoteProtocolError
-from swarm_protocol.messages import CrewCard, PeerCard
 
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership import leadership
 from swarm_node.pipeline.membership.actions import PeerLink, Say, Send
+from swarm_protocol.codec import spoken_by, version_for
+from swarm_protocol.crew import CREW_METHOD, decode_record, encode_record
+from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.messages import CrewCard, PeerCard
 from tests.support.crew_world import SWARM, World
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from swarm_protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.partition import layer_of
@@ -21,6 +20,7 @@ from swarm_node.pipeline.recovery.sources import elsewhere, tell
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, WeightTransfer
 from swarm_node.pipeline.settings import crew_settings
+from swarm_protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 from tests.support.held_stages_world import ARCHITECTURE, KINDS, RUN, SWARM, World, same, source
 from tests.support.pipeline_crew import Saved
 from tests.support.stages import load_part

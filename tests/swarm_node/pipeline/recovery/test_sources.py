@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from swarm_protocol.crew import MAX_STAGE_SOURCES, Holding, Kept, Source
-from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 
 from swarm_node.pipeline.recovery.sources import elsewhere, rank_sources, tell
+from swarm_protocol.crew import MAX_STAGE_SOURCES, Holding, Kept, Source
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 
 RED, BLUE = "0ed" * 5 + "0", "b1e" * 5 + "0"
 """Ids of two crews."""

@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from swarm_protocol.crew import Kept, Source
 
 from swarm_node.errors import UserError
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints, newest, stage_files
 from swarm_node.storage import checkpoints
 from swarm_node.storage.checkpoints import CheckpointStore
+from swarm_protocol.crew import Kept, Source
 from tests.support.held_stages_world import ARCHITECTURE, KINDS, RUN, World, same, source
 from tests.support.pipeline_crew import Saved
 

@@ -11,11 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from swarm_protocol.errors import ProtocolError, RemoteProtocolError
-from swarm_protocol.messages import PROTOCOL_VERSION
-from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, encode_head
-from swarm_protocol.transports.base import Accepted, Acceptor, Outgoing
-from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 from torch import Tensor
 
 from swarm_node.pipeline.recovery.weight_transfer import (
@@ -29,6 +24,11 @@ from swarm_node.pipeline.recovery.weight_transfer import (
     _Copy,
     ordered,
 )
+from swarm_protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_protocol.messages import PROTOCOL_VERSION
+from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, encode_head
+from swarm_protocol.transports.base import Accepted, Acceptor, Outgoing
+from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 

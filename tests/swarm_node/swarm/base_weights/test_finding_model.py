@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from swarm_protocol.manifest import Manifest, ManifestModel, ManifestTask
-from swarm_protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
-from swarm_protocol.transports.base import Acceptor
 
 from swarm_node.cli.commands.export_card import Base, base_of
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
@@ -34,6 +31,9 @@ from swarm_node.swarm.base_weights.finding import (
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.tasks.one_turn import FORM_PROMPTS
+from swarm_protocol.manifest import Manifest, ManifestModel, ManifestTask
+from swarm_protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
+from swarm_protocol.transports.base import Acceptor
 from tests.support.disks import leave
 from tests.support.fake_transport import FakeTransport
 from tests.support.model_folders import make_model

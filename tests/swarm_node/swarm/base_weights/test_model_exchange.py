@@ -12,6 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from swarm_node.errors import UserError
+from swarm_node.swarm.base_weights import fetching
+from swarm_node.swarm.base_weights.fetching import Donors
+from swarm_node.swarm.base_weights.files import Draft, Model, holds, list_model
+from swarm_node.swarm.base_weights.finding import fetch_model
+from swarm_node.swarm.base_weights.giving import MAX_UPLOAD_SLOTS, Giver
 from swarm_protocol.codec import spoken_by, version_for
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.manifest import ManifestModel
@@ -20,13 +27,6 @@ from swarm_protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
 from swarm_protocol.tensors import BlobHead, decode_head, encode_head
 from swarm_protocol.transports.base import Accepted, Acceptor, Outgoing
 from swarm_protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-
-from swarm_node.errors import UserError
-from swarm_node.swarm.base_weights import fetching
-from swarm_node.swarm.base_weights.fetching import Donors
-from swarm_node.swarm.base_weights.files import Draft, Model, holds, list_model
-from swarm_node.swarm.base_weights.finding import fetch_model
-from swarm_node.swarm.base_weights.giving import MAX_UPLOAD_SLOTS, Giver
 from tests.support.disks import leave
 from tests.support.model_folders import PIECE, make_model
 

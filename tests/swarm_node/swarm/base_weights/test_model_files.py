@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from swarm_protocol.manifest import ManifestModel, parse_manifest
-from swarm_protocol.model_listing import digest_of, encode_listing
 
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import files
@@ -24,6 +22,8 @@ from swarm_node.swarm.base_weights.files import (
 )
 from swarm_node.swarm.base_weights.finding import describe_model
 from swarm_node.swarm.manifests import make_manifest, render
+from swarm_protocol.manifest import ManifestModel, parse_manifest
+from swarm_protocol.model_listing import digest_of, encode_listing
 from tests.support.model_folders import PIECE, make_model
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+from swarm_node.swarm.base_weights.fetching import AT_ONCE, Donors
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_protocol.tensors import BlobHead, decode_head, encode_head
 from swarm_protocol.transports.base import Outgoing, Sink
-
-from swarm_node.swarm.base_weights.fetching import AT_ONCE, Donors
 from tests.support.fake_transport import FakeTransport
 
 SWARM = "5a" * 32

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from swarm_protocol.answer_form import AnswerKind
 
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.judging.guessing import guess_kind
+from swarm_protocol.answer_form import AnswerKind
 
 CAPITAL = "What is the capital of France?\n{} Rome\n{} Paris\n{} Oslo\n{} Bonn"
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_protocol.answer_form import WRITTEN, AnswerKind
 
 from swarm_node.tasks.judging import Verdict, judge, maths, values
+from swarm_protocol.answer_form import WRITTEN, AnswerKind
 
 DATA = Path(__file__).parents[3] / "data"
 KINDS: list[AnswerKind] = ["text", "number", "maths", "choice", "yes-no"]
