@@ -38,7 +38,7 @@ class PolicyConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights. `auto` = with LoRA bfloat16 on a GPU that has it, on a CPU the one in which a round is
     faster, and kept for the run; float32 where all weights are trained."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1024)
     """CPU threads for torch; 0 = as many as there are idle cores, and one below 2 million parameters. Idle cores are
     counted again between rounds; a small model gains nothing by a second thread."""
     system_prompt: str = ""

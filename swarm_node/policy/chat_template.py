@@ -77,15 +77,18 @@ def named_template(templates: str | Mapping[str, str] | None, config: PolicyConf
             f"{model} has no chat template: leave out policy.chat_template and policy.chat_template_kwargs; "
             "policy.prompt_template is the text around its questions"
         )
-    if isinstance(templates, str):
+    if not isinstance(templates, Mapping):
         if name != "default":
             raise UserError(f"{model} has one chat template, without a name: leave out policy.chat_template")
-        return templates
+        templates = {name: templates}
     if name not in templates:
         which = f"none is called {name!r}" if config.chat_template else "none is the default"
-        names = ", ".join(map(repr, sorted(templates)))
+        names = ", ".join(sorted(map(repr, templates)))
         raise UserError(f"the chat templates of {model} are {names}, and {which}: name one with {set_it}")
-    return templates[name]
+    found = templates[name]
+    if not isinstance(found, str):  # a stranger's tokenizer_config.json may have any value
+        raise UserError(f"the chat template of {model} is no text; take another model")
+    return found
 
 
 def unused_arguments(templates: str | Mapping[str, str], config: PolicyConfig) -> list[str]:

@@ -10,6 +10,7 @@ in the question's place, and the text around the marker is the frame of all ques
 from __future__ import annotations
 
 import json
+import re
 import resource
 import secrets
 import sys
@@ -26,6 +27,7 @@ from jinja2.utils import Namespace
 
 MEMORY_BYTES = 2**30  # address space of the process; Python and Jinja map a quarter of it
 MAX_CHARS = 2**18  # longest frame: as long as a prompt of 65,536 tokens
+HALF = re.compile("[\ud800-\udfff]")  # of characters in two code units; no tokenizer takes one
 PADDING = " \n\t \n"  # blanks around the marker, which show whether the template strips the question
 PROBES = ("x", " two words,\n\n  two lines \n", "0123456789 " * 400)
 """Questions for which frame and template must give the same text."""
@@ -78,6 +80,8 @@ def _of_contents(compiled: jinja2.Template, system: str, given: dict[str, Any], 
         text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **given)
         if len(text) > MAX_CHARS:
             raise FrameError(f"it makes {len(text)} characters of one question")
+        if HALF.search(text):
+            raise FrameError("it writes half a character, which no text has")
         return text
 
     def apart(question: str) -> str:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LICENCE = re.compile(r"^license:[ \t]*['\"]?([A-Za-z0-9][A-Za-z0-9.\-]{0,39})['\"]?[ \t]*$", re.MULTILINE)
+from swarm_node.storage.plain_files import read_plain
+
+LICENCE = re.compile(r"^license:[ \t]*['\"]?([A-Za-z0-9][A-Za-z0-9.\-]{0,39})['\"]?[ \t\r]*$", re.MULTILINE)
 MAX_CARD_BYTES = 1 << 20
 NAMES = {"pass_1": "share of right answers (pass@1)", "pass_k": "any answer right (pass@{})", "reward": "mean reward"}
 
@@ -62,9 +64,7 @@ def front_matter(about: About, adapter: bool) -> str:
 def licence_of(card: Path) -> str:
     """The licence that a model's README.md names in its front matter; empty if it names none."""
     try:
-        if card.stat().st_size > MAX_CARD_BYTES:
-            return ""
-        text = card.read_text(encoding="utf-8")
+        text = read_plain(card, MAX_CARD_BYTES).decode("utf-8")
     except (OSError, ValueError):
         return ""
     opened, front, _ = (text.split("---", 2) + ["", ""])[:3]

@@ -118,7 +118,7 @@ def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
         if any(map(_is_file, config.tasks)):
             raise ValueError("it names question files")
         return config, int(document["question_files"])
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
         raise UserError(f"cannot use {file}: {in_short(error)}") from error
 
 

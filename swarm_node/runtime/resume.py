@@ -28,6 +28,7 @@ from swarm_node.say import Warned
 from swarm_node.storage.best import BEST, read_best
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.model_names import model_name
+from swarm_node.storage.plain_files import as_a_node_writes
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_protocol.lineage import read_lineage, shared
@@ -189,7 +190,8 @@ class RunState:
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
                 self.node.member.late_join.seek(0.0)
-        self._resume_figures(checkpoint.round, state)
+        with as_a_node_writes(self.run.path):
+            self._resume_figures(checkpoint.round, state)
         return True
 
     def _resume_figures(self, round: int, state: dict[str, Any]) -> None:

@@ -48,6 +48,9 @@ from swarm_protocol.messages import TaskName
 
 NO_ANSWER = "Where reward functions of your own judge alone, no answer is needed: --set rewards.checker_weight=0"
 MAX_BYTES = 2**31  # of a file: it is read into memory
+MAX_QUESTION_CHARS = 2**20
+"""A longer question is as long as no prompt, and takes gigabytes and minutes to be found too long: some 200 bytes and 4
+microseconds a character. A swarm's files may be a stranger's."""
 MAX_ACCEPTED = 16  # accepted answers to a question: an answer is compared with each
 SHOWN, MAX_SHOWN = 3, 40  # references in the sentence at the start, and characters of each
 READ_AS: dict[AnswerKind, str] = {
@@ -136,6 +139,11 @@ class QuestionFile(OneTurn):
         question = text_of_messages(found, asked) if isinstance(found, list) else found
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"{described(asked)} must be a text, or a list of messages{_instead(found, asked)}")
+        if len(question) > MAX_QUESTION_CHARS:
+            raise ValueError(
+                f"{described(asked)} has {len(question):,} characters, allowed are {MAX_QUESTION_CHARS:,}: leave the "
+                "row out"
+            )
         try:
             value = value_of(row, answered)
         except NoColumn as error:

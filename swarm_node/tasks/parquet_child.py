@@ -65,7 +65,7 @@ def main() -> int:
         _tell_rows(data)
     except MemoryError:
         return 1
-    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, LookupError) as error:
         _tell(" ".join(f"{error}".split())[:MAX_CHARS] or type(error).__name__)
     return 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,14 @@ def task(name: str) -> Change:
     )
 
 
+def digits(key: str) -> Change:
+    """A number of 4,800 decimal digits in config.toml, which Python reads in hexadecimal, and refuses to show."""
+    number = f"{key} = 0x{'f' * 4000}\n"
+    return lambda run: (run / "config.toml").write_text(
+        number + re.sub(rf"(?m)^{key} = .*\n", "", (run / "config.toml").read_text())
+    )
+
+
 def sparse(name: str) -> Change:
     """A file of 1 TiB that takes no room, with one whole line at its end."""
 
@@ -96,6 +105,8 @@ CHANGES: dict[str, Change] = {
     **{f"device {name}": device(name) for name in ("best.json", "metrics.jsonl", "samples.jsonl", "swarm.json")},
     "toml brackets": text("config.toml", "a = " + "[" * 3000 + "]" * 3000),
     "toml dots": text("config.toml", "a" + ".a" * 40_000 + " = 1\n"),
+    "toml quotes": text("config.toml", 'a = "' + '\\"' * 2**18),
+    **{f"toml digits of {name}": digits(name) for name in ("name", "rounds", "seed")},
     "toml number": text("config.toml", "grpo = 1\n"),
     "toml list": text("config.toml", '[grpo]\ncorrection = ["a"]\n'),
     "toml long": text("config.toml", "# " + "x" * 2**21),
@@ -224,6 +235,19 @@ def test_odd_weights_are_told_in_words(odd: str, command: str, trained: Path, tm
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2 or (odd == "type" and command != "export" and not done.exit_code), done.output
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+
+
+@pytest.mark.parametrize("figures", [{"held_out": "x"}, {"held_out_figures": {"trained_s": True}}], ids=str)
+def test_odd_figures_end_a_resume_in_words(figures: dict[str, object], trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    newest = read_checkpoint(max((run / "checkpoints").iterdir()), lambda state: None)
+    store = CheckpointStore(run / "checkpoints", 2, print)
+    store.save(2, newest.tensors, newest.state | figures)
+    store.close()
+    settings = (run / "config.toml").read_text().replace(PROMPT, "")
+    (run / "config.toml").write_text(settings)
+    done = CliRunner().invoke(app, ["resume", str(run), "--rounds", "3", "--set", "rewards.functions=[]"])
+    assert done.exit_code == 2 and "is not as a node of this version writes it" in done.output, done.output
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "metrics.tmp", "config.tmp", "peers.new"])

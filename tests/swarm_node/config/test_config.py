@@ -204,6 +204,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
     ("set_", "message"),
     [
         ("rollouts.group_size=1", "rollouts.group_size = 1 in --set: must be greater than or equal to 2"),
+        ("policy.threads=1000000", "policy.threads = 1000000 in --set: must be less than or equal to 1024"),
         ("rounds=0", "rounds = 0 in --set: must be greater than 0"),
         ("rounds=many", "rounds = 'many' in --set: must be a valid integer"),
         ("rollouts.groups=", "rollouts.groups = '' in --set: must be a valid integer"),

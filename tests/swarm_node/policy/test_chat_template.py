@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import TemplateError
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template
-from swarm_node.policy.chat_template import child, frame_around
+from swarm_node.policy.chat_template import child, frame_around, named_template
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from tests.support.tiny_models import save
 
@@ -57,6 +58,7 @@ REFUSED = {
         "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
         "1 s",
     ),
+    "half a character": ("{{ messages[0].content }}{{ '\\ud800' }}", "half a character"),
     "a question changed": ("{{ messages[0].content | replace('two', '2') }}", "does more to a question"),
 }
 
@@ -105,6 +107,12 @@ def test_a_model_with_a_bad_template_is_refused(model: Path, tmp_path: Path) -> 
     template.write_text("{{ 'x' * 3000000000 }}")
     with pytest.raises(UserError, match="chat template"):
         load_policy(PolicyConfig(model=str(tmp_path)), RolloutsConfig(max_new_tokens=8), lambda sentence: None)
+
+
+@pytest.mark.parametrize("templates", [5, {"a": 1}, {"default": ["x"]}, {5: "x", "a": "y"}], ids=str)
+def test_a_template_that_is_no_text_is_refused(templates: Any) -> None:
+    with pytest.raises(UserError, match="chat template"):
+        named_template(templates, PolicyConfig(model="their/model"))
 
 
 def test_jinja_may_be_installed_anywhere() -> None:

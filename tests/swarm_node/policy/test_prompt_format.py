@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_template
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.model_card import MAX_CARD_BYTES, licence_of
 from swarm_node.policy.prompt_format import PROMPT_FORMAT, read_prompt_format, template_of_training, write_prompt_format
 from swarm_node.tasks.one_turn import in_form
 from tests.support.tiny_models import save
@@ -131,6 +134,7 @@ def test_an_export_asks_for_its_form_of_answers(tmp_path: Path) -> None:
         {"kind": "code"},
         {"rollouts": {"temperature": "hot"}},
         {"eval": {"questions": 1, "run": "x"}},
+        {"question_files": math.inf},
     ],
     ids=str,
 )
@@ -149,6 +153,25 @@ def test_a_stranger_s_file_gives_only_data(tmp_path: Path, change: dict[str, Any
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=f"cannot use .*{PROMPT_FORMAT}"):
         read_prompt_format(tmp_path)
+
+
+def test_brackets_without_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / PROMPT_FORMAT).write_text("[" * 100_000)
+    with pytest.raises(UserError, match=f"cannot use .*{PROMPT_FORMAT}"):
+        read_prompt_format(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pipe", "device", "huge", "windows"])
+def test_a_licence_is_read_from_a_plain_file_alone(name: str, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    if name == "pipe":
+        os.mkfifo(card)
+    elif name == "device":
+        card.symlink_to("/dev/zero")
+    else:
+        text = "---\r\nlicense: mit\r\n---\r\n"
+        card.write_bytes((text + "x" * (MAX_CARD_BYTES if name == "huge" else 0)).encode())
+    assert licence_of(card) == ("mit" if name == "windows" else "")
 
 
 def test_arguments_of_the_template_stay_with_the_export(tmp_path: Path) -> None:

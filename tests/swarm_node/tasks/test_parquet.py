@@ -89,6 +89,14 @@ def test_a_file_that_ends_its_reader_is_refused(tmp_path: Path, monkeypatch: pyt
         QuestionFile(str(tmp_path / "q.parquet"))
 
 
+def test_a_time_zone_of_no_place_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    times = pa.array([1], pa.timestamp("ns", "Nowhere/At_all"))
+    write(tmp_path / "q.parquet", question=["1+1?"], answer=["2"], asked=times)
+    with pytest.raises(UserError, match=r"q.parquet is no Parquet that can be read: .*Nowhere/At_all"):
+        QuestionFile(str(tmp_path / "q.parquet"))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def parquet_of_a_row(folder: Path) -> bytes:
     write(folder / "x", question=["1+1?"], answer=["2"])
     return (folder / "x").read_bytes()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swarm_node.errors import UserError
-from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.files import MAX_QUESTION_CHARS, QuestionFile
 
 CHOICES = {"text": ["4", "5"], "label": ["A", "B"]}
 ROW = {"question": "What is 1+1?", "answer": "2"}
@@ -211,6 +211,18 @@ def test_what_stands_in_a_bad_row_is_said(content: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"task file bad.jsonl, {message}")) as refused:
         QuestionFile("bad.jsonl")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("columns", [USUAL, ("{question}{question}", "answer")], ids=str)
+def test_a_question_that_is_as_long_as_no_prompt_is_refused(columns: tuple[str, str]) -> None:
+    half = len(columns[0]) // len("question")
+    for chars, message in ((MAX_QUESTION_CHARS // half, ""), (MAX_QUESTION_CHARS // half + 1, "leave the row out")):
+        Path("q.jsonl").write_text(json.dumps({"question": "q" * chars, "answer": "2"}))
+        if not message:
+            assert QuestionFile("q.jsonl", True, columns).size == 1
+            continue
+        with pytest.raises(UserError, match=f"line 1: .* characters, allowed are 1,048,576: {message}"):
+            QuestionFile("q.jsonl", True, columns)
 
 
 def write_parquet(name: str, rows: list[dict[str, Any]], group: int = 7) -> None:
