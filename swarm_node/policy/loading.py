@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
+from swarm_node.policy.adapter_patterns import check_patterns
 from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, trains_layers, with_adapter
 from swarm_node.policy.architecture import beside_text
 from swarm_node.policy.chat_template import named_template, unused_arguments
@@ -167,6 +168,7 @@ def _policy_of(
             f"train an adapter (policy.lora = true), or {OTHER}"
         )
     if plan.adapter is not None:
+        check_patterns(Path(plan.adapter), [name for name, _ in model.named_modules()])
         with refusing("the adapter", plan.adapter), warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # it would begin anew there
             model = PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
