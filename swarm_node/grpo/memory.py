@@ -33,7 +33,7 @@ from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import Layout, layout_of, packed_layout
 from swarm_node.policy.fitting import Hardware, Training, sentence_of_refusal
 from swarm_node.policy.loading import Plan
-from swarm_node.policy.oom import free_on_gpu, is_out_of_memory, map_large_tensors
+from swarm_node.policy.oom import free_on_gpu, is_out_of_memory
 from swarm_node.policy.packed import held_bytes, is_packed, values_of
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import (
@@ -190,7 +190,7 @@ class Fitting:
         self._prompt, self._new = max(map(len, prompts)), config.rollouts.max_new_tokens
         self._answers = min(config.grpo.answers or config.rollouts.group_size, config.rollouts.group_size)
         self._reference, self._copies = bool(config.grpo.beta) and not self.policy.is_lora, copies
-        self.mapped = False  # whether large tensors are mapped one by one; of no effect on a GPU
+        self.mapped = False  # whether an update maps large tensors one by one; of no effect on a GPU
 
     def fit(self) -> int:
         """Set the trainer's limit, checkpointing, and the questions sampled at a time. Gives the bytes that a round
@@ -213,8 +213,7 @@ class Fitting:
         choose_layout(self.policy, lambda: self.bytes(self.work()) <= self.machine.room, "a round", trainer.report)
         if self.machine.room < math.inf:
             self.policy.prompts_at_once = self._prompts_at_once
-        if self.mapped and not self.machine.gpu:
-            map_large_tensors()
+        trainer.maps = self.mapped and not self.machine.gpu
         return self.bytes(self.work())
 
     def bytes(self, work: Work) -> int:

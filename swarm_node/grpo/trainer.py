@@ -36,7 +36,7 @@ from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
-from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.policy.oom import is_out_of_memory, large_tensors_mapped
 from swarm_node.policy.packed import is_packed
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.policy.sizes import SMALL
@@ -94,6 +94,7 @@ class Trainer:
         self._correction = find_correction(config)
         self.optimizer: AnyOptimizer = _optimizer(policy.model, config) if optimizer is None else optimizer
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
+        self.maps = False  # whether large tensors are mapped one by one while it learns
         self.packing = config.packing and policy.packing
         self._padding = _most_padding(policy)
         self.num_tokens = 0
@@ -109,7 +110,8 @@ class Trainer:
         """
         start = time.perf_counter()
         step = self._prepare(groups)
-        metrics = {} if step is None else self._learn(step, before_update)
+        with large_tensors_mapped(self.maps):
+            metrics = {} if step is None else self._learn(step, before_update)
         if step is None or not metrics:
             before_update()
             metrics = {"loss": 0.0, "grad_norm": 0.0}

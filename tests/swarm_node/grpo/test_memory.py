@@ -25,6 +25,7 @@ from swarm_node.grpo.memory import (
     training_of,
 )
 from swarm_node.grpo.trainer import Trainer
+from swarm_node.policy import oom
 from swarm_node.policy.architecture import model_of
 from swarm_node.policy.engines import native
 from swarm_node.policy.engines.native import Decoder, NativeEngine
@@ -84,9 +85,8 @@ def test_with_ample_memory_nothing_is_changed(policy: Policy) -> None:
 def test_large_tensors_are_mapped_unless_the_model_is_small(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_heap = needed(policy)
     monkeypatch.setattr(memory, "SMALL", policy.num_parameters())
-    monkeypatch.setattr(memory, "map_large_tensors", lambda: None)  # of this process
     each = fitting(policy, 0)
-    assert each.fit() < in_the_heap and each.mapped
+    assert each.fit() < in_the_heap and each.mapped and each.trainer.maps
 
 
 def test_less_memory_makes_smaller_microbatches(policy: Policy) -> None:
@@ -343,3 +343,15 @@ def test_a_model_unlike_a_llama_has_a_size() -> None:
 
     assert model_of("x", 1000, Bare()).shape(0, 4).trained == 1000
     assert model_of("x", 1000, LlamaConfig(num_attention_heads=4)).heads == 4
+
+
+def test_large_tensors_are_mapped_while_it_learns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(oom, "_mallopt", lambda parameter, value: told.append(value))
+    with pytest.raises(MemoryError), oom.large_tensors_mapped(True):
+        assert told == [2**20]
+        raise MemoryError
+    assert told[1] == 32 * 2**20, "also where an update fails"
+    with oom.large_tensors_mapped(False):
+        pass
+    assert len(told) == 4
