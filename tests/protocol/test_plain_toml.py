@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from protocol.plain_toml import MAX_DOTS, MAX_INT, TEXTS, parsed_toml
+
+from swarm_protocol.plain_toml import MAX_DOTS, MAX_INT, TEXTS, parsed_toml
 
 
 @pytest.mark.parametrize("text", ['"' + '\\"' * 9, "'" + '"' * 9, '"', "'", '"a\\"b"', "'a\"b'"])
