@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,6 +65,7 @@ wait
 """
 
 
+@cache
 def pip_settings() -> dict[str, list[str]]:
     """What this machine's pip is told: key without its section -> values."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
@@ -71,11 +73,6 @@ def pip_settings() -> dict[str, list[str]]:
     for section, key, value in re.findall(r"^(\S+)\.(\S+?)='(.*)'$", listed.stdout, re.MULTILINE):
         found.setdefault(key, []).extend(value.split() if section else [])
     return found
-
-
-SETTINGS = pip_settings()
-INDEXES = [*SETTINGS.get("extra-index-url", [])]
-LINKS = [*dict.fromkeys(SETTINGS.get("find-links", []))]
 
 
 class Debian:
@@ -96,17 +93,19 @@ class Debian:
 
     def run(self, script: str, path: str = "") -> subprocess.CompletedProcess[str]:
         """What a shell in /root prints, errors among it, with `path` in front of its PATH. Fails if the script does."""
-        urls = [urlsplit(each).path for each in (*INDEXES, *LINKS) if each.startswith(("file:", "/"))]
+        indexes = pip_settings().get("extra-index-url", [])
+        links = [*dict.fromkeys(pip_settings().get("find-links", []))]
+        urls = [urlsplit(each).path for each in (*indexes, *links) if each.startswith(("file:", "/"))]
         places = [str(Path(each).parent if Path(each).name == "simple" else each) for each in urls]
         env = {
             **{key: value for key, value in os.environ.items() if "CERT" in key or key.startswith("PIP_")},
             "PATH": f"{path}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "PLACES": " ".join([str(self.wheels), *filter(os.path.isdir, places)]),
             "PIP_CONSTRAINT": "/root/constraints.txt",
-            "PIP_FIND_LINKS": " ".join([*LINKS, str(self.wheels)]),
+            "PIP_FIND_LINKS": " ".join([*links, str(self.wheels)]),
             "UV_CONSTRAINT": "/root/constraints.txt",
-            "UV_FIND_LINKS": ",".join([*LINKS, str(self.wheels)]),
-            "UV_EXTRA_INDEX_URL": " ".join(INDEXES),
+            "UV_FIND_LINKS": ",".join([*links, str(self.wheels)]),
+            "UV_EXTRA_INDEX_URL": " ".join(indexes),
             "UV_INDEX_STRATEGY": "unsafe-best-match",
             "UV_SYSTEM_CERTS": "1",
             "OMP_NUM_THREADS": "1",
