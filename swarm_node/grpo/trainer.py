@@ -17,6 +17,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -110,7 +111,7 @@ class Trainer:
         """
         start = time.perf_counter()
         step = self._prepare(groups)
-        with large_tensors_mapped(self.maps):
+        with large_tensors_mapped() if self.maps else nullcontext():
             metrics = {} if step is None else self._learn(step, before_update)
         if step is None or not metrics:
             before_update()

@@ -46,21 +46,19 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def large_tensors_mapped(wanted: bool) -> Iterator[None]:
+def large_tensors_mapped() -> Iterator[None]:
     """Have tensors from a megabyte on mapped one by one, and returned when they are freed, until the context is left.
 
     glibc cannot give freed aligned memory to the next tensor of the same size, so a heap of large tensors has gaps: up
     to half of what they take. What was freed before, and large tensors would not use again, is returned at once. Only
-    updates keep so many tensors; sampling would lose a twentieth of its speed. Not `wanted`: nothing changes.
+    updates keep so many tensors; sampling would lose a twentieth of its speed.
     """
-    if wanted:
-        _mallopt(_M_MMAP_THRESHOLD, 2**20)
-        return_freed_memory()
+    _mallopt(_M_MMAP_THRESHOLD, 2**20)
+    return_freed_memory()
     try:
         yield
     finally:
-        if wanted:
-            keep_freed_memory()
+        keep_freed_memory()
 
 
 def return_freed_memory() -> None:
