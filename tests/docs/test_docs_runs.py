@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -281,14 +282,17 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     terminals.until(lambda: names[1] in ask("status", f"runs/{names[0]}"))
     assert names[0] in ask("status", link)
     assert "members" in ask("doctor", link)
-    [page] = blocks("swarm-node dashboard")
-    [dashboard] = [line for line in lines(page) if "swarm-node dashboard" in line]
-    terminals.type(dashboard)
-    shown = terminals.folder / "terminal-3.txt"
+    [dashboard] = re.findall(r"`(dashboard [^`]+)` shows the swarm", README.read_text())
+    shells.append(terminals.type(f"swarm-node {dashboard}"))
+    shown = terminals.folder / f"terminal-{len(shells)}.txt"
     address = terminals.until(lambda: (m := re.search(r"http://\S+", shown.read_text())) and m.group())
-    with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs", timeout=60) as answer:
-        shown_runs = answer.read().decode()
-    assert all(f'"{name}"' in shown_runs for name in names)
+
+    def page(path: str) -> str:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    [swarm] = json.loads(page(""))["runs"]
+    terminals.until(lambda: all(f'"{name}"' in page(f"/{urllib.parse.quote(swarm['id'])}") for name in names))
 
     assert "runs/" in ask("pause", f"runs/{names[0]}")
     events = terminals.folder / "runs" / names[0] / "events.jsonl"
@@ -296,7 +300,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     ask("unpause", f"runs/{names[0]}")
     rounds = terminals.last(names[0], "round")
     terminals.until(lambda: terminals.last(names[0], "round") > rounds)
-    assert [terminals.press_ctrl_c(shell) for shell in shells] == [0, 0], terminals.outputs
+    assert [terminals.press_ctrl_c(shell) for shell in shells] == [0, 0, 0], terminals.outputs
 
 
 @pytest.mark.long

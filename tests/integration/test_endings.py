@@ -122,7 +122,8 @@ def memory_deaf(world: World) -> NodeProcess:
 
 
 def disk(world: World) -> NodeProcess:
-    node = world.training()
+    node = world.local(sets=("checkpoints.every=1000",))  # the stop writes the first
+    node.until_rounds(1)
     resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (2**20, 2**20))  # too little for a checkpoint
     node.process.send_signal(signal.SIGTERM)
     return node
