@@ -42,6 +42,8 @@ RECORD = "gguf.json"
 VALUE_BYTES = 4  # of a dequantised value
 PROGRAM_BYTES = 700 * 2**20  # the process that dequantises, beside the values (measured: 640 MiB)
 COPIES = 2  # of the values, that it holds at most
+STARTS_S = 600.0  # the process that dequantises gets so long, and more for the bytes of the file
+BYTES_PER_S = 2**18  # that it reads even on a slow and busy machine (measured: ten times as many)
 SPARE_BYTES = 256 * 2**20  # disk space that is left free
 CHILD = "swarm_node.policy.gguf_files.converting"
 RUN = (
@@ -230,7 +232,10 @@ def _convert(file: Path, out: Path) -> None:
         pipe = subprocess.PIPE  # the child ends when it closes, also if this process is killed
         with subprocess.Popen(command, stdin=pipe, stdout=output, stderr=errors, env=os.environ | OFFLINE) as child:
             try:
-                code = child.wait()
+                code = child.wait(STARTS_S + file.stat().st_size / BYTES_PER_S)
+            except subprocess.TimeoutExpired as error:
+                child.kill()
+                raise UserError(f"cannot read {file}: to dequantise it took more than {error.timeout:.0f} s") from None
             except BaseException:
                 child.kill()
                 raise

@@ -180,6 +180,13 @@ def test_a_broken_file_ends_in_one_sentence(
     assert not list(cached.glob("*.partial")) and not list(cached.glob(f"*/{store.RECORD}"))
 
 
+def test_reading_a_file_has_a_limit_of_time(tiny: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "STARTS_S", 0.01)
+    with pytest.raises(UserError, match="to dequantise it took more than"):
+        folder_of(tiny, print)
+    assert not [*cached.glob("*.partial")] and not [*cached.glob(f"{sha256_of(tiny)}/*")]
+
+
 def test_a_file_that_does_not_fit_is_refused(tiny: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = read_header(tiny)
     monkeypatch.setattr(store, "free_bytes", lambda folder: 1000.0)
