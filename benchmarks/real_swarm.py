@@ -13,15 +13,14 @@
     link     two real processes joined by link, and two that are not
 
 A row is a part, an arm and a seed. It is kept as soon as it is there. The two best ways are those with the least loss
-at the end of `ways`, the best arm is the soonest in `arms`; `--ways` and `--arms` name others. `ways` takes all cores,
-`arms` and `steps` one thread, `link` one for each node: leave the rest of the machine idle.
+at the end of `ways`, the best arm is the soonest in `arms`; `--ways` and `--arms` name others. `link` takes a thread for
+each node, the other parts take one: as many run at a time as there are cores, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def figures_of(key: Key, model: str, quick: bool) -> Row:
     part, arm, seed = key
     of = PARTS[part]
     if part == "ways":
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(1)
         course = QUICK_COURSE if quick else Course()
         return real_swarm_supervised.run(model, path_of(of.set), arm, seed, course, _say)
     if part == "link":

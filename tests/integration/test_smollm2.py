@@ -50,6 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no package index: {fetched.stderr.strip()}")
     assert fetched.returncode == 0, fetched.stderr
     sets = ["--set", "eval.questions=0", "--set", "policy.dtype=float32"]  # else a short test of speed chooses one
+    sets += ["--set", "policy.threads=1"]  # two wait for each other while other tests take a core
     run = ["--config", "configs/demo-real.toml", "--rounds", str(ROUNDS), "--run-dir", str(folder / "run")]
     done = command("local", *run, *sets, home=folder / "hf")
     assert done.returncode == 0, done.stderr
