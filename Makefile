@@ -3,6 +3,7 @@
 # make install set up only                             make check   lint, format, types, import rules, sizes
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
 # make docs    the documentation as a site (site/)     make test-long   the tests that take minutes each
+#                                                      make test-all    both at once: some wait while others work
 # make wheels  what a release installs (wheels/)
 #
 # PYTHON=python3.12                                       which Python makes the virtual environment
@@ -22,7 +23,7 @@ SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(WHEELS),--find-links $(WHEELS))
 
-.PHONY: install dev demo demo-real test test-long check format bench docs wheels
+.PHONY: install dev demo demo-real test test-long test-all check format bench docs wheels
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -58,6 +59,9 @@ test: dev # in order of names: tests/integration, which waits most and has the l
 
 test-long: dev
 	$(BIN)/python -m pytest -m long -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
+
+test-all: dev
+	$(BIN)/python -m pytest -m 'not gpu and not network and not image' -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 check: dev
 	$(BIN)/ruff check .

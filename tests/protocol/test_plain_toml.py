@@ -25,6 +25,13 @@ def test_dots_of_keys_are_counted(before: str) -> None:
         parsed_toml(f"{before}a{'.a' * (MAX_DOTS + 1)} = 1\n")
 
 
+def test_dots_of_all_lines_are_counted() -> None:
+    line = f"a{'.a' * MAX_DOTS}"
+    assert parsed_toml("\n".join(f"b{i}.{line[2:]} = 1" for i in range(20)))
+    with pytest.raises(ValueError, match="many lines"):
+        parsed_toml("\n".join(f"b{i}.{line[2:]} = 1" for i in range(2500)))
+
+
 @pytest.mark.parametrize("place", ["a = {}", "a = [[1, {}]]", "[[a]]\nb = {{c = [{}]}}"])
 def test_integers_are_bounded(place: str) -> None:
     assert parsed_toml(place.format(MAX_INT - 1))
