@@ -65,7 +65,7 @@ def swarm(folder: Path) -> dict[str, bytes]:
         new.ended()
         bootstrap = opened("swarm-node bootstrap demo.toml | tee link.txt")
         bootstrap.until(lambda text: "?peer=" in text)
-        join = 'swarm-node join "$(tail -1 link.txt)" --name {}'
+        join = 'swarm-node join "$(tail -1 link.txt)" --name {} --set grpo.advantage=pass_k'
         members = [opened(join.format(name)) for name in ("alice", "bob")]
         for member in members:
             member.until(is_sharing)

@@ -19,7 +19,7 @@ from threading import Lock, Thread
 import pyte
 from pyte.screens import Char
 
-COLUMNS, ROWS = 80, 60
+COLUMNS, ROWS = 80, 100
 LIMIT_S = 300.0  # a wait that takes longer has failed
 CHECK_S = 0.1
 END_S = 30.0  # that a command has to end after Ctrl-C
