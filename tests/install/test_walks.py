@@ -1,6 +1,6 @@
-"""From an empty Debian to the first learning, as docs/install.md has it: no compiler, no make, no clone.
+"""From an empty Debian to the first learning, as docs/install.md has it: no compiler; a clone needs make.
 
-    python -m pytest -m long tests/install      as root, with debootstrap; about ten minutes
+    python -m pytest -m long tests/install      as root, with debootstrap; about fifteen minutes
 
 pip, pipx and uv get wheels that scripts/wheels.py builds, and all else from where this machine's pip gets it.
 INSTALL_FIGURES is a file for what is measured: packages, megabytes and seconds of each way.
@@ -172,3 +172,13 @@ def test_pipx(debian: Debian) -> None:
     command = f"pipx/bin/pipx install --quiet {wheels} 'swarm-node[swarm,puzzles]'"
     debian.install("pipx", command, ".local/share/pipx/venvs/swarm-node/bin/python")
     assert "round 2/2" in debian.run(SWARM, "/root/.local/bin").stdout
+
+
+def test_a_clone(debian: Debian) -> None:
+    debian.run("apt-get update -qq && apt-get install -qq -y --no-install-recommends make && mkdir clone")
+    files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-xC", str(debian.root / "root/clone")], input=files, check=True)
+    said = debian.run(f"SWARM_NODE_ROUNDS=2 make -C clone demo dev WHEELS={shlex.quote(str(debian.wheels))}").stdout
+    assert "round 2/2" in said and "installing the development tools" in said
+    tested = debian.run(". clone/.venv/bin/activate && cd clone && pytest -q tests/swarm_node/test_say.py").stdout
+    assert " passed" in tested
