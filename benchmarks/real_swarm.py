@@ -13,8 +13,8 @@
     link     two real processes joined by link, and two that are not
 
 A row is a part, an arm and a seed. It is kept as soon as it is there. The two best ways are those with the least loss
-at the end of `ways`, the best arm is the soonest in `arms`; `--ways` and `--arms` name others. `link` takes a thread for
-each node, the other parts take one: as many run at a time as there are cores, and nothing else.
+at the end of `ways`, the best arm is the soonest in `arms`; `--ways` and `--arms` name others. `link` takes a thread
+for each node, the other parts take one: as many run at a time as there are cores, and nothing else.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ would be tried as the first, in time that grows with its square."""
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
-    """The table in a TOML text, in which at most MAX_DOTS dots of a line are outside of strings, few lines have so many,
-    and no integer is beyond MAX_INT. Raises ValueError and RecursionError."""
+    """The table in a TOML text, in which at most MAX_DOTS dots of a line are outside of strings, few lines have so
+    many, and no integer is beyond MAX_INT. Raises ValueError and RecursionError."""
     without = text if '"""' in text or "'''" in text else TEXTS.sub("", text)
     dots = [line.count(".") for line in without.split("\n")]
     if max(dots) > MAX_DOTS:
