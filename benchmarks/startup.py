@@ -21,9 +21,11 @@ from pathlib import Path
 
 from benchmarks.common import median, table, write
 from swarm_node.storage.rundir import RunDir
+from tests.support.plain import HIDE
 
 GOAL, REFUSAL_GOAL = 0.5, 1.5
 NODE = [sys.executable, "-m", "swarm_node"]
+PLAIN = [sys.executable, "-c", f"{HIDE}\nfrom swarm_node.cli.app import main\nmain()"]  # as if without extras
 PEER = "12D3KooWQuzkL1NVeyDYUp3EUeMSe3onxZxPDiYq6tLhpKBzVeCR"  # nobody listens at its address
 WHOLE = {
     "swarm-node --help": [*NODE, "--help"],
@@ -46,6 +48,8 @@ REFUSALS = {
     "eval of nothing": [*NODE, "eval", "nothing"],
     "wrong key": [*NODE, "local", "--set", "grpo.los=gspo"],
     "short link": [*NODE, "join", "swarm://abc"],
+    "no extra for a swarm": [*PLAIN, "join", "swarm://abc"],
+    "no extra for a page of a swarm": [*PLAIN, "dashboard", "swarm://abc"],
 }
 
 

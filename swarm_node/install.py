@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Sequence, Set
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ PACKAGE = "swarm-node"
 REPOSITORY = "https://github.com/swarm-node/swarm-node"
 WHEELS = f"{REPOSITORY}/releases/expanded_assets/v{__version__}"
 """Page with the wheels of this release: of two packages that the extras need, the index has sources alone."""
+FIND_WHEELS = f"--find-links {WHEELS}"
 COMPILED = {"swarm", "puzzles"}  # extras that need one of these
 SWARM = ("base58", "cryptography", "hivemind", "libp2p", "multiaddr", "prometheus_client", "segno", "trio")
 EXTRA_OF = {**dict.fromkeys(SWARM, "swarm"), "reasoning_gym": "puzzles"}
@@ -32,7 +35,7 @@ def install_command() -> str:
     """The command that installs swarm-node anew, with a Python it is tested with."""
     if _by() == "pipx":
         return "pipx reinstall swarm-node --python 3.12"
-    return f"uv tool install --reinstall --python 3.12 {_source()}"
+    return f"uv tool install --reinstall --python 3.12 {_with({*_extras()})}"
 
 
 def reinstall_command() -> str:
@@ -49,23 +52,20 @@ def upgrade_command() -> str:
 
 
 def pip(arguments: str) -> str:
-    """A `pip install` into this installation, also where it lacks pip."""
-    python = shlex.quote(sys.executable)
-    if importlib.util.find_spec("pip") is None:
-        return f"uv pip install --python {python} {arguments}"
-    return f"{python} -m pip install {arguments}"
+    """A `pip install` into this installation."""
+    return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
 
 
 def extra_command(extra: str) -> str:
-    """The command that adds the packages of that extra to this installation, from the source that it came from."""
-    source, editable = _made_of()
-    named = f"{PACKAGE}[{extra}] @ {source}" if "://" in source else f"{source}[{extra}]"
-    arguments = f"{'-e ' if editable else ''}{shlex.quote(named)}"
-    found = f"--find-links {WHEELS} " if extra in COMPILED else ""
-    if _by() == "pipx":
-        told = f"{shlex.quote(f'--pip-args={found.strip()}')} " if found else ""
-        return f"pipx install --force {told}{arguments}"
-    return f"uv tool install --reinstall --python 3.12 {found}{arguments}" if _by() else pip(f"{found}{arguments}")
+    """The command that adds the packages of that extra to this installation, from the source that it came from. uv and
+    pipx make an installation anew, so the command names the extras that are there as well."""
+    if not _by():
+        return pip(_with({extra}))
+    extras = {extra, *_extras()}
+    if _by() == "uv":
+        return f"uv tool install --reinstall --python 3.12 {_with(extras)}"
+    wheels = f"{shlex.quote(f'--pip-args={FIND_WHEELS}')} " if extras & COMPILED else ""
+    return f"pipx install --force {wheels}{_source(extras)}"
 
 
 def has_extra(extra: str) -> bool:
@@ -97,8 +97,6 @@ def _is_missing(package: str) -> bool:
 
 def torch_command(version: str) -> str:
     """The command that replaces a torch for CPUs only by one that can use a GPU."""
-    if importlib.util.find_spec("pip") is None:
-        return pip(f"--reinstall-package torch torch=={version} --torch-backend=auto")
     return f"{shlex.quote(sys.executable)} -m pip uninstall -y torch && {pip(f'torch=={version}')}"
 
 
@@ -116,14 +114,40 @@ def isolated(program: str, *arguments: str, options: Sequence[str] = ()) -> list
     return [sys.executable, "-I", *options, "-c", RUN, program, json.dumps(sys.path), *arguments]
 
 
+def _extras() -> list[str]:
+    """The extras of which all packages are installed."""
+    packages = defaultdict[str, list[str]](list)
+    for requirement in distribution(PACKAGE).requires or []:
+        if found := re.match(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]", requirement):
+            packages[found[2]].append(found[1])
+    return [extra for extra, names in packages.items() if all(map(_is_installed, names))]
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package that the index calls so is there."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def _by() -> str:
     parts = Path(sys.prefix).parts
     return "uv" if {"uv", "tools"} <= set(parts) else "pipx" if "pipx" in parts else ""
 
 
-def _source() -> str:
+def _with(extras: Set[str]) -> str:
+    """The source of this installation with those extras, and the place of the wheels that they need."""
+    return f"{FIND_WHEELS} {_source(extras)}" if extras & COMPILED else _source(extras)
+
+
+def _source(extras: Set[str] = frozenset()) -> str:
     """The source of this installation, as `pip` takes it."""
     source, editable = _made_of()
+    if extras:
+        names = f"[{','.join(sorted(extras))}]"
+        source = f"{PACKAGE}{names} @ {source}" if "://" in source else f"{source}{names}"
     return f"{'-e ' if editable else ''}{shlex.quote(source)}"
 
 

@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note, note_for, option, tasks_in
+from swarm_node.cli.options import CommandSettings, Json, is_swarm, note, note_for, option, tasks_in
 from swarm_node.cli.train import print_config
 from swarm_node.config.writing import config_reference
+from swarm_node.install import check_extra
 from swarm_node.storage.rundir import RunDir
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
@@ -63,9 +64,9 @@ def list_tasks(
         for line in show_questions(tasks_in([name]) or [], config, json_output):
             typer.echo(line)
         return
-    from swarm_node.tasks.reasoning_gym import list_environments
+    from swarm_node.tasks.reasoning_gym import list_environments, questions_of_the_package
 
-    entries = list_environments()
+    entries = [questions_of_the_package(), *list_environments()]
     if json_output:
         typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         return
@@ -134,6 +135,8 @@ def dashboard(
     ] = False,
 ) -> None:
     """Show runs, or a swarm, on a web page, live and side by side. Ctrl-C ends the page, not the runs."""
+    if any(map(is_swarm, shown or [])):
+        check_extra("swarm", "a page of a swarm")
     from swarm_node.cli.commands.page import show_pages
 
     config = settings.load()

@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from swarm_node.cli.options import CommandSettings, Json, note, option, rewards_in, split_names, starting, tasks_in
+from swarm_node.cli.options import (
+    CommandSettings,
+    Json,
+    is_swarm,
+    note,
+    option,
+    rewards_in,
+    split_names,
+    starting,
+    tasks_in,
+)
 from swarm_node.config import load_config
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
@@ -306,13 +316,6 @@ def bench(
     from swarm_node.cli.commands.bench import BenchRequest, main
 
     main(config, BenchRequest(minutes, group_size, length, prompts, file), note)
-
-
-def is_swarm(named: str) -> bool:
-    """Whether `merge` takes `named` for a swarm, not for a run directory."""
-    from swarm_node.swarm.download import is_url
-
-    return named.startswith("swarm:") or is_url(named) or Path(named).expanduser().is_file()
 
 
 def runs_of(sources: Sequence[str]) -> list[RunDir]:

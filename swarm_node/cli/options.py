@@ -399,3 +399,12 @@ def tasks_in(given: list[str] | None) -> list[str | TaskConfig] | None:
     """The tasks that `--tasks` names or describes; None if it was not given. Raises UserError."""
     values = split_values(given, "tasks")
     return None if values is None else load_config(flags={"tasks": values}).tasks
+
+
+def is_swarm(named: str) -> bool:
+    """Whether an argument names a swarm, by a link, an address or a manifest, rather than a run directory."""
+    from swarm_node.swarm.download import is_url
+
+    path = Path(named).expanduser()
+    is_manifest = not path.is_dir() and (path.suffix == ".toml" or path.exists())
+    return named.startswith("swarm:") or is_url(named) or is_manifest

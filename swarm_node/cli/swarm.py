@@ -141,6 +141,8 @@ def status(
     json_output: Json = False,
 ) -> None:
     """List members, how many of their answers were used, and why others were refused."""
+    if target and not Path(target).is_dir():
+        check_extra("swarm", "a swarm")
     from swarm_node.cli.commands.status import show_status
 
     show_status(target, settings.load().network, json_output)
@@ -154,6 +156,8 @@ def doctor(
     json_output: Json = False,
 ) -> None:
     """Check this machine and its connection, and suggest fixes. Exit code 1 if a check fails."""
+    if target and not Path(target).is_dir():
+        check_extra("swarm", "a swarm")
     from swarm_node.cli.commands.doctor import examine
 
     if target and RunDir(target).exists and settings.any_typed:
@@ -172,6 +176,7 @@ def show_identity(settings: CommandSettings) -> None:
 
 def new_identity(settings: CommandSettings) -> None:
     """Create a key for a run that has none, and print its peer id. Never replaces a key."""
+    check_extra("swarm", "a key")
     from swarm_node.cli.commands import identity
 
     typer.echo(identity.create(settings.load(swarm="any")))

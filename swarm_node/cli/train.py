@@ -12,6 +12,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, DryRun, Json, note_for, option, refusals_in, starting
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.errors import TemporaryError, UserError
+from swarm_node.install import check_extra
 from swarm_node.storage.going_on import going_on
 from swarm_node.storage.nearby import names_near
 from swarm_node.storage.rundir import BOOTSTRAP, RunDir
@@ -58,6 +59,7 @@ def _bootstrap_again(config: NodeConfig, json_output: bool) -> NoReturn:
     """Start a bootstrap again, without a page. Raises UserError."""
     if json_output:
         raise UserError(f"{config.directory} is of a bootstrap, which ends with no document: leave out --json")
+    check_extra("swarm", "a bootstrap")
     from swarm_node.runtime.bootstrap import run_bootstrap
     from swarm_node.runtime.limits import be_nice
 
@@ -88,7 +90,7 @@ def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> 
     from swarm_node.runtime.preflight import check_material, check_run_place, with_commits, with_extras
     from swarm_node.swarm.links import swarm_to_join
 
-    config = with_extras(config)
+    config = with_extras(config, note_for(config, "settings", json_output))
     check_run_place(config, member)
     found = swarm_to_join(config, note_for(config, "note", json_output)) if member else None
     is_chosen = "model" in config.policy.model_fields_set and is_particular(config.policy.model)
@@ -169,6 +171,9 @@ def sweep(
 
 
 def print_config(config: NodeConfig, json_output: bool) -> None:
-    """Print the configuration as TOML or JSON."""
+    """Print the configuration as TOML or JSON, with the tasks that a node asks here."""
+    from swarm_node.runtime.preflight import with_extras
+
+    config = with_extras(config)
     as_json = json.dumps(config.model_dump(mode="json"), indent=2)
     typer.echo(f"{as_json}\n" if json_output else dump_toml(config), nl=False)

@@ -7,8 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.install import pip
+from swarm_node.install import extra_command
 
+QUANTIZE = "quantize"  # the extra that brings it
 BITSANDBYTES = (0, 50)  # oldest version with which weights and moments in 8 bits and less are known to work on a CPU
 
 
@@ -43,9 +44,4 @@ def _check(setting: str) -> None:
         found = ""
     if tuple(map(int, re.findall("[0-9]+", found)[:2])) < BITSANDBYTES:
         state = f"{found} is installed" if found else "it is not installed"
-        raise PackageMissing(f"{setting} needs bitsandbytes {wanted} or newer, and {state}: {quantiser_command()}")
-
-
-def quantiser_command() -> str:
-    """The command that installs the package that quantises, here."""
-    return pip(f"'bitsandbytes>={'.'.join(map(str, BITSANDBYTES))}'")
+        raise PackageMissing(f"{setting} needs bitsandbytes {wanted} or newer, and {state}: {extra_command(QUANTIZE)}")

@@ -20,6 +20,7 @@ from swarm_node.install import check_extra, has_extra
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters
 from swarm_node.policy.sizes import MOMENT_BYTES
+from swarm_node.say import Say
 from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -32,9 +33,9 @@ from swarm_protocol.identity import Identity
 from swarm_protocol.transports.settings import is_free
 
 
-def with_extras(config: NodeConfig) -> NodeConfig:
+def with_extras(config: NodeConfig, say: Say = lambda text: None) -> NodeConfig:
     """`config` with the questions of this package, if it names none and reasoning-gym, whose questions a node asks by
-    default, is not installed. UserError if another extra that it needs is not."""
+    default, is not installed, which `say` is told. UserError if another extra that it needs is not."""
     for needed, what in (
         (config.swarm is not None, "a swarm"),
         (config.pipeline.stages > 0, "a policy in stages"),
@@ -44,6 +45,7 @@ def with_extras(config: NodeConfig) -> NodeConfig:
             check_extra("swarm", what)
     if "tasks" in config.model_fields_set or config.swarm is not None or has_extra("puzzles"):
         return config
+    say(f"the questions are those of this package (--tasks {STARTER}), since reasoning-gym is not installed")
     return config.model_copy(update={"tasks": [STARTER]})
 
 

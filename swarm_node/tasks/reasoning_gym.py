@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from swarm_node.errors import UserError
 from swarm_node.install import check_extra
 from swarm_node.tasks import checkers
-from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
+from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS, STARTER, STARTER_QUESTIONS
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.judging.texts import text_or_number
 from swarm_node.tasks.one_turn import OneTurn
@@ -123,8 +123,16 @@ class Entry(NamedTuple):
     answer: str
 
 
+def questions_of_the_package() -> Entry:
+    """The row of the questions that need no other package."""
+    with STARTER_QUESTIONS.open() as file:
+        first = json.loads(file.readline())
+    return Entry(STARTER, [], "own", first["question"], first["answer"])
+
+
 def list_environments() -> list[Entry]:
-    """Every allowed environment with an example."""
+    """Every allowed environment with an example. UserError if reasoning-gym is not installed."""
+    check_extra("puzzles", "a list of the tasks of reasoning-gym")
     entries = []
     for name, checker in ALLOWED.items():
         environment = ReasoningGym(name, {})
@@ -137,7 +145,7 @@ def list_environments() -> list[Entry]:
 def library() -> dict[str, tuple[Any, Any]]:
     """Environment -> (class of its data set, class of its options): all of the library, audited or not. Imports
     reasoning-gym (about a second), hence only here. UserError if it is not installed."""
-    check_extra("puzzles", "this")
+    check_extra("puzzles", "a task of reasoning-gym")
     from reasoning_gym.factory import DATASETS
 
     return DATASETS

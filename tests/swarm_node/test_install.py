@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def made_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the package's metadata tells of where it came from."""
     told = SimpleNamespace(told=None)
     text = lambda name: told.told if told.told is None else json.dumps(told.told)  # noqa: E731
-    monkeypatch.setattr(installed, "distribution", lambda name: SimpleNamespace(read_text=text))
+    monkeypatch.setattr(installed, "distribution", lambda name: SimpleNamespace(read_text=text, requires=None))
     return told
 
 
@@ -154,3 +155,19 @@ def test_wheels_of_the_release_are_found_by_all_installers(
 ) -> None:
     monkeypatch.setattr(sys, "prefix", f"/home/me/.local/share/{prefix}/swarm-node")
     assert extra_command("puzzles") == command
+
+
+def test_an_extra_keeps_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wants = ['hivemind>=1; extra == "swarm"', "typer>=1", 'matplotlib>=3; (python_version > "3") and extra == "plots"']
+    there = {"swarm-node": SimpleNamespace(requires=wants, read_text=lambda name: None), "hivemind": None}
+
+    def distribution(name: str) -> object:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(installed, "distribution", distribution)
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
+    wanted = f"--find-links {WHEELS} 'swarm-node[optuna,swarm]'"
+    assert extra_command("optuna") == f"uv tool install --reinstall --python 3.12 {wanted}"
+    assert install_command() == f"uv tool install --reinstall --python 3.12 --find-links {WHEELS} 'swarm-node[swarm]'"

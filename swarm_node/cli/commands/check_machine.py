@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, compiler, packages, torch, memory, disk and the run directory."""
+"""Checks of this machine: Python, packages, torch, memory, disk and the run directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +18,7 @@ from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.install import install_command, reinstall_command, torch_command
+from swarm_node.install import extra_command, has_extra, install_command, reinstall_command, torch_command
 from swarm_node.storage.rundir import existing_part
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
@@ -28,14 +27,10 @@ if TYPE_CHECKING:
 
 # package -> start of its tested versions
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
+EXTRA = {"hivemind": "swarm", "libp2p": "swarm", "reasoning-gym": "puzzles"}
 CREW_BYTES = 6  # random bytes in a proposed crew name, which is the crew's password
 TIGHT = 0.8  # above this part of the free memory, sampling may exhaust it
 GIB = 2**30
-INSTALL_COMPILER = (
-    "xcode-select --install; brew install gmp"
-    if sys.platform == "darwin"
-    else "sudo apt-get install build-essential libgmp-dev"
-)
 
 
 def python() -> Check:
@@ -46,34 +41,20 @@ def python() -> Check:
     return Check("python", "warn", f"{found} is not tested; 3.11 to 3.13 are", install_command())
 
 
-def compiler() -> Check:
-    """Whether a C compiler finds GMP: packages without a wheel (fastecdsa, which libp2p needs) are built with it."""
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    path = next((found for name in names if name and (found := shutil.which(name))), None)
-    if path is None:
-        return Check("compiler", "warn", "none found; needed to install or upgrade, not to run", INSTALL_COMPILER)
-    command = [path, "-fsyntax-only", "-I/opt/homebrew/include", "-I/usr/local/include", "-xc", "-"]
-    try:
-        built = subprocess.run(command, input=b"#include <gmp.h>\n", capture_output=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("compiler", "warn", f"{path} does not work: {error}", INSTALL_COMPILER)
-    if built.returncode:
-        detail = f"{path} finds no GMP headers; needed to install or upgrade, not to run"
-        return Check("compiler", "warn", detail, INSTALL_COMPILER)
-    return Check("compiler", "ok", f"{path}, with GMP")
-
-
 def packages() -> Check:
-    """Whether the packages of `TESTED` are installed in tested versions."""
+    """Whether the packages of `TESTED` are installed in tested versions, those of extras as far as they are wanted."""
     found, missing = {}, []
+    without = sorted({extra for extra in EXTRA.values() if not has_extra(extra)})
     for name in TESTED:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            missing.append(name)
+            missing += [name] * (EXTRA.get(name) not in without)
     if missing:
         return Check("packages", "fail", f"missing: {', '.join(missing)}", reinstall_command())
     listed = ", ".join(f"{name} {number}" for name, number in found.items())
+    if without:
+        listed += f"; without the extra{'s' * (len(without) > 1)} {' and '.join(without)}"
     if all(number == TESTED[name] or number.startswith(f"{TESTED[name]}.") for name, number in found.items()):
         return Check("packages", "ok", listed)
     return Check("packages", "warn", f"{listed}: some of these versions are not tested", reinstall_command())
@@ -115,7 +96,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
     from swarm_node.grpo.memory import training_of
     from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes
-    from swarm_node.policy.extras import PackageMissing, check_optimizer, check_quantiser, quantiser_command
+    from swarm_node.policy.extras import QUANTIZE, PackageMissing, check_optimizer, check_quantiser
     from swarm_node.policy.fitting import Hardware, option_that_fits
     from swarm_node.policy.loading import prepare
     from swarm_node.policy.model_path import SMOLLM2, is_place, local_folder, located
@@ -126,7 +107,7 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         check_quantiser(config.policy)
         check_optimizer(config.grpo.optimizer, config.pipeline.stages)
     except PackageMissing as error:
-        yield Check("packages", "fail", str(error), quantiser_command())
+        yield Check("packages", "fail", str(error), extra_command(QUANTIZE))
         return
     except UserError as error:
         yield Check("optimizer", "fail", str(error))

@@ -89,7 +89,6 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     running = run is not None and run.in_use
     place = run.path if run else config.model_copy(update={"swarm": start.swarm or None}).directory
     yield machine.python()
-    yield machine.compiler()
     yield machine.packages()
     yield machine.torch_and_device(machine.nvidia_gpus())
     if start.verb != "bootstrap":  # which has no model

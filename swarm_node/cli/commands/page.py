@@ -15,13 +15,12 @@ from pathlib import Path
 
 import typer
 
-from swarm_node.cli.options import note
+from swarm_node.cli.options import is_swarm, note
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.serve import serve
 from swarm_node.runtime.children import end_children, start_child
 from swarm_node.say import Say
-from swarm_protocol.manifest import LINK_SCHEME
 
 ANY_USUAL = "auto"  # in place of a port: the first free one from 31380
 END_S = 5.0  # how long the page's process may take to end
@@ -31,7 +30,7 @@ def show_pages(
     shown: Sequence[str], network: NetworkConfig, host: str, port: int | None, public: bool, say: Say = typer.echo
 ) -> None:
     """Serve the page until a signal. Raises UserError."""
-    swarms = [each for each in shown if _is_swarm(each)]
+    swarms = [each for each in shown if is_swarm(each)]
     paths = [Path(each) for each in shown if each not in swarms]
     if public and paths and swarms:
         raise UserError("--public shows swarms only: leave the runs out")
@@ -46,11 +45,6 @@ def show_pages(
             ]
             paths = [*pages, *paths]
         serve(paths, host, port, say, public)
-
-
-def _is_swarm(named: str) -> bool:
-    """Whether an argument names a swarm rather than a directory."""
-    return named.startswith((f"{LINK_SCHEME}:", "https://")) or (named.endswith(".toml") and not Path(named).is_dir())
 
 
 def listens_at(listen: str) -> tuple[str, int | None]:

@@ -18,7 +18,6 @@ from swarm_node.cli.commands import check_machine, check_network, doctor
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.check_machine import (
     answers,
-    compiler,
     directory,
     disk,
     nvidia_gpus,
@@ -134,18 +133,6 @@ def test_a_gpu_unusable_by_torch_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert check.verdict == "fail" and "driver" in check.detail and check.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as was asked for
     assert torch_and_device(gpus).verdict == "ok"
-
-
-def test_a_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    check = compiler()
-    assert check.verdict == "warn" and check.detail.startswith("none") and "gmp" in check.remedy
-    cc = tmp_path / "cc"
-    for code, verdict in ((1, "warn"), (0, "ok")):
-        cc.write_text(f"#!/bin/sh\nexit {code}\n")
-        cc.chmod(0o755)
-        assert compiler().verdict == verdict
 
 
 def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +432,7 @@ def test_a_failed_check_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> No
     assert examine(None, config, json_output=True) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["name"] for check in checks] == (
-        "python compiler packages torch memory disk directory ports reachable versions".split()
+        "python packages torch memory disk directory ports reachable versions".split()
     )
     assert all(check.keys() == {"name", "verdict", "detail", "remedy"} for check in checks)
     Path("file").touch()
@@ -530,7 +517,7 @@ def test_a_lone_run_needs_no_network(
             run.swarm.write_text('name = "local"\ntasks = [{env = "gcd"}]\n')
         assert examine("runs/alone", NodeConfig(), json_output=True) == 0
         checks = names(capsys)
-        assert [*checks] == "python compiler packages torch memory disk directory versions".split()
+        assert [*checks] == "python packages torch memory disk directory versions".split()
         assert "the run has it" in checks["memory"].detail
     assert examine("runs/alone", NodeConfig(), json_output=True) == 1
     assert names(capsys)["memory"].remedy == "swarm-node local --run-dir runs/alone --lora"

@@ -40,8 +40,7 @@ from swarm_node.cli.commands.merge_swarm import (
     mapped,
     sources,
 )
-from swarm_node.cli.model import is_swarm
-from swarm_node.cli.options import note
+from swarm_node.cli.options import is_swarm, note
 from swarm_node.config import AveragingConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy

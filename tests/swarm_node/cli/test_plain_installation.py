@@ -12,20 +12,11 @@ import pytest
 
 from swarm_node.cli.app import USER_ERROR
 from swarm_node.config.own import read_own
-from swarm_node.install import EXTRA_OF, WHEELS
+from swarm_node.install import WHEELS
 from swarm_node.tasks import catalogue
+from tests.support.plain import HIDE
 from tests.support.repository import ROOT
 
-HIDE = f"""
-import sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {set(EXTRA_OF)!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-"""
 LINK = f"swarm://{'0' * 64}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWJadSBDmH8eD7zbWFNk2PyNAkUSeWVQqB2J1vEZiHXpd7"
 
 
@@ -46,6 +37,7 @@ def test_a_node_alone_learns_from_the_questions_of_the_package(tmp_path: Path) -
     done = typed("local", "--rounds", "1", "--run-dir", "run", "--set", "eval.questions=4")
     assert done.returncode == 0, done.stdout
     assert "tasks starter" in done.stdout and "round 1/1" in done.stdout
+    assert "since reasoning-gym is not installed" in done.stdout
     assert read_own(tmp_path / "run/config.toml").tasks == ["starter"], "it asks the same after a new start"
 
 
@@ -55,6 +47,9 @@ def test_a_node_alone_learns_from_the_questions_of_the_package(tmp_path: Path) -
         (("join", LINK), "swarm"),
         (("bootstrap", "swarm.toml"), "swarm"),
         (("status", LINK), "swarm"),
+        (("doctor", LINK), "swarm"),
+        (("dashboard", "walk.toml"), "swarm"),
+        (("identity", "new"), "swarm"),
         (("merge", LINK, "--out", "out"), "swarm"),
         (("local", "--stages", "2"), "swarm"),
         (("local", "--health-port", "1234"), "swarm"),
@@ -75,6 +70,17 @@ def test_a_command_names_the_extra_that_it_needs_before_torch_is_loaded(
     assert f"the extra {extra!r}, which is not installed: " in done.stdout
     assert f"[{extra}]" in done.stdout and f"--find-links {WHEELS}" in done.stdout
     assert "torch" not in done.stdout and "Traceback" not in done.stdout
+
+
+def test_the_configuration_has_the_tasks_that_a_node_asks() -> None:
+    for typing in (("config", "show"), ("local", "--dry-run")):
+        assert '"starter"' in typed(*typing).stdout
+
+
+def test_a_plain_installation_is_whole_to_the_doctor() -> None:
+    checks = {check["name"]: check for check in json.loads(typed("doctor", "--json").stdout)["checks"]}
+    assert checks["packages"]["verdict"] != "fail"
+    assert "without the extras puzzles and swarm" in checks["packages"]["detail"]
 
 
 def test_questions_of_the_package_are_some_of_the_small_set() -> None:
