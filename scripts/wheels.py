@@ -2,8 +2,8 @@
 
     python scripts/wheels.py OUT      (`make wheels`) needs a C compiler and GMP; on Linux, auditwheel and patchelf
 
-`pip install --find-links OUT 'swarm-node[swarm,puzzles]'` then needs no compiler. On Linux, fastecdsa carries the GMP of
-this machine. .github/workflows/release.yml builds them for more machines.
+`pip install --find-links OUT 'swarm-node[swarm,puzzles]'` then needs no compiler. On Linux, fastecdsa carries the GMP
+of this machine. .github/workflows/release.yml builds them for more machines.
 """
 
 from __future__ import annotations
