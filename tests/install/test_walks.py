@@ -1,6 +1,6 @@
 """From an empty Debian to the first learning, as docs/install.md has it: no compiler; a clone needs make.
 
-    python -m pytest -m long tests/install      as root, with debootstrap; about fifteen minutes
+    python -m pytest -m long tests/install      as root, with debootstrap; about ten minutes on two cores
 
 pip, pipx and uv get wheels that scripts/wheels.py builds, and all else from where this machine's pip gets it.
 INSTALL_FIGURES is a file for what is measured: packages, megabytes and seconds of each way.
