@@ -164,6 +164,7 @@ def test_uv(debian: Debian) -> None:
     command = "uv/bin/uv tool install -q 'swarm-node[swarm,puzzles]'"
     debian.install("uv tool", command, ".local/share/uv/tools/swarm-node/bin/python")
     assert "round 2/2" in debian.run(SWARM, "/root/.local/bin").stdout
+    debian.run("swarm-node fetch smollm2", "/root/.local/bin")  # by pip, which uv's environments have not by themselves
 
 
 def test_pipx(debian: Debian) -> None:
