@@ -183,7 +183,8 @@ class RunDir(AbstractContextManager["RunDir"]):
             if not there.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(there))
             if not os.access(there, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "not writable", str(there))
+                is_fixed = os.statvfs(there).f_flag & os.ST_RDONLY
+                raise OSError(errno.EROFS if is_fixed else errno.EACCES, "not writable", str(there))
             if self.path.exists():
                 self._check_content()
             else:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,3 +168,12 @@ def test_a_look_blocks_no_start(tmp_path, monkeypatch):
 def test_a_place_where_nothing_can_be_made_is_refused() -> None:
     with pytest.raises(UserError, match="write /proc"):
         RunDir("/proc/nowhere").check_usable()
+
+
+def test_a_file_system_that_is_read_only_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="no permission to write"):
+        RunDir(tmp_path).check_usable()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UserError, match="is on a file system that is read-only; mount a volume there"):
+        RunDir(tmp_path).check_usable()
