@@ -14,7 +14,7 @@ import typer
 from swarm_node.cli.options import CommandSettings, Json, is_swarm, note, note_for, option, tasks_in
 from swarm_node.cli.train import print_config
 from swarm_node.config.writing import config_reference
-from swarm_node.install import check_extra
+from swarm_node.install import check_extra, extra_command, has_extra
 from swarm_node.storage.rundir import RunDir
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
@@ -66,7 +66,7 @@ def list_tasks(
         return
     from swarm_node.tasks.reasoning_gym import list_environments, questions_of_the_package
 
-    entries = [questions_of_the_package(), *list_environments()]
+    entries = [questions_of_the_package(), *(list_environments() if has_extra("puzzles") else [])]
     if json_output:
         typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         return
@@ -74,6 +74,9 @@ def list_tasks(
     for entry in entries:
         head = f"{entry.name:<24} {','.join(entry.sets):<12} "
         typer.echo(head + shorten(entry.question, max(20, width - len(head)), placeholder=" …"))
+    if len(entries) == 1:
+        lacking = "the tasks of reasoning-gym need the extra 'puzzles', which is not installed"
+        typer.echo(f"{lacking}: {extra_command('puzzles')}")
 
 
 def samples(

@@ -178,12 +178,14 @@ def check_prompt(config: NodeConfig) -> None:
 
 def _found(file: Path) -> Path:
     """`file`, or that of the name `demo` or `configs/demo.toml` among those that come with this package, in a wheel or
-    in a clone."""
-    if not file.exists() and file in (Path(file.stem), Path("configs", f"{file.stem}.toml")):
-        for place in (PACKAGE / "configs", PACKAGE.parent / "configs"):
-            if (ours := place / f"{file.stem}.toml").is_file():
-                return ours
-    return file
+    in a clone. UserError if it is neither."""
+    if file.exists() or file not in (Path(file.stem), Path("configs", f"{file.stem}.toml")):
+        return file
+    ours = {each.stem: each for folder in (PACKAGE, PACKAGE.parent) for each in folder.glob("configs/*.toml")}
+    if file.stem not in ours:
+        names = ", ".join(sorted(ours))
+        raise UserError(f"there is no configuration {file}: give a file, or one of this package, which are {names}")
+    return ours[file.stem]
 
 
 def read_layers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -83,7 +84,10 @@ def checked(path: str) -> str:
             run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "checkpoints").is_dir() else ""
             raise UserError(f"no model in {path}: it has no config.json{run}")
     elif "/" not in path and not _is_cached(path):
-        raise UserError(f"there is no directory {path}, and a model of the hub is named OWNER/NAME, as on its page")
+        close = get_close_matches(path, (STARTER, SMOLLM2), n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        hub = "a model of the hub is named OWNER/NAME, as on its page"
+        raise UserError(f"there is no directory {path}{meant}, and {hub}")
     return path
 
 

@@ -68,7 +68,7 @@ class ReasoningGym(OneTurn):
     def __init__(self, name: str, options: dict[str, Any], path: str = "") -> None:
         if name not in ALLOWED:
             raise UserError(f"task {name!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
-        check_extra("puzzles", f"task {name!r}")
+        check_extra("puzzles", f"task {path or name!r}")
         self.environment = self.label = name
         self.path = path or name
         self.generator = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
@@ -132,7 +132,6 @@ def questions_of_the_package() -> Entry:
 
 def list_environments() -> list[Entry]:
     """Every allowed environment with an example. UserError if reasoning-gym is not installed."""
-    check_extra("puzzles", "a list of the tasks of reasoning-gym")
     entries = []
     for name, checker in ALLOWED.items():
         environment = ReasoningGym(name, {})

@@ -105,7 +105,8 @@ def folder_of(file: Path, say: Say, named: str = "") -> Path:
         if (found := kept(digest, say)) is None:  # else another process has made it meanwhile
             check_fits(file, header, folder)
             size = VALUE_BYTES * header.values / 1e6
-            say(f"reading {named or file}: dequantised once to float32, and kept in {folder} ({size:,.1f} MB)")
+            place = f"kept in {folder} ({size:,.1f} MB)"
+            say(f"reading {named or file}: dequantised once to float32, which takes up to minutes, and {place}")
             _make(file, folder)
     return folder
 

@@ -56,7 +56,6 @@ def test_a_node_alone_learns_from_the_questions_of_the_package(tmp_path: Path) -
         (("local", "--tasks", "small"), "puzzles"),
         (("local", "--tasks", "gcd"), "puzzles"),
         (("new", "--tasks", "small"), "puzzles"),
-        (("tasks",), "puzzles"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:3]).replace(LINK, "LINK"),
 )
@@ -70,6 +69,11 @@ def test_a_command_names_the_extra_that_it_needs_before_torch_is_loaded(
     assert f"the extra {extra!r}, which is not installed: " in done.stdout
     assert f"[{extra}]" in done.stdout and f"--find-links {WHEELS}" in done.stdout
     assert "torch" not in done.stdout and "Traceback" not in done.stdout
+
+
+def test_the_list_of_tasks_has_those_of_the_package_and_names_the_extra_of_the_rest() -> None:
+    questions, rest = typed("tasks").stdout.splitlines()
+    assert questions.startswith("starter ") and "the extra 'puzzles', which is not installed: " in rest
 
 
 def test_the_configuration_has_the_tasks_that_a_node_asks() -> None:

@@ -323,6 +323,10 @@ def test_only_reward_functions_may_judge_alone() -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"no configuration dmo: give a file, or one of this package, which are crew, demo"
+    ):
+        load_config(Path("dmo"))
     with pytest.raises(UserError, match=r"cannot read the configuration nowhere\.toml: No such file"):
         load_config(Path("nowhere.toml"))
     with pytest.raises(UserError, match="it is no file, or has more than"):

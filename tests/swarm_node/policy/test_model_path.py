@@ -19,6 +19,7 @@ STARTER_PARAMETERS = 438_912
 @pytest.mark.parametrize(
     ("named", "said"),
     [
+        ("smolm2", r"there is no directory smolm2 \(did you mean smollm2\?\), and a model of the hub"),
         ("nothing", "there is no directory nothing, and a model of the hub is named OWNER/NAME"),
         ("./nothing", "no model at nothing"),
         ("~/nothing/at/all", "no model at"),
