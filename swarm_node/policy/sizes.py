@@ -12,13 +12,24 @@ the Llama kind, layer by layer. Tests compare both.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from swarm_node.config import NodeConfig
+
+
+def program_bytes(torch: str) -> int:
+    """Bytes of Python, torch and transformers themselves, after an update; `torch` is a file in torch's directory. A
+    torch for GPUs takes more, also where it computes on a CPU (measured: 453 and 830 MiB)."""
+    libraries = Path(torch).parent / "lib"
+    is_for_gpus = any((libraries / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip"))
+    return (500 + 380 * is_for_gpus) * 2**20
+
 
 QUANTISED_BYTES = {"nf4": 1 / 2 + 1 / 64 + 1 / 4096, "int8": 1.0}  # of a weight of a linear layer, with its scales
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 2 * 4 / 256}
 """Bytes of a weight's two moments, and of their scales, by `grpo.optimizer`."""
-RUNTIME_BYTES = 500 * 2**20  # Python, torch and transformers themselves, after an update
+RUNTIME_BYTES = program_bytes(getattr(find_spec("torch"), "origin", None) or "/")
 CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk of the head on a CPU, see `logprobs`
 SLICE_BYTES = 16 * 2**20  # float32 logits of the rows that a CPU draws from at a time
 CHUNK_BYTES_ON_GPU = 512 * 2**20

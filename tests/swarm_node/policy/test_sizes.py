@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -19,6 +20,7 @@ from swarm_node.policy.sizes import (
     Work,
     bytes_with,
     largest_fitting,
+    program_bytes,
     round_bytes,
 )
 from tests.support.repository import ROOT
@@ -111,3 +113,11 @@ def test_the_estimate_is_near_what_a_real_model_took(peak: int) -> None:
     update = {"tokens": 8 * row, "longest": row, "targets": 8 * 4 * 32, "several": False, "mapped": False}
     work = Work(64, 8 * (8 * 32 + 100), copied=shape.weights, prefilled=800, **update)
     assert 1 <= round_bytes(shape, shape.activations, work) / 2**20 / peak <= 1.15
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_a_torch_for_gpus_takes_more_memory_on_a_cpu_too(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    without = program_bytes(str(tmp_path / "__init__.py"))
+    (tmp_path / f"lib/libtorch_{kind}.so").touch()
+    assert program_bytes(str(tmp_path / "__init__.py")) > without == program_bytes("/")
