@@ -286,7 +286,8 @@ def _next(found: Mapping[str, Any]) -> Iterator[str]:
     if found["metrics"]:
         commands.append(f"samples {run}")
     if found["in_use"]:
-        commands.append(f"{'unpause' if found['paused'] else 'pause' if found['metrics'] else 'stop'} {run}")
+        pauses = found["metrics"] and not found["crew"]  # others of a crew would wait for its stage
+        commands.append(f"{'unpause' if found['paused'] else 'pause' if pauses else 'stop'} {run}")
     to_go_on = [f"to go on, {printable(way['instead'])}"] if way and way["instead"] else []
     yield from _labelled("next", [*(f"{own_command()} {command}" for command in commands), *to_go_on])
 

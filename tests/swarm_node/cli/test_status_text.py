@@ -77,6 +77,19 @@ def test_a_pause_is_told_while_the_run_loads(capsys: pytest.CaptureFixture[str])
     assert "swarm-node unpause runs/alice" in text
 
 
+CREW = {"name": "home", "count": 1, "whole": True, "lead": None, "updates": 1, "round": 1, "stages": [], "held": [0]}
+
+
+@pytest.mark.parametrize(
+    ("crew", "verb"), [(None, "pause"), (CREW | {"spares": 0, "replicas": {}, "recovered": {}}, "stop")]
+)
+def test_a_stage_is_stopped_and_not_paused(crew: object, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(crew=crew)
+    run.config.touch()
+    with RunDir.open(run.path):
+        assert f"swarm-node {verb} runs/alice" in shown(capsys, run)
+
+
 def test_a_run_that_ended_before_its_first_round_says_how(capsys: pytest.CaptureFixture[str]) -> None:
     run, over = RunDir("early"), "the node took 4.02 GiB, more than --max-memory 4: lower grpo.microbatch_tokens"
     told = {"start": "tasks gcd", "error": over, "note": "the picture is drawn"}
