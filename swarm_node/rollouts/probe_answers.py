@@ -73,12 +73,12 @@ class ProbeAnswers:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON: what was kept back."""
-        return {"unseen": msgspec.to_builtins(list(self.unseen)), "waiting": self._waiting}
+        return {"answers": msgspec.to_builtins(list(self.unseen)), "waiting": self._waiting}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state()`. Raises KeyError or msgspec.ValidationError, with nothing changed, if it is none."""
-        unseen, waiting = msgspec.convert(state["unseen"], list[Group]), msgspec.convert(state["waiting"], int)
-        self.unseen.extend(unseen)
+        waiting = msgspec.convert(state["waiting"], int)
+        self.unseen.extend(msgspec.convert(state.get("answers", []), list[Group]))  # earlier ones had another form
         self._waiting = waiting
 
 

@@ -97,7 +97,7 @@ def test_what_is_kept_back_outlasts_a_restart() -> None:
     after.load(json.loads(json.dumps(before.state())))
     assert after.small_costs == before.small_costs and len(after.unseen) == ENOUGH
     assert rounds(after, 11, 9) == rounds(before, 11, 9) == [11, 15, 19]
-    for state in ({}, {"unseen": [1], "waiting": 0}, {"unseen": before.state()["unseen"], "waiting": "soon"}):
+    for state in ({}, {"answers": [1], "waiting": 0}, {"answers": before.state()["answers"], "waiting": "soon"}):
         with pytest.raises((KeyError, msgspec.ValidationError)):
             later.load(state)
         assert not later.unseen
