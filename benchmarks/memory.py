@@ -77,7 +77,7 @@ def child(spec: dict[str, Any]) -> None:
     from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.fitting import Hardware
     from swarm_node.policy.loading import load_policy
-    from swarm_node.types import Group, Rollout, Sampling
+    from swarm_node.types import Group, Rollout, Sampling, Turn
 
     assert peft and transformers  # loaded before the base is taken
     torch.set_num_threads(1)
@@ -112,7 +112,9 @@ def child(spec: dict[str, Any]) -> None:
     found |= {"base": base, "before": peak(), "probe_s": probe_s}
     if estimate(found) <= hardware_of(policy.device).room:
         answer = [3 + i % 300 for i in range(NEW)]
-        rollouts = [Rollout(answer, [0.0] * NEW, True, rewards={"x": i % 2}, reward=i % 2) for i in range(ANSWERS)]
+        rollouts = [
+            Rollout([Turn(answer, [0.0] * NEW, True)], rewards={"x": i % 2}, reward=i % 2) for i in range(ANSWERS)
+        ]
         start = time.process_time()
         trainer.step([Group(None, [3] * PROMPT, rollouts) for _ in range(groups)])
         found |= {"update_s": time.process_time() - start, "peaks": [peak()]}

@@ -53,7 +53,7 @@ def child(spec: dict[str, Any]) -> None:
     from swarm_node.policy.engines.transformers import TransformersEngine
     from swarm_node.policy.fitting import Hardware
     from swarm_node.policy.loading import load_policy
-    from swarm_node.types import Group, Rollout, Sampling
+    from swarm_node.types import Group, Rollout, Sampling, Turn
 
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT + LIBRARIES,) * 2)
     questions, new = spec["rows"] // ANSWERS, spec["new"]
@@ -71,7 +71,7 @@ def child(spec: dict[str, Any]) -> None:
     sampled = policy.generate(prompts, ANSWERS, Sampling(new), seeds)
     peaks = [peak()]
     rollouts_of = [
-        [Rollout(r.token_ids, r.logprobs, True, rewards={"x": i % 2}, reward=i % 2) for i, r in enumerate(each)]
+        [Rollout([Turn(r.token_ids, r.logprobs, True)], rewards={"x": i % 2}, reward=i % 2) for i, r in enumerate(each)]
         for each in sampled[: config.grpo.batch_groups]
     ]
     groups = [Group(None, prompt, each) for prompt, each in zip(prompts, rollouts_of, strict=False)]

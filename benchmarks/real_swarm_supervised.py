@@ -31,7 +31,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.tasks import load_tasks
-from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_node.types import Group, Rollout, Sampling, Task, Turn
 
 NEVER, POOLED = "never", "pooled"
 CODEC_BITS = 8  # of `averaging.codec`
@@ -89,7 +89,7 @@ class Supervised:
         prompts = self.policy.encode_questions([task.question for task in tasks])
         answers = self.policy.encode_completions([(str(task.answer), True) for task in tasks])
         return [
-            Group(task, prompt, [Rollout(ids, [], True)], advantages=[1.0])
+            Group(task, prompt, [Rollout([Turn(ids, [], True)])], advantages=[1.0])
             for task, prompt, ids in zip(tasks, prompts, answers, strict=True)
             if ids is not None
         ]

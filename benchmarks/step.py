@@ -253,7 +253,7 @@ def _update_ours(model, prompts: list[list[int]], completions: list[list[int]]) 
     from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.policy import Policy
     from swarm_node.policy.starter import build_tokenizer
-    from swarm_node.types import Group, Rollout, Sampling
+    from swarm_node.types import Group, Rollout, Sampling, Turn
 
     policy = Policy(model, build_tokenizer(["a b"] * 8), PolicyConfig())
     policy.packing = policy.split_head = True
@@ -261,7 +261,7 @@ def _update_ours(model, prompts: list[list[int]], completions: list[list[int]]) 
     for g, prompt in enumerate(prompts):
         mine = completions[g * GROUP_SIZE : (g + 1) * GROUP_SIZE]
         rollouts = [
-            Rollout(c, [0.0] * len(c), True, rewards={"x": float(i % 2)}, reward=float(i % 2))
+            Rollout([Turn(c, [0.0] * len(c), True)], rewards={"x": float(i % 2)}, reward=float(i % 2))
             for i, c in enumerate(mine)
         ]
         groups.append(Group(None, prompt, rollouts))

@@ -329,7 +329,7 @@ class Node:
         groups = collected.groups
         rewards = [[r.reward for r in g.rollouts] for g in groups]
         rollouts = [r for g in groups for r in g.rollouts]
-        lengths = [len(r.token_ids) for r in rollouts]
+        lengths = [r.num_tokens for r in rollouts]
         record: dict[str, Any] = {
             "step": self.policy.version,
             "round": self.round,

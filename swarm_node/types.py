@@ -35,21 +35,56 @@ class Sampling(msgspec.Struct, frozen=True):
     drawn: int = 0  # tokens that random numbers are drawn for, if more: a cut answer begins as a whole one
 
 
-class Rollout(msgspec.Struct):
-    """One sampled answer."""
+class Turn(msgspec.Struct):
+    """One answer of a dialogue."""
 
-    token_ids: list[int]  # completion tokens; the end-of-sequence token is included if and only if `finished`
+    token_ids: list[int]  # answer tokens; the end-of-sequence token is included if and only if `finished`
     logprobs: list[float]
-    """Log-probability of each token under the distribution that it was drawn from (temperature, top-p)."""
+    """Log-probability of each token under the distribution that it was drawn from (temperature, top-p); empty if that
+    is not known."""
     finished: bool  # whether the model ended the answer, rather than the length limit
-    text: str = ""  # decoded completion without special tokens
-    extracted: str | None = None  # the part of `text` that was judged
+    text: str = ""  # decoded answer without special tokens
+    context: list[int] = []
+    """Tokens between the answer before and this one, in which the environment speaks; never trained on. Empty in the
+    first turn, which follows the prompt."""
+
+
+class Rollout(msgspec.Struct):
+    """One sampled dialogue: at least one turn."""
+
+    turns: list[Turn]
+    extracted: str | None = None  # the part of the last answer that was judged
     rewards: dict[str, float | None] = {}  # reward by function name; `None` = this function does not judge this answer
     reward: float = 0.0  # weighted sum of `rewards`: what training maximises
     correct: bool = False
     """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
     checked: bool = True  # whether the task's own checker judged it; without that, `correct` says nothing
     advantage: float | None = None  # with which the last update trained on it; None = it did not
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of all answers, which training takes as targets."""
+        return self.turns[0].token_ids if len(self.turns) == 1 else [id for turn in self.turns for id in turn.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of `token_ids`; fewer if some are unknown."""
+        return self.turns[0].logprobs if len(self.turns) == 1 else [x for turn in self.turns for x in turn.logprobs]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the model ended its last answer."""
+        return self.turns[-1].finished
+
+    @property
+    def text(self) -> str:
+        """The last answer."""
+        return self.turns[-1].text
 
 
 class Group(msgspec.Struct):

@@ -22,7 +22,7 @@ from itertools import zip_longest
 import msgspec
 
 from swarm_node.grpo.advantage import RewardStatistics, TaskStatistics, is_judged
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 KIND = 16  # most answers of one kind of task: about those of its last ten groups
@@ -43,7 +43,7 @@ class Success(msgspec.Struct, frozen=True, array_like=True):
 
     def group(self) -> Group:
         """The answer as a group of its own: with advantage 1, and without log-probabilities."""
-        rollout = Rollout(self.token_ids, [], self.finished, self.text, reward=self.reward)
+        rollout = Rollout([Turn(self.token_ids, [], self.finished, self.text)], reward=self.reward)
         return Group(Task(NAME, self.label, "", None), self.prompt_ids, [rollout], advantages=[1.0])
 
 

@@ -211,7 +211,7 @@ class Trainer:
         rollouts = [r for group in groups for r in group.rollouts]
         for rollout, value in zip(rollouts, advantages.tolist(), strict=True):
             rollout.advantage = value
-        lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
+        lengths = torch.tensor([0 if config.mask_truncated and not r.finished else r.num_tokens for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
             return None
@@ -404,7 +404,7 @@ def _most_padding(policy: Policy) -> float:
 
 def _recorded(group: Group, rollout: Rollout, top_p: float) -> np.ndarray:
     """Log-probs [T] that the sampler recorded; NaN if it gave none, or if `top_p` altered this node's own."""
-    n = len(rollout.token_ids)
+    n = rollout.num_tokens
     is_altered = group.peer is None and top_p < 1.0
     if is_altered or len(rollout.logprobs) != n:
         return np.full(n, np.nan, dtype=np.float32)

@@ -32,7 +32,7 @@ from swarm_node.policy.packed import values_of
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
 from swarm_node.storage.model_names import model_name
-from swarm_node.types import Rollout, Sampling
+from swarm_node.types import Rollout, Sampling, Turn
 from swarm_protocol.limits import CHARS_PER_TOKEN
 
 PIECE_CHARS = 128  # characters of a piece in which a text of uncertain length in tokens is encoded; at most 0.2 ms each
@@ -310,7 +310,7 @@ class Policy(Texts):
         samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))
         if not all(is_finite(s.logprobs) for s in samples):
             self.check_finite()
-        rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self._said(s.token_ids)) for s in samples]
+        rollouts = [Rollout([Turn(s.token_ids, s.logprobs, s.end == "stop", self._said(s.token_ids))]) for s in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
     def _said(self, token_ids: list[int]) -> str:

@@ -284,7 +284,7 @@ def _sampled_s(policy: Policy, prompt: list[int], n: int, sampling: Sampling) ->
     """Seconds of each token of `n` completions."""
     start = _now(policy)
     made = policy.generate([prompt], n, sampling, [0])[0]
-    return (_now(policy) - start) / sum(len(r.token_ids) for r in made)
+    return (_now(policy) - start) / sum(r.num_tokens for r in made)
 
 
 def update_seconds(policy: Policy, row: list[int], read: int) -> float:

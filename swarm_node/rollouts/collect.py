@@ -36,7 +36,7 @@ class Collected:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(r.token_ids) for g in self.groups for r in g.rollouts)
+        return sum(r.num_tokens for g in self.groups for r in g.rollouts)
 
 
 def collect(

@@ -67,7 +67,7 @@ def evaluation(asked: Asked, tasks: TaskSet) -> Evaluation:
         asked=asked.questions,
         cut=fmean(not r.finished for r in answers),
         mixed=sum(has_signal(g.rollouts) for g in groups),
-        tokens=fmean(len(r.token_ids) for r in answers),
+        tokens=fmean(r.num_tokens for r in answers),
         per_token_s=asked.per_token_s,
     )
 

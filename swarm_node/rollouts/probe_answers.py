@@ -23,7 +23,7 @@ from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import has_signal
-from swarm_node.types import Group, Rollout
+from swarm_node.types import Group, Rollout, Turn
 
 TRAINED, UNSEEN = 8, 16  # most answers of each kind
 ENOUGH = 8  # fewer tell small costs from noise too badly
@@ -114,4 +114,4 @@ def _encoded(policy: Policy, answer: str) -> list[int]:
 def _of_one(group: Group, answer: list[int], finished: bool) -> Group:
     """`group` with one answer, and without what is known of the question but its name."""
     task = msgspec.structs.replace(group.task, question="", answer=None, metadata={}, accepted=())
-    return Group(task, group.prompt_ids, [Rollout(answer, [], finished)])
+    return Group(task, group.prompt_ids, [Rollout([Turn(answer, [], finished)])])

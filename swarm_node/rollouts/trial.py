@@ -70,7 +70,7 @@ def answered_again(
     tokens of those in `asked`: strangers' weights may never end one."""
     if not asked:
         return []
-    lengths = [len(rollout.token_ids) for group in asked for rollout in group.rollouts]
+    lengths = [rollout.num_tokens for group in asked for rollout in group.rollouts]
     longest = min(rollouts.max_new_tokens, max(1, math.ceil(MOST_TOKENS * fmean(lengths))))
     config = rollouts.model_copy(update={"groups": len(asked)})
     left = [group.task for group in asked]

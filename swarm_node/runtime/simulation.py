@@ -141,7 +141,7 @@ class Simulation:
         peer.node.share(collected)
         groups = peer.node.choose(collected)
         learned = peer.node.learn(groups)
-        tokens = sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+        tokens = sum(len(g.prompt_ids) + r.num_tokens for g in groups for r in g.rollouts)
         seconds = collected.seconds + tokens / peer.speed.train_tok_s + peer.speed.overhead_s
         seconds = max(seconds, peer.config.pace_s)
         self._call_at(began + seconds, peer, self._end, seconds, collected, learned)

@@ -177,7 +177,7 @@ class Balance:
         """The bin of the mean number of tokens by which the best answers are longer than the reference answer."""
         judged = [r for r in group.rollouts if is_judged(r)]
         best = max((r.reward for r in judged), default=0.0) - ROUNDING
-        mean = fmean(len(r.token_ids) for r in judged if r.reward >= best) if judged else 0.0
+        mean = fmean(r.num_tokens for r in judged if r.reward >= best) if judged else 0.0
         needed = self._tokens(group.task.answer) if group.task.answer else 0
         return min(BINS - 1, int(FINENESS * math.log1p(max(0.0, mean - needed))))
 

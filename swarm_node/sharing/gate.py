@@ -30,7 +30,7 @@ import msgspec
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.tasks import TaskSet
-from swarm_node.types import Group, Rollout
+from swarm_node.types import Group, Rollout, Turn
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
 FIXED = -6.0  # B of a node with too few answers of its own: it would draw such a token once in 400 times
@@ -181,7 +181,7 @@ class Gate:
             group, finished = suspect.group, suspect.rollout.finished
             room = self.policy.max_positions - len(group.prompt_ids)
             encoded = [(text, self.encoded(text, finished)) for text in plainer]
-            rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
+            rollouts = [Rollout([Turn(ids, [], finished, text)]) for text, ids in encoded if ids and len(ids) <= room]
             if rollouts:
                 compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
         tables = self.logprobs([group for _, group in compared])

@@ -170,7 +170,7 @@ class Publisher:
         if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self.now() + FLUSH_S:
             return "age"
         if len(group.rollouts) > limits.max_rollouts or any(
-            len(r.text) > limits.max_answer_chars or len(r.token_ids) > limits.max_answer_tokens for r in group.rollouts
+            len(r.text) > limits.max_answer_chars or r.num_tokens > limits.max_answer_tokens for r in group.rollouts
         ):
             return "cap"
         return None

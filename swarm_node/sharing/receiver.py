@@ -32,7 +32,7 @@ from swarm_node.tasks import TaskSet
 from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal, score_rollouts, slot_key
-from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_node.types import Group, Rollout, Sampling, Task, Turn
 from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
@@ -405,8 +405,8 @@ class Admission:
         encoded = self.policy.encode_completions([(answers[i].text, answers[i].finished) for i in unread])
         for i, ids in zip(unread, encoded, strict=True):
             if ids:
-                drawn[i] = Rollout(ids, [], answers[i].finished, answers[i].text)
-        rollouts = [rollout for rollout in drawn if rollout is not None and len(rollout.token_ids) <= room]
+                drawn[i] = Rollout([Turn(ids, [], answers[i].finished, answers[i].text)])
+        rollouts = [rollout for rollout in drawn if rollout is not None and rollout.num_tokens <= room]
         if len(rollouts) < 2:
             impossible = not all(encoded)
             raise RemoteProtocolError(
@@ -422,4 +422,4 @@ class Admission:
             return None
         logprobs = np.frombuffer(data, dtype="<f2") if len(data) == 2 * len(ids) else np.empty(0)
         sound = bool((np.isfinite(logprobs) & (logprobs <= 0)).all())
-        return Rollout(ids, logprobs.tolist() if sound else [], answer.finished, answer.text)
+        return Rollout([Turn(ids, logprobs.tolist() if sound else [], answer.finished, answer.text)])

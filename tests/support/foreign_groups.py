@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 NOW = 1_800_000_000.0
@@ -19,7 +19,7 @@ def group(
 ) -> Group:
     task = Task(TaskName("gcd", "0" * 16, "test 1", 0, 0), label, "question", "answer", slot=(1, 2))
     rollouts = [
-        Rollout([5] * tokens, [], True, "text", rewards={"checker": r}, reward=r or 0.0, correct=r == 1.0)
+        Rollout([Turn([5] * tokens, [], True, "text")], rewards={"checker": r}, reward=r or 0.0, correct=r == 1.0)
         for r in rewards
     ]
     return Group(task, [5, 6], rollouts, peer=peer, created=created)

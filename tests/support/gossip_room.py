@@ -14,7 +14,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.sharing import Publisher, Receiver
 from swarm_node.tasks import TaskSet
 from swarm_node.tasks.taskset import slot_key, slot_place
-from swarm_node.types import Group, Rollout, Sampling
+from swarm_node.types import Group, Rollout, Sampling, Turn
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask
 from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedRollout
@@ -82,7 +82,13 @@ class World:
         for text, score in zip(texts, self.tasks.score([task] * len(texts), [""] * len(texts), texts), strict=True):
             ids = self.policy.encode_completion(text, True) or [1]
             rollouts.append(
-                Rollout(ids, [-0.5] * len(ids), True, text, score.extracted, score.rewards, score.reward, score.correct)
+                Rollout(
+                    [Turn(ids, [-0.5] * len(ids), True, text)],
+                    score.extracted,
+                    score.rewards,
+                    score.reward,
+                    score.correct,
+                )
             )
         group = Group(task, self.policy.encode(task.question), rollouts, created=self.time)
         for name, value in changes.items():

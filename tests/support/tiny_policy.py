@@ -16,7 +16,7 @@ from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.policy.checkpointing import Checkpointing
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 VOCABULARY = 64
@@ -89,7 +89,7 @@ def group(
     ids = lambda n: [rng.randrange(3, VOCABULARY) for _ in range(n)]  # noqa: E731
     lengths = lengths or [rng.randint(1, 6) for _ in rewards]
     rollouts = [
-        Rollout(ids(n), [], i not in unfinished, rewards={"checker": r}, reward=r or 0.0)
+        Rollout([Turn(ids(n), [], i not in unfinished)], rewards={"checker": r}, reward=r or 0.0)
         for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))
     ]
     task = Task(TaskName("gcd", "0" * 16, "test 1", 0, seed), "gcd", "question", "answer")

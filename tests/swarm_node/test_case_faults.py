@@ -111,7 +111,7 @@ class Liar(Node):
         for group in collected.groups:
             for i, rollout in enumerate(group.rollouts):
                 rollout.text, rollout.reward = f"<doc>{'a' * i}", float(i)
-                rollout.rewards, rollout.finished = {name: rollout.reward for name in rollout.rewards}, True
+                rollout.rewards, rollout.turns[0].finished = {name: rollout.reward for name in rollout.rewards}, True
         super().share(collected)
 
 

@@ -40,7 +40,7 @@ def sent(logprobs: bool):
     foreign = group([1.0, 0.0], lengths=[3, 2], version=9)
     foreign.peer = "12D3KooW"
     for rollout in foreign.rollouts if logprobs else ():
-        rollout.logprobs = [-5.0] * len(rollout.token_ids)
+        rollout.turns[0].logprobs = [-5.0] * len(rollout.token_ids)
     return foreign
 
 
@@ -164,7 +164,7 @@ def test_the_weight_of_a_long_sequence_neither_over_nor_underflows():
 def test_absurd_claims_leave_the_step_size_alone(name, claim):
     foreign = sent(True)
     for rollout in foreign.rollouts:
-        rollout.logprobs = [claim] * len(rollout.token_ids)
+        rollout.turns[0].logprobs = [claim] * len(rollout.token_ids)
     own = group([1.0, 0.0, 0.0], seed=1)
     config = GrpoConfig(correction=name)
     claimed, unsaid = step(config, own, foreign), step(config, own, sent(False))

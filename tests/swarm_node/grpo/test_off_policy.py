@@ -90,7 +90,7 @@ def test_a_step_measures_its_first_pass(iterations):
     )
     for one, now, shift in ((stale, now_stale, 0.5), (foreign, now_foreign, -0.25)):
         for rollout, logprobs in zip(one.rollouts, now, strict=True):
-            rollout.logprobs = (logprobs - shift).tolist()
+            rollout.turns[0].logprobs = (logprobs - shift).tolist()
     heard = []
     trainer.measured = heard.append
     found = trainer.step([stale, foreign])

@@ -16,7 +16,7 @@ from swarm_node.grpo.replay import KEPT, KIND, Replay, ReplayState
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
-from swarm_node.types import Group, Rollout, Sampling, Task
+from swarm_node.types import Group, Rollout, Sampling, Task, Turn
 from swarm_protocol.messages import TaskName
 from tests.support.tiny_policy import TinyPolicy, make
 
@@ -27,7 +27,7 @@ def group(label: str, *answers: Answer, question: int = 5) -> Group:
     """One of this node's own; each answer has three tokens."""
     task = Task(TaskName(label, "0" * 16, "test 1", 0, question), label, f"question {question}", "answer")
     rollouts = [
-        Rollout([3 + len(text), 4, 2], [-1.0, -1.0, -1.0], True, text, rewards={"checker": r}, reward=r or 0.0)
+        Rollout([Turn([3 + len(text), 4, 2], [-1.0, -1.0, -1.0], True, text)], rewards={"checker": r}, reward=r or 0.0)
         for text, r in answers
     ]
     return Group(task, [question, 6], rollouts)

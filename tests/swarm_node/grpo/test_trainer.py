@@ -52,7 +52,7 @@ def recorded(model: torch.nn.Module, groups: list[Group], version: int = 0) -> l
         for r in g.rollouts:
             with torch.no_grad():
                 b = batch([Row(g.prompt_ids, [r.token_ids], 0)], packing=False)
-                r.logprobs = token_logprobs(model, b, SAMPLING.temperature)[0].tolist()
+                r.turns[0].logprobs = token_logprobs(model, b, SAMPLING.temperature)[0].tolist()
     return groups
 
 

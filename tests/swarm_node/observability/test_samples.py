@@ -10,14 +10,16 @@ from swarm_node.config.machine import MetricsConfig
 from swarm_node.errors import UserError
 from swarm_node.observability import samples
 from swarm_node.observability.samples import ANSWER_CHARS, MAX_ANSWERS, SampleLog, read_samples, without_middle
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 from tests.support.run_files import read_jsonl
 
 
 def group(label: str, *rewards: float, peer: str | None = None, text: str = "so it is 6") -> Group:
     task = Task(TaskName("gcd", "0" * 16, "g 1", 0, 1), label, f"a question of {label}", "6")
-    rollouts = [Rollout([1], [0.0], True, text, "6", reward=reward, correct=reward == 1.0) for reward in rewards]
+    rollouts = [
+        Rollout([Turn([1], [0.0], True, text)], "6", reward=reward, correct=reward == 1.0) for reward in rewards
+    ]
     return Group(task, [1], rollouts, peer=peer)
 
 

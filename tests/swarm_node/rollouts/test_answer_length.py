@@ -10,7 +10,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import answer_length
 from swarm_node.rollouts.answer_length import with_answer_length
 from swarm_node.tasks import load_tasks
-from swarm_node.types import Rollout, Sampling
+from swarm_node.types import Rollout, Sampling, Turn
 
 TASKS = load_tasks(["small/gcd"], RewardsConfig())
 
@@ -25,7 +25,9 @@ def a_policy(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> Policy:
 
     def generate(prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
         most = sampling.max_new_tokens
-        one = [Rollout([1] * min(length, most), [0.0] * min(length, most), length <= most) for length in lengths]
+        one = [
+            Rollout([Turn([1] * min(length, most), [0.0] * min(length, most), length <= most)]) for length in lengths
+        ]
         assert n == len(lengths)
         return [one for _ in prompts]
 

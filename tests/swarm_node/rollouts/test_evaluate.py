@@ -12,7 +12,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import evaluate as evaluating
 from swarm_node.rollouts.evaluate import Asked, Held, evaluate, rows, summarise
 from swarm_node.tasks import load_tasks
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 OWN = RewardsConfig(checker_weight=0.0, functions=[RewardFunctionConfig(path="mine.py:f")])
@@ -24,7 +24,9 @@ def test_the_row_of_all_tasks_is_the_last() -> None:
 
 
 def answered(label: str, rewards: list[float], checked: bool) -> Group:
-    rollouts = [Rollout([1], [0.0], True, reward=r, correct=checked and r == 1.0, checked=checked) for r in rewards]
+    rollouts = [
+        Rollout([Turn([1], [0.0], True)], reward=r, correct=checked and r == 1.0, checked=checked) for r in rewards
+    ]
     return Group(Task(TaskName("jsonl", "0" * 16, "jsonl 1", 0, 0), label, "?", None), [1], rollouts)
 
 

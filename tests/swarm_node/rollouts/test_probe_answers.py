@@ -21,14 +21,14 @@ from swarm_node.rollouts.probe_answers import (
     reference_answers,
 )
 from swarm_node.tasks import is_held_out, load_tasks
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 
 def group(index: int, rewards: tuple[float, ...] = (0.0, 1.0), peer: str | None = None) -> Group:
     """Answers of which number n has the token ids [n, index]."""
     name = TaskName("made", "0" * 16, "made 1", index, 0)
-    rollouts = [Rollout([n, index], [-1.0, -1.0], False, reward=reward) for n, reward in enumerate(rewards)]
+    rollouts = [Rollout([Turn([n, index], [-1.0, -1.0], False)], reward=reward) for n, reward in enumerate(rewards)]
     return Group(Task(name, "made", "a question", "its answer"), [7, index], rollouts, peer=peer)
 
 

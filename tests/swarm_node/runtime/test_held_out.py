@@ -27,7 +27,7 @@ from swarm_node.runtime.held_out import HeldOutFigures
 from swarm_node.say import Warned
 from swarm_node.storage.best import BEST
 from swarm_node.storage.rundir import RunDir
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 from tests.support.run_files import read_jsonl
 from tests.support.starting import train_locally
@@ -361,7 +361,7 @@ def test_what_was_asked_before_a_stop_is_kept(monkeypatch: pytest.MonkeyPatch) -
         asked = arguments[5]
         for _ in range(2):
             answered = Group(
-                Task(TaskName("gcd", "0" * 16, "g", 0, 0), "gcd", "?", "1"), [1], [Rollout([1], [0.0], True)]
+                Task(TaskName("gcd", "0" * 16, "g", 0, 0), "gcd", "?", "1"), [1], [Rollout([Turn([1], [0.0], True)])]
             )
             asked.add(Collected([answered], seconds=1.0), 1)
             doing.append(ours.doing)

@@ -14,7 +14,7 @@ from swarm_node.config import SharingConfig
 from swarm_node.sharing import Gate, ReplayBuffer
 from swarm_node.sharing.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
 from swarm_node.tasks.judging.places import extract
-from swarm_node.types import Group, Rollout, Score, Task
+from swarm_node.types import Group, Rollout, Score, Task, Turn
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
 from swarm_protocol.messages import TaskName
 from tests.support.foreign_groups import NOW
@@ -81,7 +81,10 @@ def foreign(texts: Sequence[str], reward, peer: str = "peer") -> Group:
     policy = Letters("")
     rollouts = [
         Rollout(
-            policy.encode_completion(text, True), [], True, text, extract(text), {"reward": reward(text)}, reward(text)
+            [Turn(policy.encode_completion(text, True), [], True, text)],
+            extract(text),
+            {"reward": reward(text)},
+            reward(text),
         )
         for text in texts
     ]
@@ -181,7 +184,7 @@ def test_own_answers_with_negative_rewards_count_as_well() -> None:
     gate = gate_of(policy, plain)
     own = msgspec.structs.replace(foreign(["42", "13"], lambda text: -1.0 - (text == "13")), peer=None)
     for rollout, least in zip(own.rollouts, (-9.0, -30.0), strict=True):
-        rollout.logprobs = [-1.0, least]
+        rollout.turns[0].logprobs = [-1.0, least]
     gate.observe([own] * 256)
     for odd, payload in ((-9.0, False), (-8.9 - MARGIN, False), (-9.1 - MARGIN, True)):
         policy.odd = odd

@@ -7,13 +7,13 @@ import pytest
 
 from swarm_node.observability.worth import WINDOW, Change, Worth, worth_in_brief, worth_lines, worth_metrics
 from swarm_node.sharing.teaching import LATEST, Teaching
-from swarm_node.types import Group, Rollout, Task
+from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 
 
 def group(kind: str, right: int, wrong: int = 0, index: int = 0, peer: str | None = None) -> Group:
     task = Task(TaskName(kind, "0" * 16, "test 1", 0, index), kind, "?", "!")
-    rollouts = [Rollout([1], [0.0], True, reward=float(c), correct=c) for c in [True] * right + [False] * wrong]
+    rollouts = [Rollout([Turn([1], [0.0], True)], reward=float(c), correct=c) for c in [True] * right + [False] * wrong]
     return Group(task, [1], rollouts, peer=peer)
 
 
