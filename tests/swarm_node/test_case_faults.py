@@ -110,7 +110,7 @@ class Liar(Node):
     def share(self, collected: Collected) -> None:
         for group in collected.groups:
             for i, rollout in enumerate(group.rollouts):
-                rollout.text, rollout.reward = f"<doc>{'a' * i}", float(i)
+                rollout.turns[0].text, rollout.reward = f"<doc>{'a' * i}", float(i)
                 rollout.rewards, rollout.turns[0].finished = {name: rollout.reward for name in rollout.rewards}, True
         super().share(collected)
 

@@ -53,7 +53,7 @@ def test_the_best_of_a_group_that_has_a_worse_one_is_right():
     assert kept(replay) == [("graded", "high"), ("graded", "as high"), ("penalty", "short")]
     assert sorted(drawn(replay)) == sorted(kept(replay))
     empty = right("empty", "")
-    empty.rollouts[1].token_ids = []
+    empty.rollouts[1].turns[0].token_ids = []
     replay.observe([empty])
     assert "empty" not in dict(kept(replay)), "nothing to train on"
 

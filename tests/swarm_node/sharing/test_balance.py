@@ -247,7 +247,7 @@ def test_the_mean_of_the_right_answers_of_a_group_counts() -> None:
 
     def admits(number: int, right: int, wrong: int) -> bool:
         made = group([1.0, 1.0, 0.0])
-        made.rollouts[0].token_ids, made.rollouts[2].token_ids = [5] * right, [5] * wrong
+        made.rollouts[0].turns[0].token_ids, made.rollouts[2].turns[0].token_ids = [5] * right, [5] * wrong
         task = msgspec.structs.replace(made.task, answer=str(10 + number))
         return balance.admits(msgspec.structs.replace(made, task=task))
 

@@ -172,7 +172,7 @@ def test_the_bound_follows_own_right_answers() -> None:
     policy = Letters("42")
     gate = gate_of(policy, plain)
     own = msgspec.structs.replace(foreign(["42"], plain), peer=None)
-    own.rollouts[0].logprobs = [-1.0, -9.0]
+    own.rollouts[0].turns[0].logprobs = [-1.0, -9.0]
     groups = [foreign(["\n42"], plain)]
     assert gate.payloads(groups, [[True]]) == [[True]]
     gate.observe([own] * OWN_MIN)

@@ -27,7 +27,7 @@ def shared(world: World):
 
 def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
     group = world.group(["$", "wrong"], policy_version=7)
-    group.rollouts[1].finished = False
+    group.rollouts[1].turns[0].finished = False
     publisher = world.publisher()
     publisher.publish([group])
     ((sender, batch),) = [verify_batch(data, world.manifest.swarm_id) for data in world.sent]
@@ -174,7 +174,7 @@ def test_a_full_batch_has_room_for_the_longest_addresses(world: World) -> None:
     longest = f"/dns4/{'a' * (MAX_ADDRESS_CHARS - 80)}/tcp/31330/p2p/{PEER.peer_id}"
     publisher = world.publisher(addresses=lambda: [longest] * 4, config=SharingConfig(token_ids=False))
     group = world.group(["$", "x"])
-    group.rollouts[1].text = "x" * world.manifest.limits.max_answer_chars
+    group.rollouts[1].turns[0].text = "x" * world.manifest.limits.max_answer_chars
     publisher.publish([group])
     (batch,) = opened(world)
     rest = msgspec.structs.replace(batch, groups=[])
