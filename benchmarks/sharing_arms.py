@@ -146,7 +146,8 @@ def successes(group: Group) -> Group:
 
 def unrecorded(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Without the log-probabilities at sampling."""
-    return [msgspec.structs.replace(rollout, logprobs=[]) for rollout in rollouts]
+    turns = [[msgspec.structs.replace(turn, logprobs=[]) for turn in rollout.turns] for rollout in rollouts]
+    return [msgspec.structs.replace(each, turns=mine) for each, mine in zip(rollouts, turns, strict=True)]
 
 
 # --------------------------------------------------------------------- arms

@@ -30,9 +30,13 @@ from swarm_node.sharing import Receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = f"{ROOT}/swarm_node/", f"{ROOT}/protocol/"
-ASIDE = "protocol/swarm_protocol/transports/memory/", "swarm_node/runtime/simulation.py", "swarm_node/policy/vetting.py"
-"""Files that are not counted. The first two stand for the network and its clock. The last one counts the modules that a
-model makes while it is loaded; its hook also runs when transformers slices a list of layers in a forward pass."""
+ASIDE = (
+    *("protocol/swarm_protocol/transports/memory/", "swarm_node/runtime/simulation.py"),
+    *("swarm_node/policy/vetting.py", "swarm_node/types.py"),
+)
+"""Files that are not counted. The first two stand for the network and its clock. The third counts the modules that a
+model makes while it is loaded; its hook also runs when transformers slices a list of layers in a forward pass. The last
+has the rollouts themselves, with properties of one line."""
 ROUNDS = 20
 """Rounds that are sampled at most until a group has both right and wrong answers."""
 SETTLED_S, ARRIVED_S = 10.0, 0.5
