@@ -33,6 +33,7 @@ def join(settings: CommandSettings, dry_run: DryRun = False, json_output: Json =
     """Train as a member of a swarm, on your own answers and on those of others. Without others, it trains alone.
 
     `swarm-node resume DIR` goes on with the run later, in its swarm."""
+    check_extra("swarm", "a swarm")
     _train(settings.load_run(member=True, err=json_output or dry_run), True, dry_run, json_output)
 
 
