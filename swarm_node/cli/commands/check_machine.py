@@ -18,7 +18,15 @@ from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.cli.options import note
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.install import extra_command, has_extra, install_command, reinstall_command, torch_command
+from swarm_node.install import (
+    COMPILED,
+    EXTRA_OF,
+    extra_command,
+    has_extra,
+    install_command,
+    reinstall_command,
+    torch_command,
+)
 from swarm_node.storage.rundir import existing_part
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
 
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
 
 # package -> start of its tested versions
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
-EXTRA = {"hivemind": "swarm", "libp2p": "swarm", "reasoning-gym": "puzzles"}
 CREW_BYTES = 6  # random bytes in a proposed crew name, which is the crew's password
 TIGHT = 0.8  # above this part of the free memory, sampling may exhaust it
 GIB = 2**30
@@ -44,12 +51,12 @@ def python() -> Check:
 def packages() -> Check:
     """Whether the packages of `TESTED` are installed in tested versions, those of extras as far as they are wanted."""
     found, missing = {}, []
-    without = sorted({extra for extra in EXTRA.values() if not has_extra(extra)})
+    without = sorted(extra for extra in COMPILED if not has_extra(extra))
     for name in TESTED:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            missing += [name] * (EXTRA.get(name) not in without)
+            missing += [name] * (EXTRA_OF.get(name.replace("-", "_")) not in without)
     if missing:
         return Check("packages", "fail", f"missing: {', '.join(missing)}", reinstall_command())
     listed = ", ".join(f"{name} {number}" for name, number in found.items())
