@@ -62,7 +62,7 @@ test-long: dev
 	$(BIN)/python -m pytest -m long -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 test-all: dev
-	$(BIN)/python -m pytest -m 'not gpu and not network and not image' -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
+	$(BIN)/python -m pytest -m 'not gpu and not network and not image' --durations 25 -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 check: dev
 	$(BIN)/ruff check .

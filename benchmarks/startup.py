@@ -11,6 +11,7 @@ The first line is timed to its last byte; the run is then ended, and what it doe
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled; so is this clone, by the warm-up
     kinds = [(whole, "", WHOLE), (first_line, "first line: ", FIRST_LINES), (refusal, "refused: ", REFUSALS)]
     contestants = {prefix + name: (kind, command) for kind, prefix, each in kinds for name, command in each.items()}
     times: dict[str, list[float]] = {name: [] for name in contestants}

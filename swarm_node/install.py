@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 from swarm_node import __version__
 from swarm_node.errors import UserError
@@ -159,5 +158,5 @@ def _made_of() -> tuple[str, bool]:
         repository = told.get("vcs_info", {}).get("vcs", "")
     except (PackageNotFoundError, OSError, ValueError, AttributeError):  # of the index, as far as is known
         return PACKAGE, False
-    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    path = unquote(urlsplit(url).path) if url.startswith("file:") else ""
     return path or (f"{repository}+{url}" if repository else url) or PACKAGE, editable

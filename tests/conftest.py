@@ -19,7 +19,7 @@ os.environ |= {
 }
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")  # an example takes as long as a busy machine makes it
-pytest_plugins = "tests.support.leaks", "tests.support.shuffle"
+pytest_plugins = "tests.support.cpu_time", "tests.support.leaks", "tests.support.shuffle"
 
 
 @pytest.fixture(autouse=True)

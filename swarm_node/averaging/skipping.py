@@ -22,7 +22,7 @@ WORDS = {
     "gates": "the partner's weights are unlike those of its cohort",
     "group": "the partner saw other members",
     "hash": "the partner's weights are not what it had promised",
-    "late": "the exchange was over",
+    "late": "it came too late",
     "odd": "the number of members was odd, and this one was left over",
     "partner": "the partner had chosen another one",
     "probe": "with those weights, this node's right answers became less likely",

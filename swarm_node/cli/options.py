@@ -292,6 +292,10 @@ class SettingsCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except CLICK.ClickException as error:
+            if isinstance(error, CLICK.MissingParameter) and error.param is not None and error.param.nargs == -1:
+                parameters: list[Any] = self.params
+                names = [p.human_readable_name for p in parameters if p.param_type_name == "argument"]
+                error.param_hint = f"'{' '.join(names)}'"  # a single value was taken for the last one
             has_set = any(parameter.name == "sets" for parameter in self.params)
             if has_set and isinstance(error, CLICK.NoSuchOption):
                 if hint := _hint(error.option_name, self.name or ""):

@@ -87,8 +87,9 @@ def new(
     if not manifest.bootstrap:
         told = (
             f"this link names no peer, so nobody can join by it: run `swarm-node bootstrap {path}`, which prints the "
+            f"link for others, or begin a crew with `swarm-node join {path} --stages 2 --crew NAME`"
         )
-        typer.echo(for_stream(f"{told}link for others", sys.stderr), err=True)
+        typer.echo(for_stream(told, sys.stderr), err=True)
 
 
 def _given_by(manifest: Manifest, path: Path, model: str | None) -> Iterator[str]:

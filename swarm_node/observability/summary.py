@@ -320,7 +320,7 @@ def _by_reason(numbers: Mapping[str, int], of_weights: Callable[[str], str] = st
 
 
 def _why(name: str, of_weights: Callable[[str], str]) -> str:
-    """`weights/late` -> of weights (the exchange was over)"""
+    """`weights/late` -> of weights (it came too late)"""
     kind, _, reason = name.rpartition("/")
     said = of_weights if kind == "weights" else words
     return f"of {KINDS[kind]} ({said(reason)})" if kind else words(reason)

@@ -148,7 +148,7 @@ def others_words(
     others = "1 other" if there == 1 else f"{there:.0f} others"
     if crew is not None and crew >= there:
         return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
-    who = others if crew is None else f"{others}, {crew} of the crew"
+    who = others if crew is None else f"{others}, {crew or 'none'} of the crew"
     if not used and metrics.get("frac_reward_zero_std") == 1.0:  # what all own groups of the round have in common
         alike = "no answer is right yet" if not metrics.get("reward") else "answers are rewarded alike"
         return [f"{who}; {alike}, so there is nothing to share", f"{who}; nothing to share yet", who]

@@ -94,7 +94,7 @@ class StageCohort:
         if len(held) > 1 and not self._said and self.config.method != "none":
             self._said = True
             rest = ", ".join(map(str, held[1:]))
-            self.say(f"of the stages held here, {held[0]} is averaged with other crews, {rest} not")
+            self.say(f"this node averages stage {held[0]} with other crews, but not stage {rest}")
 
     def leave(self) -> None:
         """Leave the cohort: requests of other peers are refused from now on."""

@@ -39,7 +39,7 @@ def test_scripts_parse_and_variables_set_something(page: Path) -> None:
         ("swarm-node join swarm.toml --rounds many", "'many' is not a valid int"),
         ("swarm-node join swarm.toml --set sharing.onw=4", "unknown key sharing.onw"),
         ("swarm-node doctor --fxi", "No such option: --fxi"),
-        ("swarm-node export", "Missing argument 'RUN…'"),
+        ("swarm-node export", "Missing argument 'RUN… OUT'"),
         ("make dmeo", "No rule to make target 'dmeo'"),
         ("make demo TROCH_INDEX=x", "knows no variable TROCH_INDEX"),
         ("python -m benchmarks.sharnig", "there is no benchmarks.sharnig"),

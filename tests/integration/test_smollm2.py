@@ -22,10 +22,10 @@ from tests.support.run_files import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ASKED = "What is 11 + 18? Answer with the number only."
-ROUNDS = 20
+ROUNDS = 16
 LEARNED = 0.1
-"""Least rise of the mean reward, from the first four rounds to the last eight. In the first twenty rounds of the three
-runs that are stored in benchmarks/results/real_learning it rose by 0.20, 0.26 and 0.45."""
+"""Least rise of the mean reward, from the first four rounds to the last six. In the first sixteen rounds of the three
+runs that are stored in benchmarks/results/real_learning it rose by 0.20, 0.20 and 0.40."""
 ROUNDING = 1e-3  # of logits of about 20, in float32 sums over 30 layers
 
 
@@ -71,7 +71,7 @@ def test_real_weights_learn(trained: Path) -> None:
     assert [each["round"] for each in rounds] == [*range(1, ROUNDS + 1)]
     assert all(each["entropy"] > 0 for each in rounds)
     rewards = [each["reward"] for each in rounds]
-    assert fmean(rewards[-8:]) > fmean(rewards[:4]) + LEARNED, rewards
+    assert fmean(rewards[-6:]) > fmean(rewards[:4]) + LEARNED, rewards
 
 
 def logits(model: str | Path, inputs: dict[str, Tensor]) -> Tensor:

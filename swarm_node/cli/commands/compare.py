@@ -48,7 +48,7 @@ def show(comparison: Comparison) -> None:
         print_table("settings that differ", ["", *heads], settings)
     elif len(comparison.groups) > 1:
         print("the settings differ in nothing but the seed")
-    else:
+    elif len(comparison.groups[0].runs) > 1:
         print("the settings differ in nothing but the seed, so the runs are averaged; --apart shows them side by side")
     several = any(len(group.runs) > 1 for group in comparison.groups)
     title = "figures, with half of the 95 % interval over seeds" if several else "figures"

@@ -18,7 +18,7 @@ import typer
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
-from swarm_node.cli.commands.status import read_status
+from swarm_node.cli.commands.status import read_status, say_that_it_takes_time
 from swarm_node.cli.options import note
 from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.config.own import read_own
@@ -111,6 +111,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     guess = network.reachable(listens, mine or [network.own_address()], start)
     answering: dict[str, bool] = {}
     if swarm is not None:
+        say_that_it_takes_time()
         answering = dial([address for address in [*swarm.peers, *config.network.bootstrap] if address not in mine])
     if swarm is None or not (any(answering.values()) or mine):
         yield guess

@@ -84,6 +84,12 @@ def read_status(run: RunDir) -> dict[str, Any] | None:
     return status if isinstance(status, dict) else None
 
 
+def say_that_it_takes_time() -> None:
+    """Tell a person at a terminal why nothing is printed for a while."""
+    if sys.stderr.isatty():
+        typer.echo("looking for members: some seconds, on a busy machine half a minute", err=True)
+
+
 def _newest() -> RunDir:
     runs = map(RunDir, Path("runs").glob("*"))
     files = [path for run in runs for path in (run.status, run.metrics, run.config) if path.is_file()]
@@ -175,8 +181,7 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
             f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or copy an "
             "address from such a link into `bootstrap` of the manifest"
         )
-    if sys.stderr.isatty():
-        typer.echo("looking for members, a few seconds", err=True)
+    say_that_it_takes_time()
     members: Mapping[str, PeerCard] = {}
     answering = dial(addresses)
     reached = {"answered": any(answering.values()) or not answering, "connected": False}  # none is tried if all relay

@@ -196,8 +196,8 @@ def test_a_stage_that_goes_takes_its_cohort_along(saved: Saved, tmp_path: Path) 
     peer.take(2)
     peer.cohort.look()
     assert peer.cohort.id == first and peer.cohort.stage == 1
-    said = [line for line in peer.said if line.startswith("of the stages held here")]
-    assert said == ["of the stages held here, 1 is averaged with other crews, 2 not"]
+    said = [line for line in peer.said if line.startswith("this node averages stage")]
+    assert said == ["this node averages stage 1 with other crews, but not stage 2"]
     peer.take(1)  # built anew: other tensors
     peer.cohort.look()
     assert peer.cohort.id == first and peer.cohort.averager is not None

@@ -414,7 +414,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     at = lines.index("averaging  weights averaged 12 times, 1.25 MB sent, last with bob 20 s before the end")
     assert [line.strip() for line in lines[at + 1 : at + 4]] == [
         "noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
-        "skipped: 3 × the exchange was over, 1 × the number of members was odd, and this one was left over",
+        "skipped: 3 × it came too late, 1 × the number of members was odd, and this one was left over",
         "refused to others in this start: 2 × both called each other at once",
     ]
     found = json.loads(shown(capsys, "runs/alice", json_output=True))
@@ -551,7 +551,7 @@ def test_on_a_terminal_it_says_that_it_looks(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     show_status(swarm, NetworkConfig(), False)
-    assert capsys.readouterr().err == "looking for members, a few seconds\n"
+    assert capsys.readouterr().err == "looking for members: some seconds, on a busy machine half a minute\n"
 
 
 def test_what_members_say_of_themselves_is_marked(

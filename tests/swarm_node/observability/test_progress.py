@@ -477,6 +477,7 @@ def test_questions_that_only_others_solved_are_in_view():
     ("others", "crew", "words"),
     [
         (3, 1, "3 others, 1 of the crew, 4.0 of their groups a round"),
+        (1, 0, "1 other, none of the crew, 4.0 of their groups a round"),
         (3, 3, "3 others, all of the crew"),
         (1, 1, "1 other, of the crew"),
         (None, 2, "crew of 3"),
