@@ -65,10 +65,10 @@ ANSWERS_OF_SMALL = 4  # `grpo.answers`, if it is unset, of the same; others trai
 SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
 
 
-def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
-    """`config` within what `policy` can do, and with what goes by its size where nothing is set; `Node` and `Member`
-    take the result."""
-    rollouts, grpo = fit_length(config.rollouts, policy, say), config.grpo
+def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None], turns: int = 1) -> NodeConfig:
+    """`config` within what `policy` can do in dialogues of so many `turns`, and with what goes by its size where
+    nothing is set; `Node` and `Member` take the result."""
+    rollouts, grpo = fit_length(config.rollouts, policy, say, turns), config.grpo
     is_small = config.pipeline.stages == 0 and policy.num_parameters() < SMALL
     if not rollouts.groups:
         rollouts = rollouts.model_copy(update={"groups": GROUPS_OF_SMALL if is_small else GROUPS})
@@ -182,9 +182,8 @@ class Node:
             model = model_name(self.config.policy.model)
             raise UserError(f"the tokenizer of {model} fails at every prompt; take another model")
         if not collected.groups:
-            raise UserError(
-                f"none of {collected.too_long} tasks fits: {too_long(collected.skipped, rollouts, self.policy)}"
-            )
+            why = too_long(collected.skipped, rollouts, self.policy, self.tasks.turns)
+            raise UserError(f"none of {collected.too_long} tasks fits: {why}")
         return collected
 
     def _name(self, round: int) -> str:

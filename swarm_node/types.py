@@ -47,6 +47,12 @@ class Turn(msgspec.Struct):
     context: list[int] = []
     """Tokens between the answer before and this one, in which the environment speaks; never trained on. Empty in the
     first turn, which follows the prompt."""
+    asked: str = ""  # what the environment says there
+
+    @property
+    def is_own(self) -> list[bool]:
+        """Of each token of context and answer, whether the policy drew it."""
+        return [False] * len(self.context) + [True] * len(self.token_ids)
 
 
 class Rollout(msgspec.Struct):
@@ -59,12 +65,24 @@ class Rollout(msgspec.Struct):
     correct: bool = False
     """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
     checked: bool = True  # whether the task's own checker judged it; without that, `correct` says nothing
+    cut: bool = False  # whether the dialogue ended early, since the next answer had no room; such are not shared
     advantage: float | None = None  # with which the last update trained on it; None = it did not
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens of all answers, which training takes as targets."""
         return self.turns[0].token_ids if len(self.turns) == 1 else [id for turn in self.turns for id in turn.token_ids]
+
+    @property
+    def spoken(self) -> list[int]:
+        """All tokens behind the prompt: answers, with what the environment says between them."""
+        return [id for turn in self.turns for id in [*turn.context, *turn.token_ids]]
+
+    @property
+    def before_last(self) -> list[int]:
+        """The tokens behind the prompt that the last answer continues; none if it is the only one."""
+        spoken = self.spoken
+        return spoken[: len(spoken) - len(self.turns[-1].token_ids)]
 
     @property
     def logprobs(self) -> list[float]:
@@ -85,6 +103,12 @@ class Rollout(msgspec.Struct):
     def text(self) -> str:
         """The last answer."""
         return self.turns[-1].text
+
+    @property
+    def transcript(self) -> str:
+        """All answers, and between them what the environment says, in lines that begin with `> `."""
+        first, *later = self.turns
+        return "".join([first.text, *(f"\n> {turn.asked}\n{turn.text}" for turn in later)])
 
 
 class Group(msgspec.Struct):

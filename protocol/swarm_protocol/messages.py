@@ -51,10 +51,13 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
-    """One dialogue about a task: what the policy said in each turn. Others' turns are the environment's, which
-    receivers have themselves. Nodes of this version sample and take dialogues of one turn."""
+    """One dialogue about a task: what the policy said in each turn. What the environment says in between, receivers
+    find out themselves."""
 
     turns: Annotated[list[SharedTurn], Meta(min_length=1, max_length=limits.MAX_TURNS)]
+    heard: Annotated[list[Annotated[bytes, Meta(min_length=16, max_length=16)]], Meta(max_length=limits.MAX_TURNS)] = []
+    """Before each turn but the first, the first 16 bytes of sha256 of what the environment said (normalised): receivers
+    whose environment says something else refuse the group."""
 
     @classmethod
     def of(

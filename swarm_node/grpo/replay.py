@@ -70,15 +70,15 @@ class Replay:
             judged = [rollout for rollout in group.rollouts if is_judged(rollout)]
             rewards = {rollout.reward for rollout in judged}
             for rollout in judged:
-                if len(rewards) > 1 and rollout.reward == max(rewards) and rollout.token_ids:
+                if len(rewards) > 1 and rollout.reward == max(rewards) and rollout.turns[-1].token_ids:
                     self._keep(group, rollout)
 
     def _keep(self, group: Group, rollout: Rollout) -> None:
         label, text = group.task.label, rollout.text
         self._kept.pop((label, text), None)
-        self._kept[label, text] = Success(
-            label, group.prompt_ids, rollout.token_ids, rollout.finished, text, rollout.reward
-        )
+        prompt_ids = group.prompt_ids + rollout.before_last  # of a dialogue, its last answer is learned
+        last = rollout.turns[-1].token_ids
+        self._kept[label, text] = Success(label, prompt_ids, last, rollout.finished, text, rollout.reward)
         [(fullest, n)] = Counter(label for label, _ in self._kept).most_common(1)
         if n > KIND or len(self._kept) > KEPT:
             del self._kept[next(key for key in self._kept if key[0] == fullest)]

@@ -375,10 +375,17 @@ def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:
     """A row for each group with rollouts, numbered through."""
     first = accumulate((len(rollouts) for _, rollouts in groups), initial=0)
     return [
-        batch.Row(group.prompt_ids, [r.token_ids for r in rollouts], i)
+        batch.Row(group.prompt_ids, [r.spoken for r in rollouts], i, _targets(rollouts))
         for (group, rollouts), i in zip(groups, first, strict=False)
         if rollouts
     ]
+
+
+def _targets(rollouts: Sequence[Rollout]) -> list[np.ndarray] | None:
+    """Places of the tokens of answers in each rollout's `spoken`; None if there are no others."""
+    if all(len(rollout.turns) == 1 for rollout in rollouts):
+        return None
+    return [np.flatnonzero([own for turn in r.turns for own in turn.is_own]) for r in rollouts]
 
 
 def _down_sampled(groups: Sequence[Group], advantages: Tensor, config: GrpoConfig, version: int) -> list[Group]:

@@ -145,7 +145,7 @@ def _kind(group: Group) -> tuple[str, str]:
 def _answer(rollout: Rollout) -> dict[str, Any]:
     several = {"rewards": dict(islice(rollout.rewards.items(), MAX_REWARDS))} if len(rollout.rewards) > 1 else {}
     return {
-        "text": without_middle(rollout.text, ANSWER_CHARS),
+        "text": without_middle(rollout.transcript, ANSWER_CHARS),
         "extracted": None if rollout.extracted is None else without_middle(rollout.extracted, EXTRACTED_CHARS),
         "reward": rollout.reward,
         "correct": rollout.correct if rollout.checked else None,

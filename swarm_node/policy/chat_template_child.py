@@ -14,8 +14,10 @@ import re
 import resource
 import secrets
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import jinja2
@@ -31,6 +33,8 @@ HALF = re.compile("[\ud800-\udfff]")  # of characters in two code units; no toke
 PADDING = " \n\t \n"  # blanks around the marker, which show whether the template strips the question
 PROBES = ("x", " two words,\n\n  two lines \n", "0123456789 " * 400)
 """Questions for which frame and template must give the same text."""
+ANSWERS = ("7", "two lines\n\nof text")
+"""Answers likewise. They have no reasoning, which many templates leave out of answers that have passed."""
 SYSTEM = "{system}\n\n{question}"  # the question for a template that knows no system role
 
 
@@ -46,11 +50,21 @@ class Frame(NamedTuple):
     rstrip: bool
     parts: bool = False
     """Whether the template takes contents in parts, [{"type": "text", "text": …}], as those of models that also see."""
+    between: Sequence[str] = ()
+    """Text pieces from the end of an answer to the next one, with the user's text between each two of them. Empty if
+    the template has none: then only one answer is possible."""
 
     def around(self, question: str) -> str:
         """The prompt of a question."""
-        question = question.lstrip() if self.lstrip else question
-        return (question.rstrip() if self.rstrip else question).join(self.pieces)
+        return self._stripped(question).join(self.pieces)
+
+    def after_answer(self, text: str) -> str:
+        """What follows an answer, up to the next one, if the user says `text`."""
+        return self._stripped(text).join(self.between)
+
+    def _stripped(self, text: str) -> str:
+        text = text.lstrip() if self.lstrip else text
+        return text.rstrip() if self.rstrip else text
 
 
 def frame_of(template: str, system: str, special: dict[str, Any], arguments: dict[str, Any] | None = None) -> Frame:
@@ -84,12 +98,13 @@ def _of_contents(compiled: jinja2.Template, system: str, given: dict[str, Any], 
             raise FrameError("it writes half a character, which no text has")
         return text
 
-    def apart(question: str) -> str:
+    def apart(*texts: str) -> str:
         head = [message("system", system)] if system else []
-        return render([*head, message("user", question)])
+        return render([*head, *map(message, cycle(("user", "assistant")), texts)])
 
-    def joined(question: str) -> str:
-        return render([message("user", SYSTEM.format(system=system, question=question))])
+    def joined(question: str, *texts: str) -> str:
+        first = message("user", SYSTEM.format(system=system, question=question))
+        return render([first, *map(message, cycle(("assistant", "user")), texts)])
 
     try:
         return _frame(apart)
@@ -101,9 +116,40 @@ def _of_contents(compiled: jinja2.Template, system: str, given: dict[str, Any], 
         return _frame(joined)
 
 
-def _frame(render: Any) -> Frame:
+def _frame(render: Callable[..., str]) -> Frame:
+    """The frame, from `render`, which takes question, answer, question … and gives the text of the prompt."""
     marker = f"question{secrets.token_hex(8)}"
-    pieces = render(PADDING + marker + PADDING).split(marker)
+    frame = _around(render(PADDING + marker + PADDING), marker)
+    if any(frame.around(question) != render(question) for question in PROBES):
+        raise FrameError("it does more to a question than to put text around it")
+    return frame._replace(between=_between(render, frame))
+
+
+def _between(render: Callable[..., str], frame: Frame) -> list[str]:
+    """The pieces between an answer and the next one; none if the template fails there, if an answer stands elsewhere
+    than where it is asked for, or if what follows it depends on more than the text that is said next."""
+    answer, marker = f"answer{secrets.token_hex(8)}", f"question{secrets.token_hex(8)}"
+    try:
+        head, said, rest = render("x", answer, PADDING + marker + PADDING).partition(answer)
+        found = _around(rest, marker)
+        if (
+            not said
+            or not frame.around("x").startswith(head)
+            or (found.lstrip, found.rstrip) != (frame.lstrip, frame.rstrip)
+        ):
+            return []
+        frame = frame._replace(between=found.pieces)
+        for question, reply, text in product(PROBES, ANSWERS, PROBES):
+            if not render(question, reply, text).endswith(reply + frame.after_answer(text)):
+                return []
+    except Exception:  # templates are programs and raise what they like at a role that they do not know
+        return []
+    return found.pieces
+
+
+def _around(text: str, marker: str) -> Frame:
+    """The pieces of a rendered text around the marker, which has PADDING on both sides. Raises FrameError."""
+    pieces = text.split(marker)
     if len(pieces) < 2:
         raise FrameError("it leaves the question out")
     lstrip = not all(piece.endswith(PADDING) for piece in pieces[:-1])
@@ -112,10 +158,7 @@ def _frame(render: Any) -> Frame:
         pieces = [*(piece.removesuffix(PADDING) for piece in pieces[:-1]), pieces[-1]]
     if not rstrip:
         pieces = [pieces[0], *(piece.removeprefix(PADDING) for piece in pieces[1:])]
-    frame = Frame(pieces, lstrip, rstrip)
-    if any(frame.around(question) != render(question) for question in PROBES):
-        raise FrameError("it does more to a question than to put text around it")
-    return frame
+    return Frame(pieces, lstrip, rstrip)
 
 
 def _compiled(template: str) -> jinja2.Template:

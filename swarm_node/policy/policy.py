@@ -105,6 +105,22 @@ class Texts(ABC):
             self._framed = template, tokenizer_frame(self.tokenizer, self.config)
         return self._framed[1]
 
+    def after_answer(self, text: str, ended: bool) -> list[int]:
+        """Token ids from the end of an answer to the next one, if the user says `text`. `ended`: the answer ended by
+        itself, with its end-of-sequence token. UserError if the chat template allows one answer only; TokenizerError if
+        the text has a token without a row in the embedding."""
+        if not self.tokenizer.chat_template or not self.frame.between:
+            name = model_name(self.config.model)
+            raise UserError(f"{name} takes one turn only: its chat template says nothing stable after an answer")
+        said = self.frame.after_answer(text)
+        ends = (tokenizing.decode(self.tokenizer, [i], special=True) for i in self.eos_ids)
+        if ended and (end := next(filter(said.startswith, ends), None)):
+            said = said.removeprefix(end)
+        (ids,) = tokenizing.encode(self.tokenizer, [said])
+        if without := self._without_row(ids):
+            raise TokenizerError(f"the model's embedding has no row for {self._named(without)}: {tokenizing.RESIZE}")
+        return ids
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return tokenizing.decode(self.tokenizer, token_ids)

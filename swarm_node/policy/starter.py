@@ -31,8 +31,11 @@ BATCH = 64
 SEGMENTS = ((0.3, 3e-3, 30), (0.3, 2e-3, 10), (0.4, 2e-3, 10))
 """(share of the steps, peak learning rate, warm-up steps); the rate falls linearly to 5 % within each."""
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ message['content'] | trim }}" + SEP + "{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] | trim }}"
+    + SEP
+    + "{% elif message['role'] == 'assistant' %}{{ message['content'] }}"
+    + EOS
+    + "{% endif %}{% endfor %}"
 )
 
 

@@ -96,7 +96,7 @@ def _judged(group: Group) -> bool:
 
 def _shown(group: Group) -> Shown:
     first, task = group.rollouts[0], group.task
-    texts = (without_middle(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.text))
+    texts = (without_middle(text, SHOWN_CHARS) for text in (task.question, task.answer or "", first.transcript))
     question, right, answer = texts
     correct = first.correct if first.checked else None
     return Shown(task.label, question, right, answer, correct, first.reward, not first.finished)

@@ -87,7 +87,9 @@ def _best_of(group: Group) -> Group | None:
     if group.peer is not None or not has_signal(group.rollouts):
         return None
     best = max(group.rollouts, key=lambda rollout: rollout.reward)
-    return _of_one(group, best.token_ids, best.finished) if best.token_ids else None
+    last = best.turns[-1]
+    asked = msgspec.structs.replace(group, prompt_ids=group.prompt_ids + best.before_last)
+    return _of_one(asked, last.token_ids, last.finished) if last.token_ids else None
 
 
 def reference_answers(policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig) -> list[Group]:

@@ -104,7 +104,7 @@ class Run:
         with stop.allowed():
             self.tasks, exam = tasks_of_run(config, swarm.tasks if swarm else None, private)
             self.policy, config = _load(config, run, self.tasks, self.limits) if crew is None else (crew.policy, config)
-        self.config = fitted(config, self.policy, say)
+        self.config = fitted(config, self.policy, say, self.tasks.turns)
         member = None if swarm is None else self._become_member(swarm, stack)
         optimizer, averaged = (None, None) if crew is None else (crew.driver, crew.held_stages.workers[0].optimizer)
         parts = self.config, self.policy, self.tasks, say, member

@@ -81,7 +81,7 @@ class Simulation:
                 peer.config = peer.config.model_copy(update={"seed": 1000 * seed + i})
             peer.policy = peer.policy or load_policy(peer.config.policy, peer.config.rollouts, peer.said.append)
             peer.tasks = peer.tasks or load_tasks(peer.config.tasks, peer.config.rewards)
-            peer.config = fitted(peer.config, peer.policy, peer.said.append)
+            peer.config = fitted(peer.config, peer.policy, peer.said.append, peer.tasks.turns)
             parts = peer.config, peer.policy, peer.tasks, peer.said.append
             member = None
             if not peer.silo:

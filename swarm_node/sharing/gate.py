@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import msgspec
 
@@ -65,6 +65,7 @@ class _Suspect:
 
     group: Group
     rollout: Rollout
+    turn: int  # which of its turns: each is examined by itself
     least: float  # log-probability of the least likely of them
     places: list[int]  # places of its unlikely tokens, the least likely first
 
@@ -109,7 +110,9 @@ class Gate:
             return None
         limit = bound(self._right, self._own)
         judged = [
-            self._judge([self._suspect(group, *pair, limit) for pair in zip(group.rollouts, table, strict=True)])
+            self._judge(
+                [s for pair in zip(group.rollouts, table, strict=True) for s in self._suspects(group, *pair, limit)]
+            )
             for group, table in zip(asked, tables, strict=True)
         ]
         found = [each for group in judged for each in group or ()]
@@ -139,14 +142,18 @@ class Gate:
             return None
         return found
 
-    def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float], limit: float) -> _Suspect:
-        places = [i for i, value in enumerate(logprobs) if value < limit and self._has_text(rollout.token_ids[i])]
-        places.sort(key=lambda i: logprobs[i])
-        return _Suspect(group, rollout, logprobs[places[0]] if places else 0.0, places)
+    def _suspects(self, group: Group, rollout: Rollout, logprobs: Sequence[float], limit: float) -> Iterator[_Suspect]:
+        values = iter(logprobs)
+        for number, turn in enumerate(rollout.turns):
+            mine = [*islice(values, len(turn.token_ids))]
+            places = [i for i, value in enumerate(mine) if value < limit and self._has_text(turn.token_ids[i])]
+            places.sort(key=lambda i, mine=mine: mine[i])  # type: ignore[misc]
+            yield _Suspect(group, rollout, number, mine[places[0]] if places else 0.0, places)
 
     def _least(self, rollout: Rollout, logprobs: Sequence[float]) -> float:
-        """Least log-probability of a token with a text."""
-        pairs = zip(rollout.token_ids, logprobs, strict=True)
+        """Least log-probability of a token with a text in the last turn."""
+        ids = rollout.turns[-1].token_ids
+        pairs = zip(ids, logprobs[len(logprobs) - len(ids) :], strict=True)
         return min((value for token, value in pairs if self._has_text(token)), default=0.0)
 
     def _has_text(self, token: int) -> bool:
@@ -157,15 +164,18 @@ class Gate:
             return True  # so that it is looked at, and its group is undecided
 
     def _plainer(self, suspect: _Suspect) -> list[str]:
-        """The plainer texts that earn as much as the answer."""
+        """The plainer texts that earn as much as the answer; none for a turn before the last, which nothing is judged
+        by."""
         rollout = suspect.rollout
+        if suspect.turn < len(rollout.turns) - 1:
+            return []
         answers = [text for text in (rollout.extracted, suspect.group.task.answer) if text]
         texts = {WRITTEN[self.form].format(text) for text in answers} - {rollout.text}
         return [text for text in sorted(texts) if self._earns_as_much(suspect, text)]
 
     def _has_idle(self, suspect: _Suspect, plainer: Sequence[str]) -> bool:
         """Whether the answer earns as much without some of its unlikely tokens, or has too many of them to tell."""
-        ids, places, decode = suspect.rollout.token_ids, suspect.places, self.policy.decode
+        ids, places, decode = suspect.rollout.turns[suspect.turn].token_ids, suspect.places, self.policy.decode
         if len(places) > MOST:
             return True
         for text in plainer:
@@ -178,10 +188,14 @@ class Gate:
         """Ids of the rollouts that are much less likely than a plainer text."""
         compared = []
         for suspect, plainer in suspects:
-            group, finished = suspect.group, suspect.rollout.finished
-            room = self.policy.max_positions - len(group.prompt_ids)
-            encoded = [(text, self.encoded(text, finished)) for text in plainer]
-            rollouts = [Rollout([Turn(ids, [], finished, text)]) for text, ids in encoded if ids and len(ids) <= room]
+            group, (*before, last) = suspect.group, suspect.rollout.turns
+            taken = sum(len(turn.context) + len(turn.token_ids) for turn in before) + len(last.context)
+            room = self.policy.max_positions - len(group.prompt_ids) - taken
+            encoded = [(text, self.encoded(text, last.finished)) for text in plainer]
+            turns = [
+                Turn(ids, [], last.finished, text, last.context) for text, ids in encoded if ids and len(ids) <= room
+            ]
+            rollouts = [Rollout([*before, turn]) for turn in turns]
             if rollouts:
                 compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
         tables = self.logprobs([group for _, group in compared])
@@ -211,8 +225,10 @@ class Gate:
             return True
         self._check_time()
         prompt = self.tasks.prompt_text(suspect.group.prompt_ids, self.policy.text_of_prompt)
+        texts = [turn.text for turn in suspect.rollout.turns]
+        texts[suspect.turn] = text
         try:
-            (score,) = self.tasks.score([suspect.group.task], [prompt], [text])
+            (score,) = self.tasks.judge([self.tasks.replay(suspect.group.task, prompt, texts)], [prompt])
         except Exception as error:  # users' reward functions may raise anything at a text that nobody wrote
             raise _Undecided from error
         return score.reward >= suspect.rollout.reward - ROUNDING

@@ -21,7 +21,7 @@ from swarm_node.sharing.peer_accounts import MINUTE_S
 from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import has_signal
-from swarm_node.types import Group, Rollout, Sampling
+from swarm_node.types import Group, Rollout, Sampling, Turn
 from swarm_protocol.codec import SIGNED_HEAD_BYTES, sign_batch
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import (
@@ -35,11 +35,19 @@ from swarm_protocol.limits import (
     MAX_TOKENS,
 )
 from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_protocol.messages import (
+    PROTOCOL_VERSION,
+    RolloutBatch,
+    SharedGroup,
+    SharedRollout,
+    SharedSampling,
+    SharedTurn,
+)
 from swarm_protocol.peers import is_relayed
 
 KINDS_SINCE = 2
-"""Protocol that knows kinds of answers: nodes of an earlier one have refused the manifest of a swarm that has any."""
+"""Protocol that knows kinds of answers, and turns. Nodes of an earlier one have refused the manifest of a swarm that
+has any kinds."""
 FLUSH_S = 1.0  # batches leave at most this often, unless one is full
 REST_BYTES = SIGNED_HEAD_BYTES + 512  # of a batch without groups and addresses: under 400 bytes
 FULL_BYTES = MAX_BATCH_BYTES - REST_BYTES - MAX_BATCH_ADDRESSES * (MAX_ADDRESS_CHARS + 2)  # groups that fill a batch
@@ -135,7 +143,7 @@ class Publisher:
             self._sequence += 1
             data = sign_batch(
                 RolloutBatch(
-                    protocol=max(self.version(), KINDS_SINCE) if any(map(_has_kind, batch)) else self.version(),
+                    protocol=max(self.version(), KINDS_SINCE) if any(map(_is_new, batch)) else self.version(),
                     swarm=self._swarm,
                     sequence=self._sequence,
                     created=now,
@@ -165,12 +173,15 @@ class Publisher:
         limits = self.manifest.limits
         if not has_signal(group.rollouts):
             return "zero"
+        if any(rollout.cut for rollout in group.rollouts):
+            return "turns"
         if group.task.slot is None or self._answered[group.task.slot] >= GROUPS_PER_SLOT:
             return "slot"  # receivers would refuse it
         if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self.now() + FLUSH_S:
             return "age"
         if len(group.rollouts) > limits.max_rollouts or any(
-            len(r.text) > limits.max_answer_chars or r.num_tokens > limits.max_answer_tokens for r in group.rollouts
+            sum(len(turn.text) for turn in r.turns) > limits.max_answer_chars or r.num_tokens > limits.max_answer_tokens
+            for r in group.rollouts
         ):
             return "cap"
         return None
@@ -190,10 +201,14 @@ class Publisher:
         )
 
     def _shared_rollout(self, rollout: Rollout) -> SharedRollout:
+        turns = [self._shared_turn(turn) for turn in rollout.turns]
+        return SharedRollout(turns, [prompt_digest(turn.asked) for turn in rollout.turns[1:]])
+
+    def _shared_turn(self, turn: Turn) -> SharedTurn:
         if not self.config.token_ids:
-            return SharedRollout.of(rollout.text, rollout.finished)
-        logprobs = np.array(rollout.logprobs, dtype="<f2").tobytes()
-        return SharedRollout.of(rollout.text, rollout.finished, rollout.token_ids, logprobs)
+            return SharedTurn(turn.text, turn.finished)
+        logprobs = np.array(turn.logprobs, dtype="<f2").tobytes()
+        return SharedTurn(turn.text, turn.finished, turn.token_ids, logprobs)
 
     def _within_quota(self, now: float, cost: int) -> list[tuple[SharedGroup, int]]:
         """The newest waiting groups that this minute's limits leave room for, oldest first; the rest is dropped. `cost`
@@ -233,6 +248,6 @@ def addresses_named(addresses: Sequence[str]) -> list[str]:
     return [*direct[: MAX_BATCH_ADDRESSES - len(relayed)], *relayed]
 
 
-def _has_kind(group: SharedGroup) -> bool:
-    """Whether its answers are of a kind that protocol 1 does not know."""
-    return group.kind not in ("", "text")
+def _is_new(group: SharedGroup) -> bool:
+    """Whether its answers are of a kind, or have turns, that protocol 1 does not know."""
+    return group.kind not in ("", "text") or any(len(rollout.turns) > 1 for rollout in group.rollouts)

@@ -20,7 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -29,16 +30,17 @@ from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.dialogue import Dialogue
 from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal, score_rollouts, slot_key
-from swarm_node.types import Group, Rollout, Sampling, Task, Turn
+from swarm_node.tasks.taskset import has_signal, slot_key
+from swarm_node.types import Group, Sampling, Task, Turn
 from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from swarm_protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from swarm_protocol.manifest import Manifest
-from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedTurn
+from swarm_protocol.messages import RolloutBatch, SharedGroup, SharedRollout, SharedTurn
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024
@@ -285,17 +287,13 @@ class Receiver:
         self._check_caps(group)  # last, so that an offence that somebody replays is a duplicate
 
     def _check_caps(self, shared: SharedGroup) -> None:
-        """Check a group for more turns than this node takes, and for more or longer rollouts than the swarm's manifest
-        allows."""
+        """Check a group for more or longer rollouts than the swarm's manifest allows, all turns of one together."""
         if len(shared.rollouts) > self._limits.max_rollouts:
             raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
-        turns = [turn for rollout in shared.rollouts for turn in rollout.turns]
-        if len(turns) > len(shared.rollouts):
-            raise RemoteProtocolError("turns", "a dialogue of several turns, and this node takes answers of one")
-        longest = max(len(turn.text) for turn in turns)
+        longest = max(sum(len(turn.text) for turn in rollout.turns) for rollout in shared.rollouts)
         if longest > self._most_chars:
             raise RemoteProtocolError("cap", f"a text of {longest} characters")
-        most = max(len(turn.token_ids or ()) for turn in turns)
+        most = max(sum(len(turn.token_ids or ()) for turn in rollout.turns) for rollout in shared.rollouts)
         if most > self._limits.max_answer_tokens:
             raise RemoteProtocolError("cap", f"an answer of {most} tokens")
 
@@ -376,9 +374,11 @@ class Admission:
             raise RemoteProtocolError("prompt", f"{task.name.environment} {task.name.index} is another question here")
         try:
             prompt_ids = self.policy.encode(self.tasks.prompt(task))
-            rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self.policy.tokenizer_hash)
             prompt = self.tasks.prompt_text(prompt_ids, self.policy.text_of_prompt)
-            score_rollouts(task, prompt, rollouts, self.tasks.score)
+            begin = partial(self.tasks.dialogue, task, prompt, prompt_ids, self.policy.after_answer)
+            dialogues = [begin() for _ in shared.rollouts]
+            self._converse(dialogues, shared.rollouts, batch.tokenizer == self.policy.tokenizer_hash)
+            rollouts = self.tasks.judged([each for each in dialogues if each.over], prompt)
         except RemoteProtocolError:
             raise
         except Exception as error:  # tokenizers and users' reward functions may raise anything at a stranger's text
@@ -394,27 +394,50 @@ class Admission:
             created=batch.created,
         )
 
-    def _encode(self, shared: SharedGroup, prompt: int, same_tokenizer: bool) -> list[Rollout]:
-        """The rollouts that this policy could have sampled itself, in its own tokens."""
-        room = min(self.longest, self.policy.max_positions - prompt)
-        answers = [rollout.turns[0] for rollout in shared.rollouts]
-        drawn = [self._as_sampled(answer, room) if same_tokenizer else None for answer in answers]
-        unread = [
-            i for i, r in enumerate(drawn) if r is None and not self.policy.is_surely_longer(answers[i].text, room)
-        ]
-        encoded = self.policy.encode_completions([(answers[i].text, answers[i].finished) for i in unread])
-        for i, ids in zip(unread, encoded, strict=True):
-            if ids:
-                drawn[i] = Rollout([Turn(ids, [], answers[i].finished, answers[i].text)])
-        rollouts = [rollout for rollout in drawn if rollout is not None and rollout.num_tokens <= room]
-        if len(rollouts) < 2:
-            impossible = not all(encoded)
-            raise RemoteProtocolError(
-                "text" if impossible else "length", f"{len(rollouts)} of {len(answers)} rollouts fit"
-            )
-        return rollouts
+    def _converse(self, dialogues: Sequence[Dialogue], shared: Sequence[SharedRollout], same_tokenizer: bool) -> None:
+        """Give the sender's answers, turn by turn, to dialogues that this node holds itself. A dialogue with an answer
+        that this policy could not have sampled is not over then. Raises RemoteProtocolError: turns, length, text."""
+        going = [*zip(dialogues, shared, strict=True)]
+        impossible = False
+        for number in range(max(len(rollout.turns) for rollout in shared)):
+            said = [(dialogue, rollout.turns[number]) for dialogue, rollout in going]
+            found = self._encoded(said, same_tokenizer)
+            impossible |= None in found
+            fitting = [(pair, turn) for pair, turn in zip(going, found, strict=True) if turn]
+            for (dialogue, rollout), turn in fitting:
+                dialogue.answer(turn)
+                if turn.asked and prompt_digest(turn.asked) not in rollout.heard[number - 1 : number]:
+                    raise RemoteProtocolError("prompt", f"the environment says something else here: {turn.asked!r}")
+                if dialogue.over == (len(rollout.turns) > number + 1):
+                    more = "goes on after its end" if dialogue.over else "lacks an answer"
+                    raise RemoteProtocolError("turns", f"a dialogue of {len(rollout.turns)} turns {more}")
+            going = [pair for pair, _ in fitting if not pair[0].over]
+            if not going:
+                break
+        if (fit := sum(dialogue.over for dialogue in dialogues)) < 2:
+            raise RemoteProtocolError("text" if impossible else "length", f"{fit} of {len(dialogues)} rollouts fit")
 
-    def _as_sampled(self, answer: SharedTurn, room: int) -> Rollout | None:
+    def _encoded(
+        self, said: Sequence[tuple[Dialogue, SharedTurn]], same_tokenizer: bool
+    ) -> list[Turn | Literal[False] | None]:
+        """Each answer in this policy's tokens: None if it has none for that text, False if they are too many."""
+        rooms = [min(self.longest, self.policy.max_positions - len(dialogue.ask() or ())) for dialogue, _ in said]
+        pairs = [(answer, room) for (_, answer), room in zip(said, rooms, strict=True)]
+        found: list[Turn | Literal[False] | None] = [
+            self._as_sampled(answer, room) if same_tokenizer else None for answer, room in pairs
+        ]
+        unread = [i for i, turn in enumerate(found) if turn is None]
+        for i in [i for i in unread if self.policy.is_surely_longer(pairs[i][0].text, pairs[i][1])]:
+            found[i] = False
+        unread = [i for i in unread if found[i] is None]
+        encoded = self.policy.encode_completions([(pairs[i][0].text, pairs[i][0].finished) for i in unread])
+        for i, ids in zip(unread, encoded, strict=True):
+            answer, room = pairs[i]
+            if ids:
+                found[i] = Turn(ids, [], answer.finished, answer.text) if len(ids) <= room else False
+        return found
+
+    def _as_sampled(self, answer: SharedTurn, room: int) -> Turn | None:
         """The answer in the tokens that its sender drew; None if there are none, more than `room`, or ones of another
         text."""
         ids, data = answer.token_ids, answer.logprobs or b""
@@ -422,4 +445,4 @@ class Admission:
             return None
         logprobs = np.frombuffer(data, dtype="<f2") if len(data) == 2 * len(ids) else np.empty(0)
         sound = bool((np.isfinite(logprobs) & (logprobs <= 0)).all())
-        return Rollout([Turn(ids, logprobs.tolist() if sound else [], answer.finished, answer.text)])
+        return Turn(ids, logprobs.tolist() if sound else [], answer.finished, answer.text)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from swarm_node.types import Task
+from swarm_protocol.answer_form import AnswerForm
 
 Messages = list[dict[str, str]]
 """A dialogue: `{"role": "user" | "assistant", "content": text}` for each message, oldest first."""
@@ -40,6 +41,8 @@ class TaskSource(Environment):
     label: str  # short name for people
     path: str  # how the user asked for it, for example `small/gcd`
     size: int  # indices of tasks run from 0 to here
+    turns = 1  # most answers in one dialogue
+    form: AnswerForm = "any"  # `rewards.answer`: the form in which an answer counts
     finite = False  # whether all of them can be asked, as those of a file
 
     def task(self, index: int) -> Task | None:

@@ -24,8 +24,6 @@ FORM_PROMPTS = {
 class OneTurn(TaskSource):
     """A source whose dialogues are one question and one answer."""
 
-    form: AnswerForm = "any"  # `rewards.answer`: the form in which an answer counts
-
     def check(self, task: Task, answer: str) -> float:
         """Score of the answer that was found in a completion."""
         raise NotImplementedError

@@ -30,6 +30,7 @@ from swarm_protocol.messages import TaskName
 FIXED = {"seed", "size", "data_file"}
 """Options that are not the user's: the index stands for the seed, the size is always the same, and a file of one's own
 would make items that nobody else can."""
+JUDGED = 256  # latest answers that are remembered with their scores: some groups' worth
 MAX_DIVIDEND_DIGITS = 24  # up to this many digits, all divisors of a number are found in well under a second
 
 
@@ -73,6 +74,7 @@ class ReasoningGym(OneTurn):
         self.path = path or name
         self.generator = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         self._dataset = _create(name, options)
+        self._judged: dict[tuple[int, str], tuple[str | None, float]] = {}
         self.config = _config_hash(self._dataset.config)
 
     def task(self, index: int) -> Task | None:
@@ -99,6 +101,15 @@ class ReasoningGym(OneTurn):
         except Exception:  # so do scorers
             return None
         return task if right else None
+
+    def read(self, task: Task, completion: str) -> tuple[str | None, float]:
+        """As the parent's. The library judges equal answers to a question once: siblings often agree."""
+        key = task.name.index, completion
+        if key not in self._judged:
+            if len(self._judged) >= JUDGED:
+                self._judged.clear()
+            self._judged[key] = super().read(task, completion)
+        return self._judged[key]
 
     def check(self, task: Task, answer: str) -> float:
         """Score of `answer`. Whatever the library's scorer raises is passed on."""

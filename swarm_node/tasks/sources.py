@@ -20,9 +20,13 @@ from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, STARTER, STARTER_
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import numbered, unknown_task
 from swarm_node.tasks.reasoning_gym import ReasoningGym, library
+from swarm_node.tasks.second_try import SecondTry
 from swarm_protocol.answer_form import AnswerKind
 
-ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
+ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = {
+    **dict.fromkeys(ALLOWED, ReasoningGym),
+    "second_try": SecondTry,
+}
 """Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
 

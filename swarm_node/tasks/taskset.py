@@ -25,15 +25,15 @@ from swarm_node.config.plugins import blamed
 from swarm_node.errors import UserError
 from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.checkers import FULL_MARKS
+from swarm_node.tasks.dialogue import Between, Dialogue
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.judging.places import extract
 from swarm_node.tasks.judging.texts import normalise
 from swarm_node.tasks.names import endless, in_metrics
 from swarm_node.tasks.one_turn import EVALUATION_SHARE, OneTurn, is_held_out
-from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.reward_functions import RewardFunction, call_reward, load_reward
 from swarm_node.tasks.sources import chooses, make_labels_distinct, open_sources, task_table
-from swarm_node.types import Rollout, Score, Task
+from swarm_node.types import Rollout, Score, Task, Turn
 from swarm_protocol.answer_form import AnswerKind
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.messages import TaskName
@@ -49,9 +49,6 @@ END_TOKENS = 16  # of a prompt that are looked at for `<think>`
 _OPENED = re.compile(r"<think>\s*\Z")
 
 GOLDEN = (math.sqrt(5) + 1) / 2
-
-ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
-"""(tasks, prompts, completions) -> a score of each completion; see `TaskSet.score`."""
 
 
 class TaskSet:
@@ -88,6 +85,11 @@ class TaskSet:
     @property
     def labels(self) -> list[str]:
         return [source.label for source in self._sources]
+
+    @property
+    def turns(self) -> int:
+        """Most answers in one dialogue."""
+        return max(source.turns for source in self._sources)
 
     @property
     def names(self) -> list[str]:
@@ -226,65 +228,86 @@ class TaskSet:
 
     def prompt(self, task: Task) -> str:
         """The question that the task's environment begins with. UserError if it begins with more than that."""
-        messages = self._by_name[task.name.environment, task.name.config].reset(task)
+        messages = self._environment(task).reset(task)
         if [message["role"] for message in messages] != ["user"]:
-            raise UserError(f"task {task.label!r} begins with several messages: policies are asked one question so far")
+            raise UserError(
+                f"task {task.label!r} begins with several messages: policies are asked one question at first"
+            )
         return messages[0]["content"]
+
+    def _environment(self, task: Task) -> TaskSource:
+        return self._by_name[task.name.environment, task.name.config]
 
     def prompt_text(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> str:
         """The prompt to give to `score`: all of it if a reward function reads it, else its end, which shows whether it
         begins the reasoning."""
         return decode(token_ids if self._reads_prompts else token_ids[-END_TOKENS:])
 
+    def dialogue(self, task: Task, prompt: str, prompt_ids: list[int], between: Between) -> Dialogue:
+        """A dialogue about a task of this set; `prompt`: see `prompt_text`."""
+        opened = _OPENED.search(prompt) is not None
+        return Dialogue(task, self._environment(task), prompt_ids, between, opened, self._count_error)
+
+    def replay(self, task: Task, prompt: str, texts: Sequence[str]) -> Dialogue:
+        """The dialogue in which the policy says these texts, as far as they go."""
+        dialogue = self.dialogue(task, prompt, [], lambda text, ended: [])
+        for text in texts:
+            if not dialogue.over:
+                dialogue.answer(Turn([], [], True, text))
+        return dialogue
+
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
-        """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
-        known: dict[tuple[int, str], float | None] = {}
-        texts = [_with_reasoning(*each) for each in zip(prompts, completions, strict=True)]
-        answers = [self._found(*each) for each in zip(tasks, texts, strict=True)]
-        checked = [self._checked(*each, known) for each in zip(tasks, texts, strict=True)]
+        """Judge completion i as the only answer to prompt i of task i. UserError if a reward function fails, or if a
+        task asks for another answer."""
+        dialogues = [
+            self.replay(task, prompt, [text]) for task, prompt, text in zip(tasks, prompts, completions, strict=True)
+        ]
+        if open := [dialogue.task.label for dialogue in dialogues if not dialogue.over]:
+            raise UserError(f"task {open[0]!r} asks for another answer")
+        return self.judge(dialogues, prompts)
+
+    def judge(self, dialogues: Sequence[Dialogue], prompts: Sequence[str]) -> list[Score]:
+        """Scores of dialogues with at least one answer. UserError if a reward function fails."""
+        tasks, completions = [each.task for each in dialogues], [each.turns[-1].text for each in dialogues]
         rewards = dict[str, list[float | None]]()
         for name, function in self._functions.items():
             began = time.perf_counter()
             rewards[name] = call_reward(name, function, tasks, prompts, completions)
             self.function_s[name] += time.perf_counter() - began
+        checked = [each.reward for each in dialogues]
         if CHECKER in self.reward_weights:
             whole = [value if value is None else float(_is_right(value)) for value in checked]
             rewards[CHECKER] = checked if self._partial else whole
         weights, scores = self.reward_weights, []
-        for i, answer in enumerate(answers):
+        for i, dialogue in enumerate(dialogues):
             mine = {name: column[i] for name, column in rewards.items()}
             total = sum(weights[name] * value for name, value in mine.items() if value is not None)
-            scores.append(Score(answer, mine, float(total), _is_right(checked[i]), checked[i] is not None))
+            found = self._found(dialogue.task, dialogue.said)
+            scores.append(Score(found, mine, float(total), _is_right(checked[i]), checked[i] is not None))
         return scores
+
+    def judged(self, dialogues: Sequence[Dialogue], prompt: str) -> list[Rollout]:
+        """The scored rollouts of dialogues about one task."""
+        rollouts = [dialogue.rollout for dialogue in dialogues]
+        scores = self.judge(dialogues, [prompt] * len(dialogues))
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.extracted, rollout.rewards = score.extracted, score.rewards
+            rollout.reward, rollout.correct, rollout.checked = score.reward, score.correct, score.checked
+        return rollouts
 
     def _found(self, task: Task, completion: str) -> str | None:
         """The answer in a completion."""
-        environment = self._by_name[task.name.environment, task.name.config]
+        environment = self._environment(task)
         if isinstance(environment, OneTurn):
             return environment.found(task, completion)
         return extract(completion, self._form)
 
-    def _checked(self, task: Task, completion: str, known: dict[tuple[int, str], float | None]) -> float | None:
-        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge. `known` has what
-        this found before, by the task's id and the completion, so that a library judges equal answers once."""
-        which = id(task), completion
-        if which in known:
-            return known[which]
-        environment = self._by_name[task.name.environment, task.name.config]
-        try:
-            _, reward, done = environment.step(task, environment.reset(task), completion)
-        except Exception as error:  # library scorers raise on text that they did not expect: that is a wrong answer
-            own = None if self.scorer_errors[task.label] else blamed(error)
-            if own is not None:
-                LOGGER.info("task %r: %s; such answers score 0", task.label, own)
-            self.scorer_errors[task.label] += 1
-            return 0.0  # not kept, so that `scorer_errors` counts each such answer
-        if not done:
-            raise UserError(f"task {task.label!r} asks for another answer: policies answer once so far")
-        judged = None if reward is None else min(1.0, max(0.0, reward))
-        if isinstance(environment, ReasoningGym):  # a class of the user's own may judge by more than these two
-            known[which] = judged
-        return judged
+    def _count_error(self, task: Task, error: Exception) -> None:
+        """An environment failed at an answer, which scores 0."""
+        own = None if self.scorer_errors[task.label] else blamed(error)
+        if own is not None:
+            LOGGER.info("task %r: %s; such answers score 0", task.label, own)
+        self.scorer_errors[task.label] += 1
 
 
 def load_tasks(
@@ -308,8 +331,7 @@ def load_tasks(
         table = task_table(spec)
         for source in open_sources(table, answer_needed, rewards.kind):
             key = source.environment, source.config
-            if isinstance(source, OneTurn):
-                source.form = rewards.answer
+            source.form = rewards.answer
             sources.setdefault(key, source)
             weights[key] += table.weight
     make_labels_distinct(list(sources.values()))
@@ -414,23 +436,9 @@ def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
     return counts
 
 
-def _with_reasoning(prompt: str, completion: str) -> str:
-    """The completion from where its reasoning begins: some chat templates end with `<think>`."""
-    return f"<think>{completion}" if _OPENED.search(prompt) else completion
-
-
 def _is_right(checked: float | None) -> bool:
     """Whether the checker gave full marks."""
     return checked is not None and checked >= FULL_MARKS
-
-
-def score_rollouts(task: Task, prompt: str, rollouts: Sequence[Rollout], score: ScoreCompletions) -> None:
-    """Score the rollouts of one task in place."""
-    n = len(rollouts)
-    scores = score([task] * n, [prompt] * n, [r.text for r in rollouts])
-    for rollout, verdict in zip(rollouts, scores, strict=True):
-        rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
-        rollout.reward, rollout.correct, rollout.checked = verdict.reward, verdict.correct, verdict.checked
 
 
 def has_signal(rollouts: Sequence[Rollout]) -> bool:

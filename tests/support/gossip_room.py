@@ -56,7 +56,8 @@ class World:
         """`score` replaces that of the tasks."""
         tasks = copy.copy(self.tasks)
         if score is not None:
-            tasks.score, tasks.prompt_text = score, lambda token_ids, decode: decode(token_ids)
+            tasks.prompt_text = lambda token_ids, decode: decode(token_ids)
+            tasks.judge = lambda held, prompts: score([d.task for d in held], prompts, [d.turns[-1].text for d in held])
         options = dict(
             me=ME.peer_id,
             manifest=self.manifest,

@@ -94,7 +94,7 @@ def main(
     asked = task_set.every() if every else task_set.held_out(most)
     if not asked:
         raise UserError(f"{NONE_HELD_OUT}. --all asks every question of a file")
-    rollouts = fit_length(config.rollouts, policy, note)
+    rollouts = fit_length(config.rollouts, policy, note, task_set.turns)
     fit_into_memory(policy, config, rollouts, samples)
     for line in task_set.read_as:
         note(line)
@@ -112,7 +112,7 @@ def main(
     table = summarise(groups, task_set.labels)
     if not table:
         lengths = [len(ids) for ids in encode_each(policy, list(map(task_set.prompt, asked))) if ids is not None]
-        raise UserError(f"no question fits: {too_long(lengths, rollouts, policy)}")
+        raise UserError(f"no question fits: {too_long(lengths, rollouts, policy, task_set.turns)}")
     if left_out := len(asked) - table["all"].questions:
         note(f"left out {left_out:,} questions: they are too long for rollouts.max_prompt_tokens or the model")
     rewards = _means(groups, task_set.reward_weights)
@@ -328,7 +328,7 @@ def _record(group: Group) -> dict[str, Any]:
         "reward": fmean(rollout.reward for rollout in rollouts),
         "answers": [
             {
-                "text": rollout.text,
+                "text": rollout.transcript,
                 "extracted": rollout.extracted,
                 "reward": rollout.reward,
                 "rewards": rollout.rewards,

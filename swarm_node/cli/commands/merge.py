@@ -244,7 +244,7 @@ class Exam:
             raise UserError("these tasks have no held-out question: --questions 0 merges without measuring")
         for run, trained in cohort.trained.items() if own else ():  # else all hold the same questions out
             say_trained(run, trained, held_out, say)
-        rollouts, samples = fit_length(config.rollouts, cohort.policy, say), config.eval.samples
+        rollouts, samples = fit_length(config.rollouts, cohort.policy, say, tasks.turns), config.eval.samples
         fit_into_memory(cohort.policy, config, rollouts, samples)
         return cls(cohort.policy, tasks, rollouts, samples, held_out)
 

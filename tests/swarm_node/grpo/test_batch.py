@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,19 @@ def test_plain_rows_by_hand():
     assert b.col.tolist() == [1, 2, 3, 1, 2]
     assert b.sequence.tolist() == [1, 1, 1, 0, 0]
     assert b.index.tolist() == [2, 3, 4, 0, 1]  # laid end to end: 10 11 20 21 22
+
+
+def test_what_is_said_between_answers_is_read_and_not_trained_on():
+    row = Row([5, 6], [[10, 90, 91, 11, 12], [20, 21]], first=0, targets=[np.array([0, 3, 4]), np.array([0, 1])])
+    b = batch([row], packing=True)
+    assert b.input_ids.tolist() == [[5, 6, 10, 90, 91, 11, 20]]
+    assert b.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 2]]
+    assert b.target.tolist() == [10, 11, 12, 20, 21]
+    assert b.col.tolist() == [1, 4, 5, 1, 6] and b.sequence.tolist() == [0, 0, 0, 1, 1]
+    plain = batch([row], packing=False)
+    assert plain.target.tolist() == [10, 11, 12, 20, 21] and plain.index.tolist() == [0, 1, 2, 3, 4]
+    (rows,) = [plan([row], True, limit=6, hidden=4096)]
+    assert [[list(each.places(0)) for each in part] for part in rows] == [[[0, 3, 4]], [[0, 1]]]
 
 
 def test_a_microbatch_goes_to_a_device_in_one_copy():

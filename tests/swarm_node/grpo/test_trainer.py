@@ -16,7 +16,7 @@ from swarm_node.grpo.losses import LOSSES
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
-from swarm_node.types import Group, Sampling
+from swarm_node.types import Group, Sampling, Turn
 from tests.support.tiny_policy import VOCABULARY, TinyPolicy, batch, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
@@ -77,6 +77,26 @@ def test_microbatches_of_packed_rows_make_no_waits():
         counts.append((len(trainer.plan(rows)), waits.count))
     (few, first), (many, second) = counts
     assert many > few and first == second
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_only_the_answers_of_a_dialogue_are_trained_on(packing: bool):
+    """Two answers with a text between them: gradient of mean(-A log p) over the answers' tokens, in their context."""
+    g = group([1.0, 0.0])
+    g.rollouts[0].turns = [Turn([10, 11], [], True), Turn([12], [], True, context=[7, 8])]
+    g.rollouts[1].turns = [Turn([13, 14], [], True)]
+    g.advantages = [1.0, -0.5]
+    gradients, _ = step(GrpoConfig(loss="dapo"), [g], packing=packing)
+    twin, losses = make(), []
+    for rollout, advantage in zip(g.rollouts, g.advantages, strict=True):
+        ids = torch.tensor([g.prompt_ids + rollout.spoken])
+        logprobs = twin(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        own = torch.tensor([own for turn in rollout.turns for own in turn.is_own])
+        losses.append(-advantage * logprobs[len(g.prompt_ids) - 1 :][own])
+    assert len(tokens := torch.cat(losses)) == 5
+    tokens.mean().backward()
+    for name, p in twin.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("weights", "updates"), [(None, 1), ({"a": 1.0}, 1), ({"a": 0.0}, 0)])

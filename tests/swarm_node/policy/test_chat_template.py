@@ -40,6 +40,23 @@ HONEST = {
 {%- endfor %}""",
     "twice": "{{ messages[-1].content }} Again: {{ messages[-1].content }}",
 }
+TURNS = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "an end without a name": "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content | trim }}\nA: "
+    "{% elif m.role == 'assistant' %}{{ m.content }}\n{% endif %}{% endfor %}",
+    "reasoning that is begun": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n<think>\n",
+}
+ONE_TURN = {
+    "answers left out": "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}!{% endif %}{% endfor %}",
+    "answers as questions": "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
+    "answers refused": "{% if messages | length > 2 %}{{ raise_exception('1') }}{% endif %}{{ messages[-1].content }}",
+    "answers counted": "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<a>{% else %}"
+    "{{ m.content | length }}</s>{% endif %}{% endfor %}",
+    "one blank more": "{% for m in messages %}{% if loop.first or m.role == 'assistant' %}{{ m.content }}{% else %}"
+    "{{ m.content | trim }}{% endif %}{{ '</s>' if m.role == 'assistant' else '<a>' }}{% endfor %}",
+}
 QUESTIONS = ["one plus two", "  one\n two \n\n", "{{ 7 * 7 }} {% endfor %} <|im_end|> </think>"]
 REFUSED = {
     "a text of 3 GB": ("{{ 'x' * 3000000000 }}", "memory"),
@@ -120,3 +137,36 @@ def test_jinja_may_be_installed_anywhere() -> None:
     asked = json.dumps({"template": "<{{ messages[0].content }}>", "system": "", "special": {}})
     done = subprocess.run(child("-S"), input=asked.encode(), capture_output=True, check=True)
     assert json.loads(done.stdout)["frame"][0] == ["<", ">"]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_follows_an_answer_is_as_transformers_renders_it(name: str, model: Path) -> None:
+    tokenizer = load_tokenizer(PolicyConfig(model=str(model)))
+    tokenizer.chat_template = TURNS[name]
+    special = json.dumps(tokenizer.special_tokens_map)
+    frame = frame_around(TURNS[name], "", special, "m")
+    for question, answer, text in (("What?", "7", "More."), ("a\nb", "no idea", "  less \n")):
+        dialogue = [
+            {"role": role, "content": each}
+            for role, each in zip(("user", "assistant", "user"), (question, answer, text))
+        ]
+        rendered = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
+        assert rendered.endswith(answer + frame.after_answer(text))
+        opening = frame.around(question)
+        assert rendered.startswith(opening) == (name != "reasoning that is begun")
+
+
+@pytest.mark.parametrize("name", ONE_TURN)
+def test_templates_that_cannot_be_continued_take_one_turn(name: str, model: Path) -> None:
+    assert frame_around(ONE_TURN[name], "", "{}", "m").between == []
+    policy = load_policy(PolicyConfig(model=str(model)), RolloutsConfig())
+    policy.tokenizer.chat_template = ONE_TURN[name]
+    with pytest.raises(UserError, match="one turn only"):
+        policy.after_answer("More.", True)
+
+
+def test_the_end_of_an_answer_is_said_once() -> None:
+    """An answer that ended by itself has its end-of-sequence token already; one that was cut off gets it."""
+    policy = load_policy(PolicyConfig(), RolloutsConfig())
+    ended, cut = policy.after_answer("No, more.", True), policy.after_answer("No, more.", False)
+    assert cut == [policy.eos_id, *ended] and policy.text_of_prompt(ended) == "No, more.<sep>"

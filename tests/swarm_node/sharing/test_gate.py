@@ -70,10 +70,14 @@ def fails(text: str) -> float:
 
 
 def gate_of(policy: Letters, reward, now=lambda: 0.0, form: AnswerForm = "any") -> Gate:
-    def score(tasks: Sequence[Task], prompts: Sequence[str], texts: Sequence[str]) -> list[Score]:
-        return [Score(extract(text), {"reward": reward(text)}, reward(text), reward(text) == 1) for text in texts]
+    def judge(dialogues: Sequence[str], prompts: Sequence[str]) -> list[Score]:
+        return [Score(extract(text), {"reward": reward(text)}, reward(text), reward(text) == 1) for text in dialogues]
 
-    tasks = SimpleNamespace(score=score, prompt_text=lambda token_ids, decode: decode(token_ids))
+    def replay(task: Task, prompt: str, texts: Sequence[str]) -> str:
+        (text,) = texts
+        return text
+
+    tasks = SimpleNamespace(judge=judge, replay=replay, prompt_text=lambda token_ids, decode: decode(token_ids))
     return Gate(policy, tasks, policy.logprobs, now, form)  # type: ignore[arg-type]
 
 
