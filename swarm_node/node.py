@@ -67,7 +67,10 @@ SLOW_SHARE = 0.5  # part of a round above which reward functions are called slow
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None], turns: int = 1) -> NodeConfig:
     """`config` within what `policy` can do in dialogues of so many `turns`, and with what goes by its size where
-    nothing is set; `Node` and `Member` take the result."""
+    nothing is set; `Node` and `Member` take the result. UserError if `policy` takes one turn only, and these are more.
+    """
+    if turns > 1:
+        policy.after_answer("?", ended=True)
     rollouts, grpo = fit_length(config.rollouts, policy, say, turns), config.grpo
     is_small = config.pipeline.stages == 0 and policy.num_parameters() < SMALL
     if not rollouts.groups:

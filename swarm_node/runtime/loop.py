@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some answers are shown: the prompt or the extraction may be wrong."""
+SAID_TOKENS = 64  # tokens that an environment is taken to say between two answers, where memory is estimated
 
 
 class Run:
@@ -406,6 +407,8 @@ def _fit(node: Node, limits: ResourceLimits, prompts: list[list[int]], asked: li
     """Make rounds and the evaluations on the `asked` questions fit into memory, and say what they take. UserError if
     they cannot."""
     config, policy = node.config, node.policy
+    earlier = [policy.pad_id] * ((node.tasks.turns - 1) * (config.rollouts.max_new_tokens + SAID_TOKENS))
+    prompts, asked = ([prompt + earlier for prompt in each] for each in (prompts, asked))  # as the last turn has them
     copies = 0 if node.averager is None else AVERAGING_COPIES
     machine = hardware_of(policy.device, limits.own_memory)
     fitting = Fitting(node.trainer, prompts, config, machine, copies)

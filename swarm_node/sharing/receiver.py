@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -401,8 +401,8 @@ class Admission:
         impossible = False
         for number in range(max(len(rollout.turns) for rollout in shared)):
             said = [(dialogue, rollout.turns[number]) for dialogue, rollout in going]
-            found = self._encoded(said, same_tokenizer)
-            impossible |= None in found
+            found, has_none = self._encoded(said, same_tokenizer)
+            impossible |= has_none
             fitting = [(pair, turn) for pair, turn in zip(going, found, strict=True) if turn]
             for (dialogue, rollout), turn in fitting:
                 dialogue.answer(turn)
@@ -419,23 +419,21 @@ class Admission:
 
     def _encoded(
         self, said: Sequence[tuple[Dialogue, SharedTurn]], same_tokenizer: bool
-    ) -> list[Turn | Literal[False] | None]:
-        """Each answer in this policy's tokens: None if it has none for that text, False if they are too many."""
+    ) -> tuple[list[Turn | None], bool]:
+        """Each answer in this policy's tokens, None if it has none or too many; and whether a text has none."""
         rooms = [min(self.longest, self.policy.max_positions - len(dialogue.ask() or ())) for dialogue, _ in said]
         pairs = [(answer, room) for (_, answer), room in zip(said, rooms, strict=True)]
-        found: list[Turn | Literal[False] | None] = [
-            self._as_sampled(answer, room) if same_tokenizer else None for answer, room in pairs
+        found = [self._as_sampled(*pair) if same_tokenizer else None for pair in pairs]
+        unread = [
+            i
+            for i, turn in enumerate(found)
+            if turn is None and not self.policy.is_surely_longer(pairs[i][0].text, rooms[i])
         ]
-        unread = [i for i, turn in enumerate(found) if turn is None]
-        for i in [i for i in unread if self.policy.is_surely_longer(pairs[i][0].text, pairs[i][1])]:
-            found[i] = False
-        unread = [i for i in unread if found[i] is None]
         encoded = self.policy.encode_completions([(pairs[i][0].text, pairs[i][0].finished) for i in unread])
         for i, ids in zip(unread, encoded, strict=True):
-            answer, room = pairs[i]
-            if ids:
-                found[i] = Turn(ids, [], answer.finished, answer.text) if len(ids) <= room else False
-        return found
+            if ids and len(ids) <= rooms[i]:
+                found[i] = Turn(ids, [], pairs[i][0].finished, pairs[i][0].text)
+        return found, not all(encoded)
 
     def _as_sampled(self, answer: SharedTurn, room: int) -> Turn | None:
         """The answer in the tokens that its sender drew; None if there are none, more than `room`, or ones of another

@@ -37,10 +37,10 @@ LOCAL = ("--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0")
 """Options of `swarm-node bootstrap` on this machine."""
 
 
-def make_manifest(folder: Path, *options: str) -> Path:
+def make_manifest(folder: Path, *options: str, tasks: str = "small") -> Path:
     """Of a new swarm, as `swarm-node new` makes it."""
     path = folder / "swarm.toml"
-    done = CliRunner().invoke(app, ["new", "--name", "test", "--tasks", "small", "--out", str(path), *options])
+    done = CliRunner().invoke(app, ["new", "--name", "test", "--tasks", tasks, "--out", str(path), *options])
     assert done.exit_code == 0, done.output
     return path
 

@@ -101,6 +101,11 @@ def test_protocol_1_is_still_read_and_written(record: Any, golden: str, kind: Ki
     assert kind.seal(record, IDENTITY) == data
 
 
+def test_dialogues_without_what_was_heard_are_read() -> None:
+    """As nodes sent them before any dialogue had a second turn."""
+    assert BATCHES.open((DATA / "rollout_batch_v2_unheard.bin").read_bytes(), SWARM) == (IDENTITY.peer_id, BATCH)
+
+
 def test_protocol_1_cannot_say_more_than_it_knows() -> None:
     (group,) = BATCH_BEFORE.groups
     two = SharedRollout([SharedTurn("a", True), SharedTurn("b", True)])

@@ -148,7 +148,7 @@ def test_what_follows_an_answer_is_as_transformers_renders_it(name: str, model: 
     for question, answer, text in (("What?", "7", "More."), ("a\nb", "no idea", "  less \n")):
         dialogue = [
             {"role": role, "content": each}
-            for role, each in zip(("user", "assistant", "user"), (question, answer, text))
+            for role, each in zip(("user", "assistant", "user"), (question, answer, text), strict=True)
         ]
         rendered = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
         assert rendered.endswith(answer + frame.after_answer(text))
