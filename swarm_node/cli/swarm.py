@@ -96,7 +96,7 @@ def _given_by(manifest: Manifest, path: Path, model: str | None) -> Iterator[str
     """Who gives the swarm's model and its questions to newcomers, as far as that is this machine."""
     files = [f"{task.name}.jsonl" for task in manifest.tasks if task.sha256 and not task.source]
     if files:
-        yield f"a bootstrap on {path} gives the questions to members, while {', '.join(files)} lies beside it"
+        yield f"a bootstrap gives members the questions: keep {', '.join(files)} beside {path}"
     if manifest.model is not None and model is not None and not manifest.model.revision:
         size = f"{manifest.model.bytes / 1e6:,.1f} MB"
         elsewhere = f"on another machine: `swarm-node bootstrap {path} --model DIR`"

@@ -18,8 +18,8 @@ class PolicyConfig(Section):
     """The language model that this node trains, and its device."""
 
     model: str = "starter"
-    """Directory, GGUF file or Hugging Face hub id of a causal language model. `starter` = the tiny model in this
-    package, `smollm2` = SmolLM2-135M-Instruct in 4 bits, which is fetched once."""
+    """Causal language model: a directory, a GGUF file, a Hugging Face hub id, `smollm2` or `starter`. `starter` = the
+    tiny model in this package, `smollm2` = SmolLM2-135M-Instruct in 4 bits, which is fetched once."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     lora: bool | None = None

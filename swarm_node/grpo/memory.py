@@ -309,7 +309,9 @@ class Fitting:
         if again.agrees(self.policy.model, row(self.policy, 5), not self.policy.split_head):
             self.policy.checkpointing = again
             if not asked:
-                self.trainer.report("for want of memory, gradients are checkpointed: each layer is computed twice")
+                self.trainer.report(
+                    "there is little memory, so each layer is computed twice (grpo.gradient_checkpointing)"
+                )
         elif asked:
             raise UserError(
                 "grpo.gradient_checkpointing = on, but the layers of this model cannot be computed again with the same "

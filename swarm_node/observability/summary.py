@@ -154,21 +154,21 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None, 
 def summary(run: Figures, of_weights: Callable[[str], str] = str) -> list[str]:
     """The lines of the summary, each with a word before it that names its subject. `of_weights`: words for a reason why
     an exchange of weights was refused."""
-    received, gave, traffic = [], [], []
+    received, gave, traffic, crew = [], [], [], []
     if (swarm := run.swarm) is not None:
         if swarm.received:
             groups = _counted(swarm.received, "group")
             received.append(f"{groups} from others, {swarm.admitted:,} admitted, {swarm.used:,} used")
         if swarm.sent:
             gave.append(f"{_counted(swarm.sent, 'group')} published")
-        traffic.append(f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told")
+        traffic.append(f"{volume(swarm.bytes_in)} received, {volume(swarm.bytes_out)} sent")
     if run.averaging is not None:
         exchanges = _counted(run.averaging.exchanges, "exchange")
         received.append(f"weights of others in {exchanges}")
         gave.append(f"its weights in {exchanges}, {volume(run.averaging.bytes)}")
     if run.stages is not None:
         ways = ", ".join(f"{n:,} by {way}" for way, n in run.stages.built.items())
-        received.append(f"of the crew's stages {run.stages.lost:,} lost" + (f"; built so far: {ways}" if ways else ""))
+        crew.append(f"{_counted(run.stages.lost, 'stage')} lost" + (f"; rebuilt so far: {ways}" if ways else ""))
     return _labelled(
         {
             "outcome": [*_reward(run), *filter(None, [remedy({CUT: run.cut})]), *_held_out(run.held_out)],
@@ -176,6 +176,7 @@ def summary(run: Figures, of_weights: Callable[[str], str] = str) -> list[str]:
             "best": _best(run.held_out),
             "worth": _worth(run),
             "received": received,
+            "crew": crew,
             "gave": gave,
             "not used": _by_reason(run.unused),
             "refused": _by_reason(run.refused, of_weights),

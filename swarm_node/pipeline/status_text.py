@@ -116,7 +116,7 @@ class Aftermath:
     status_text: StatusText
     say: Callable[[str], None]
     _rewards: list[float] = field(default_factory=list)
-    _waiting: list[tuple[int, float, str]] = field(default_factory=list)
+    _waiting: list[tuple[int, float, int | None, str]] = field(default_factory=list)
     """(round after which it is said, reward before, what was lost)"""
     _losses: float = 0.0  # stages lost until the crew was last whole
     _holders: tuple[str, ...] = ()  # holders of the stages then
@@ -155,12 +155,11 @@ class Aftermath:
         """A round has ended: compare the rewards around losses that are long enough ago."""
         self._rewards.append(reward)
         del self._rewards[:-ROUNDS_AFTER]
-        for after, before, what in [one for one in self._waiting if one[0] <= round]:
-            self.say(
-                f"reward {before:.3f} in the {ROUNDS_AFTER} rounds before {what}, {self.reward:.3f} in the "
-                f"{ROUNDS_AFTER} after"
-            )
-            self._waiting.remove((after, before, what))
+        for told in [one for one in self._waiting if one[0] <= round]:
+            _, before, rounds, what = told
+            when = "before" if rounds is None else f"in the {rounds} rounds before"
+            self.say(f"reward {before:.3f} {when} {what}, {self.reward:.3f} in the {ROUNDS_AFTER} after")
+            self._waiting.remove(told)
 
     def _any_lost(self) -> bool:
         """Whether any stage was lost since this was last asked."""
@@ -168,5 +167,5 @@ class Aftermath:
         return self._losses > before
 
     def _lost(self, what: str, progress: Progress) -> None:
-        before = self.reward if self._rewards else progress.reward
-        self._waiting.append((progress.round + ROUNDS_AFTER, before, what))
+        before, rounds = (self.reward, len(self._rewards)) if self._rewards else (progress.reward, None)
+        self._waiting.append((progress.round + ROUNDS_AFTER, before, rounds, what))

@@ -35,6 +35,7 @@ def with_answer_length(config: NodeConfig, policy: Policy, tasks: TaskSet, say: 
     prompts = [prompt for prompt in encoded if prompt is not None and len(prompt) <= room]
     if not prompts:  # the first round will say why
         return config
+    say(f"trying how long answers to {len(prompts)} questions are; rollouts.max_new_tokens would set it")
     for length in (each for each in LENGTHS if each < rollouts.max_new_tokens):
         sampling = Sampling(length, rollouts.temperature, rollouts.top_p)
         groups = policy.generate(prompts, SAMPLES, sampling, [*range(len(prompts))])

@@ -38,7 +38,7 @@ def first_look(
         right = f" (right: {_cut(one.right, ANSWER_CHARS)})" if one.right else ""
         yield f"  {_cut(one.question, QUESTION_CHARS)}{right} -> {_cut(one.answer, ANSWER_CHARS)}{_verdict(one)}"
     if found.mixed:
-        yield f"{found.mixed} of {n} questions have answers of different rewards: such questions teach"
+        yield f"{found.mixed} of {n} questions have both better and worse answers: the policy learns from these"
         if found.cut > MANY:
             longer = f"`--set rollouts.max_new_tokens={2 * most_tokens}`"
             yield f"most answers are cut off: {longer} lets more of them end, and rounds take longer"

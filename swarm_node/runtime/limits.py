@@ -27,6 +27,7 @@ from types import FrameType
 from swarm_node.config import NodeConfig
 from swarm_node.config.machine import ResourcesConfig
 from swarm_node.errors import TEMPORARY, USER_ERROR, TemporaryError, UserError
+from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.usage import ProcessTree, cpus
 from swarm_node.runtime.pause import Machine, on_battery, quiet
 from swarm_node.runtime.shutdown import Stopper
@@ -46,6 +47,7 @@ LOWER = (
     "lower grpo.microbatch_tokens, rollouts.groups, rollouts.group_size or rollouts.max_new_tokens, choose a smaller "
     "--model"
 )
+KEPT_FREE = 0.95  # part of --max-memory that estimates may reach; they miss some per cent
 NETWORK_BYTES = 2**28  # memory of p2pd and the gossip process, which no estimate of a round counts
 
 
@@ -166,6 +168,12 @@ def cpu_limit(percent: float, stop: Stopper) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def _rounds(run: RunDir) -> int:
+    """The newest round in the run's metrics; 0 = none."""
+    record = last_record(run.metrics) if run.metrics.is_file() else None
+    return int((record or {}).get("round", 0))
+
+
 class ResourceLimits:
     """Decides whether a run may go on, and limits its CPU time and memory."""
 
@@ -182,6 +190,7 @@ class ResourceLimits:
         self._member = member
         self._machine = machine or Machine(config, say)
         self._memory = MemoryLimit(config.max_memory_gb, LOWER)
+        self._began_at = _rounds(run)
 
     def waiting(self) -> str:
         """Why the node is paused, as a status text; empty = it is not."""
@@ -193,8 +202,8 @@ class ResourceLimits:
 
     @property
     def own_memory(self) -> int:
-        """Bytes that this process may take without a member's network; 0 = no limit."""
-        most = int(self._config.max_memory_gb * 2**30)
+        """Bytes that the estimates of this process may reach, without a member's network; 0 = no limit."""
+        most = int(KEPT_FREE * self._config.max_memory_gb * 2**30)
         return most and max(1, most - NETWORK_BYTES * self._member)
 
     def check_estimate(self, bytes: int) -> None:
@@ -261,9 +270,9 @@ class ResourceLimits:
             self._paused_s += time.monotonic() - began
 
     def _may_get_on(self) -> bool:
-        """Whether the next start may do a round: this run has done one, or what grew is a member's network. Raises
+        """Whether the next start may do a round: this one has got further, or what grew is a member's network. Raises
         OSError."""
-        return self._run.has_rounds or (self._member and self._memory.within(self.own_memory))
+        return _rounds(self._run) > self._began_at or (self._member and self._memory.within(self.own_memory))
 
     def _watch(self, stop: Stopper, ended: threading.Event) -> None:
         once = Once(self._say)
@@ -276,7 +285,7 @@ class ResourceLimits:
                 once("look", Warned(f"limits and pauses wait until this machine can be looked at again: {error}"))
                 continue
             if exceeded and not ended.is_set():
-                over, code, then = UserError, USER_ERROR, "this run has done no round, and the next start would do none"
+                over, code, then = UserError, USER_ERROR, "this start has done no round, and the next would do none"
                 if gets_on:
                     over, code, then = TemporaryError, TEMPORARY, "what it had learned is saved"
                 self.over = over(f"the node took {exceeded}; {then}")

@@ -171,8 +171,8 @@ def watch_cloud(
                 return
             since = time.monotonic() if since is None else since
             if time.monotonic() - since >= FAILING_S[name]:
-                failing = f"no notices can be had of {name} ({error or type(error).__name__})"
-                remedy = "asked for again and again all the same, unless with --spot off"
+                failing = f"{name} gives no notices ({error or type(error).__name__})"
+                remedy = "the node keeps asking, and --spot off stops that"
                 once("failing", Warned(f"{failing}; {remedy}. docker/spot.md says what a container needs"))
         else:
             if ended.is_set():

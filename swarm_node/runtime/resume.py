@@ -209,8 +209,8 @@ class RunState:
         else:
             say(
                 Warned(
-                    "tasks, prompt or evaluation settings are not those this run began with: no figures from before "
-                    "training"
+                    "tasks, rewards, prompt or evaluation settings are not those this run began with: no figures from "
+                    "before training"
                 )
             )
         self.saved_figures = self.held_out.figures.before, self.held_out.figures.last

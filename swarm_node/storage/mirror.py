@@ -180,7 +180,7 @@ class Mirror:
             if owner == self._owner:
                 self._done = found
             if names := ", ".join(f"{folder}/{name}" for folder in found for name in reversed(found[folder])):
-                self._say(f"going on from what {owner} left at {self._url}: {names}")
+                self._say(f"continues from the checkpoints of {owner} at {self._url}: {names}")
                 return
 
     def _distance(self, owner: str) -> int:

@@ -109,7 +109,7 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, service: Service, tm
     left = {name: whole(there(), name) for name in names}
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     for node, name in zip(fleet("second"), names, strict=True):
-        line = rf"going on from what {name}-\w{{8}} left at \S+: checkpoints/round-0*([1-9][0-9]*)"
+        line = rf"continues from the checkpoints of {name}-\w{{8}} at \S+: checkpoints/round-0*([1-9][0-9]*)"
         found = node.until(lambda node=node, line=line: re.search(line, node.output))
         assert int(found[1]) == max(left[name])
         node.until(lambda node=node, found=found: node.rounds > int(found[1]))

@@ -117,7 +117,7 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     (tmp_path / "second").mkdir()
     for node, name in zip(fleet("second"), ("alice", "bob"), strict=True):
-        line = rf"going on from what {name}-\w{{8}} left at \S+: checkpoints/round-0*([1-9][0-9]*)"
+        line = rf"continues from the checkpoints of {name}-\w{{8}} at \S+: checkpoints/round-0*([1-9][0-9]*)"
         found = node.until(lambda node=node, line=line: re.search(line, node.output))
         node.until(lambda node=node, found=found: node.rounds > int(found[1]))
         assert f"at round {found[1]}" in node.output

@@ -14,7 +14,7 @@ from swarm_node.cli.commands.status_tables import card_table, exchange_table, re
 from swarm_node.config.figures import WORDS
 from swarm_node.observability.cut_off import cut_off
 from swarm_node.observability.ending import WORDS as WORDS_OF_END
-from swarm_node.observability.progress import RATE_AFTER_S, volume
+from swarm_node.observability.progress import volume
 from swarm_node.observability.reasons import UNUSED
 from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 from swarm_node.observability.restarts import restarts
@@ -32,6 +32,9 @@ USUAL = {"zero", "rate", "slot", "queue"}  # reasons for that which need no reme
 WORST = 5  # most sources of refusals that are named
 NAMED = 4  # most members that are named on one line
 SAID_CHARS = 300  # most characters of a sentence of the log
+HOUR_S = (
+    3600.0  # a start's traffic an hour is not told before: it gets the model, the questions and the cards of members
+)
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Part = Callable[[Mapping[str, Any]], Iterator[str]]
 
@@ -385,8 +388,8 @@ def _when(found: Mapping[str, Any], now: float) -> str:
         ago = "" if found["heard"] is None else f" {_ago(now - found['heard'])}"
         return f", {WORDS_OF_END[end].replace(' {ago}', ago)}"
     if found["starting"]:
-        seen = "of before" if age is None else f"as of {_ago(age)}"
-        return f", starting (loading); what follows is {seen}, when it last ended"
+        seen = "" if age is None else f"; what follows is as of {_ago(age)}, when it last ended"
+        return f", starting (loading){seen}"
     if age is not None and age > STATUS_FRESH_S:
         return f", as of {_ago(age)}: it stands still"
     return "" if found["paused"] else ", running"
@@ -396,7 +399,7 @@ def _traffic(traffic: Mapping[str, float] | None, seconds: float) -> Iterator[st
     """The traffic of the `seconds` of a start; 0 = its time is not known."""
     if traffic is not None:
         inward, outward = traffic.get("bytes_in", 0.0), traffic.get("bytes_out", 0.0)
-        hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds >= RATE_AFTER_S else ""
+        hourly = f", {volume(3600 * (inward + outward) / seconds)} an hour" if seconds >= HOUR_S else ""
         yield f"{volume(inward)} in, {volume(outward)} out{hourly}"
 
 

@@ -296,7 +296,8 @@ class Donors:
             return f"none of {len(self.donors)} members gives {called} yet: still asking ({remedy})"
         givers = sum(1 for donor in self.donors.values() if donor.given)
         rate = there / 1e6 / max(seconds, 1e-9)
-        return f"{called}: {there / 2**20:.0f} of {total / 2**20:.0f} MiB from {givers} members, {rate:.1f} MB/s"
+        members = f"{givers} member{'s' * (givers != 1)}"
+        return f"{called}: {there / 2**20:.0f} of {total / 2**20:.0f} MiB from {members}, {rate:.1f} MB/s"
 
     def _why(self, called: str, patience_s: float) -> str:
         lied = f", {len(self.liars)} gave something else" if self.liars else ""

@@ -158,7 +158,8 @@ def fetch_model(
             donors.get(draft.missing, draft.keep, called, patience_s)
             givers = sum(donor.given > 0 for donor in donors.donors.values())
             seconds = time.monotonic() - began
-            say(f"{called} is here: {size / 2**20:.1f} MiB in {seconds:.1f} s from {givers} members, all checked")
+            members = f"{givers} member{'s' * (givers != 1)}"
+            say(f"{called} is here: {size / 2**20:.1f} MiB in {seconds:.1f} s from {members}, all checked")
         draft.finish(folder)
     return Model(wanted.digest, folder, listing)
 

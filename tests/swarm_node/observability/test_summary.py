@@ -84,7 +84,7 @@ def test_a_member_that_averages_and_pays() -> None:
         "          its weights in 1 exchange, 1.8 MB",
         "not used  200 all rewarded alike, 20 too old, 15 known already",
         "refused   4 of another swarm, 3 of weights (gates), 1 over the sender's quota",
-        "traffic   2.5 MB in, 200 kB out, all told",
+        "traffic   2.5 MB received, 200 kB sent",
         "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, prompts included",
         "cost      0.0234 spent by the end of the last round, 0.00195 a group trained on",
     ]
@@ -103,7 +103,7 @@ def test_a_crew_s_lead() -> None:
     )
     assert run.stages == Stages(2, {"base": 2, "replica": 1, "neighbours": 1})
     assert summary(run)[1:3] == [
-        "received  of the crew's stages 2 lost; built so far: 2 by base, 1 by replica, 1 by neighbours",
+        "crew      2 stages lost; rebuilt so far: 2 by base, 1 by replica, 1 by neighbours",
         "refused   1 of the crew (stray)",
     ]
     assert figures(rounds([0.5], stages__recovered__base=[2])).stages is None, "so every crew begins"

@@ -28,7 +28,7 @@ def test_three_questions_are_shown_with_their_answers() -> None:
         "  What is 0 + 1? (right: 1) -> It is 0. [wrong]",
         "  What is 1 + 1? (right: 2) -> It is 1. [right]",
         "  What is 2 + 1? (right: 3) -> It is 2. [wrong, cut off]",
-        "7 of 20 questions have answers of different rewards: such questions teach",
+        "7 of 20 questions have both better and worse answers: the policy learns from these",
     ]
 
 

@@ -140,7 +140,7 @@ def test_a_malformed_answer_is_said_once_and_retried(
         ended.set()
         thread.join()
     assert "GET /elsewhere" not in server.asked
-    assert len(said) == 1 and said[0].startswith(f"no notices can be had of {cloud} (") and len(said[0]) < 400
+    assert len(said) == 1 and said[0].startswith(f"{cloud} gives no notices (") and len(said[0]) < 400
     assert noticed == []
 
 
@@ -260,7 +260,7 @@ def test_how_long_the_cloud_said_nothing_is_measured() -> None:
             server.answers = {PREEMPTED: (200, b"FALSE")}
             until(lambda: stop.heard_at > began, HANGS_S)
             assert since() + began < silent + stop.heard_at
-    assert len(said) == 1 and "no notices can be had of gcp (it answers with status 403)" in said[0]
+    assert len(said) == 1 and "gcp gives no notices (it answers with status 403)" in said[0]
 
 
 def test_the_work_that_fits_a_notice_is_said() -> None:

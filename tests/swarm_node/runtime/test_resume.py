@@ -146,7 +146,9 @@ def test_a_checkpoint_has_the_settings_behind_its_weights() -> None:
     assert "model" not in newest_settings()["policy"], "which may lie elsewhere by then"
 
 
-NO_FIGURES = "tasks, prompt or evaluation settings are not those this run began with: no figures from before training"
+NO_FIGURES = (
+    "tasks, rewards, prompt or evaluation settings are not those this run began with: no figures from before training"
+)
 
 
 @pytest.mark.parametrize(("form", "kept"), [("any", True), ("tags", False)])

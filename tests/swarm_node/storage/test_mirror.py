@@ -233,7 +233,7 @@ def test_a_torn_checkpoint_replaces_no_whole_copy(url: str, tmp_path: Path) -> N
     )
     one = mirror(url, tmp_path / "new", said)
     one.restore()
-    assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000002"]
+    assert said[1:] == [f"continues from the checkpoints of a-aaaaaaaa at {url}: checkpoints/round-00000002"]
     assert whole(one, "a-aaaaaaaa") == ["round-00000001", "round-00000002"]
 
 

@@ -27,7 +27,9 @@ def test_a_new_machine_goes_on_from_the_copies(url: str, tmp_path: Path) -> None
     assert copied(url, old) == []
     said: Says = []
     mirror(url, new, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
-    assert said == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000020, stages/3/round-00000007"]
+    assert said == [
+        f"continues from the checkpoints of a-aaaaaaaa at {url}: checkpoints/round-00000020, stages/3/round-00000007"
+    ]
     for folder, round in (("checkpoints", 20), ("stages/3", 7)):
         found = read_checkpoint(new / folder / f"round-{round:08}", lambda state: None)
         assert found.tensors["policy"]["w"].tolist() == [round] * 3
@@ -138,7 +140,7 @@ def test_a_lone_run_goes_on_by_its_name(url: str, tmp_path: Path) -> None:
     said: Says = []
     for name in ("b", "a"):
         mirror(url, tmp_path / f"new-{name}", said, name, "").restore()
-    assert said == [f"going on from what a left at {url}: checkpoints/round-00000500"]
+    assert said == [f"continues from the checkpoints of a at {url}: checkpoints/round-00000500"]
     assert not (tmp_path / "new-b").exists()
 
 
@@ -161,7 +163,7 @@ def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monk
 
     monkeypatch.setattr(one.bucket.fs, "get_file", get_file)
     one.restore()
-    assert said == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000004"]
+    assert said == [f"continues from the checkpoints of a-aaaaaaaa at {url}: checkpoints/round-00000004"]
     assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["round-00000004"]
 
 
@@ -214,7 +216,7 @@ def test_all_copies_of_crew_stages_come_back(url: str, tmp_path: Path) -> None:
     one = mirror(url, new, said)
     one.restore(crew=True)
     assert said == [
-        f"going on from what a-aaaaaaaa left at {url}: "
+        f"continues from the checkpoints of a-aaaaaaaa at {url}: "
         "checkpoints/round-00000040, stages/0/round-00000040, stages/0/round-00000039"
     ]
     assert {path.name for path in (new / "stages" / "0").iterdir()} == {"round-00000039", "round-00000040"}
@@ -247,7 +249,7 @@ def test_a_run_with_torn_checkpoints_takes_copies(url: str, tmp_path: Path) -> N
     assert said == [
         f"no checkpoint in {run} is whole (checkpoints/round-00000002: policy.safetensors does not have the digest in "
         f"SHA256SUMS): looking for one at {url}",
-        f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000001",
+        f"continues from the checkpoints of a-aaaaaaaa at {url}: checkpoints/round-00000001",
     ]
     read_checkpoint(run / "checkpoints" / "round-00000001", lambda state: None)
 
@@ -301,7 +303,7 @@ def test_another_runs_copies_under_this_name_are_kept(url: str, tmp_path: Path) 
     checkpoint(tmp_path / "third" / "checkpoints", 5, model="other")
     copied(url, tmp_path / "third", peer="")
     one.restore(accept)
-    assert said[-1] == f"going on from what a left at {url}: checkpoints/round-00000005"
+    assert said[-1] == f"continues from the checkpoints of a at {url}: checkpoints/round-00000005"
 
 
 def test_another_runs_copies_are_left_alone(tmp_path: Path) -> None:
@@ -328,7 +330,7 @@ def test_missing_and_torn_crew_stages_come_back(url: str, tmp_path: Path) -> Non
     )
     assert said == [
         f"no checkpoint in {torn}: looking for one at {url}",
-        f"going on from what a-aaaaaaaa left at {url}: stages/1/round-00000040, stages/2/round-00000040",
+        f"continues from the checkpoints of a-aaaaaaaa at {url}: stages/1/round-00000040, stages/2/round-00000040",
     ]
     for stage in (1, 2):
         read_checkpoint(run / "stages" / str(stage) / "round-00000040", lambda state: None)
@@ -342,7 +344,7 @@ def test_a_leads_rounds_are_not_its_stages(url: str, tmp_path: Path) -> None:
     assert copied(url, run) == []
     shutil.rmtree(run / "stages")
     mirror(url, run, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
-    assert said == [f"going on from what a-aaaaaaaa left at {url}: stages/0/round-00000040"]
+    assert said == [f"continues from the checkpoints of a-aaaaaaaa at {url}: stages/0/round-00000040"]
 
 
 def test_a_crew_member_takes_no_namesakes_stages(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_new_says_who_gives_questions_and_model() -> None:
     model = make_model(Path("m").absolute())
     told = CliRunner().invoke(app, ["new", "--name", "own", "--model", str(model), "--tasks", "data/my sums.jsonl"])
     assert told.exit_code == 0 and Path("my-sums.jsonl").read_bytes() == QUESTIONS
-    assert "gives the questions to members, while my-sums.jsonl lies beside it" in told.output.replace("\n", " ")
+    assert "a bootstrap gives members the questions: keep my-sums.jsonl beside" in told.output.replace("\n", " ")
     assert f"gives the model from {model}" in told.output.replace("\n", " ")
 
 

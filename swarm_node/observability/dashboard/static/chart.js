@@ -64,7 +64,7 @@ function nice(rough, whole) {
 
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
-const UNITS = [["d", 86400, 172800], ["h", 3600, 6000], ["min", 60, 100], ["s", 1, 0]]; // name, seconds, from how many
+const UNITS = [["d", 86400, 172800], ["h", 3600, 6000], ["min", 60, 300], ["s", 1, 0]]; // name, seconds, from how many
 
 // Labels of times on one axis up to `most` seconds, in one unit and as precise as steps of `step` seconds need.
 function timeTick(step, most) {
