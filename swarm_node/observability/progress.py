@@ -176,16 +176,17 @@ class ProgressDisplay:
         print its rows as sentences."""
         cells = [[f"{cell:.3f}" if isinstance(cell, float) else visible(str(cell)) for cell in row] for row in rows]
         widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
-        table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
-            table.add_column(Text(column), justify="right" if number else "left", no_wrap=not number, min_width=width)
-        for row in cells:
-            table.add_row(*map(Text, row))
-        if self._as_lines or self._console.measure(table).minimum > self._console.width:
+        if self._as_lines or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
             named = ([f"{column} {cell}" for column, cell in zip(columns, row, strict=True)] for row in cells)
             self.say(f"{title}:", lasting=False)
             self.paragraphs([", ".join(words) for words in named], indent=2)
             return
+        table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, column in enumerate(columns):
+            heading = Text("\n".join(column.split()))  # rich would cut columns off while it looks where to break them
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in cells:
+            table.add_row(*map(Text, row))
         self._console.print(table)
         self._stream.flush()
 

@@ -120,7 +120,7 @@ def test_a_run_is_shown_shortly(capsys: pytest.CaptureFixture[str]) -> None:
             "run        runs/alice, running (-v says more)",
             "round      41; its reward 0.250",
             f"swarm      sums {SWARM[:16]}",
-            "this start 10 min: 2.0 MB in, 1.0 MB out, 18 MB an hour; 12 groups received, 8 admitted; 40 sent",
+            "this start 10 min: 2.0 MB in, 1.0 MB out; 12 groups received, 8 admitted; 40 sent",
             "refused    3 × not the sender's task, 2 × seal",
             f"network    gossip process started again once, because it ended: {STATUS['restarted']['gossip']}",
             "members    1 other; groups used: bob 1",

@@ -60,11 +60,11 @@ def test_weights_of_others_are_told_under_worth(
     assert "then `compare`" not in text and "then `compare`" in shown(capsys, run)
 
 
-@pytest.mark.parametrize(("seconds", "hourly"), [(100.0, False), (600.0, True)])
-def test_traffic_an_hour_needs_two_minutes(capsys: pytest.CaptureFixture[str], seconds: float, hourly: bool) -> None:
+@pytest.mark.parametrize(("seconds", "hourly"), [(600.0, False), (7200.0, True)])
+def test_traffic_an_hour_needs_an_hour(capsys: pytest.CaptureFixture[str], seconds: float, hourly: bool) -> None:
     now = time.time()
     text = shown(capsys, a_run(time=now, since=now - seconds, traffic={"bytes_in": 2e6, "bytes_out": 1e6}))
-    assert "2.0 MB in, 1.0 MB out" in text and ("18 MB an hour" in text) == hourly
+    assert "2.0 MB in, 1.0 MB out" in text and ("1.5 MB an hour" in text) == hourly
 
 
 def test_a_pause_is_told_while_the_run_loads(capsys: pytest.CaptureFixture[str]) -> None:

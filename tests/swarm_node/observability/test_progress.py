@@ -553,6 +553,17 @@ def test_a_table_without_room_becomes_sentences():
     ]
 
 
+@pytest.mark.parametrize("width", range(60, 120, 7))
+def test_no_cell_of_a_table_is_cut_off(width: int) -> None:
+    out = io.StringIO()
+    names = [f"{name} {when}" for name in ("pass@1", "pass@8", "reward") for when in ("before", "after")]
+    row = ["basic_arithmetic", "12", 0.111, 0.222, 0.333, 0.444, 0.555, 1.0]
+    ProgressDisplay(3, stream=out, width=width).table("held-out", ["task", "questions", *names], [row])
+    words = out.getvalue().replace(",", " ").split()
+    assert {"basic_arithmetic", "questions", "reward", "0.111", "0.222", "0.333", "0.444", "0.555", "1.000"} <= {*words}
+    assert words.count("after") == words.count("before") == 3
+
+
 def test_paragraphs_wrap_on_terminals_and_not_in_pipes(monkeypatch):
     line = "learned   reward 0.250 -> 0.500, first and last tenth of 20 rounds"
     monkeypatch.setenv("TERM", "xterm-256color")
