@@ -49,6 +49,15 @@ class Interrupted(SwarmNodeError):
     """The present work cannot be finished; after `Policy.again` it can be done again from its beginning."""
 
 
+class NoRoom(UserError, Interrupted):
+    """Even the least work needs more memory than there is; another machine may have it."""
+
+    def __init__(self, message: str, error: BaseException) -> None:
+        """`error`: what the least work failed with."""
+        super().__init__(message)
+        self.error = error
+
+
 class Unworkable(SwarmNodeError):
     """The present work fails however often it is begun anew; other work may succeed."""
 

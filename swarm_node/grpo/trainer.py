@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import CheckpointError, Interrupted, Unworkable, UserError
+from swarm_node.errors import CheckpointError, Interrupted, NoRoom, Unworkable
 from swarm_node.grpo import advantage, batch
 from swarm_node.grpo.corrections import find_correction
 from swarm_node.grpo.down_sampling import down_sampled
@@ -37,7 +37,7 @@ from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
 from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
-from swarm_node.policy.oom import is_out_of_memory, large_tensors_mapped
+from swarm_node.policy.oom import NO_ROOM_TO_TRAIN, is_out_of_memory, large_tensors_mapped
 from swarm_node.policy.packed import is_packed
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.policy.sizes import SMALL
@@ -97,6 +97,7 @@ class Trainer:
         self.limit = config.microbatch_tokens  # most tokens of a microbatch; see `memory`
         self.maps = False  # whether large tensors are mapped one by one while it learns
         self.packing = config.packing and policy.packing
+        self._unshrunk: tuple[int, bool] | None = None  # limit and packing before memory ran out
         self._padding = _most_padding(policy)
         self.num_tokens = 0
         self.measured: Callable[[dict[str, dict[str, float]]], None] = lambda figures: None  # gets `figures_by_peer`
@@ -356,8 +357,9 @@ class Trainer:
         return off_policy_metrics(now, sampled, step.flat.sequence, stale, foreign)
 
     def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:
-        """Use less memory from now on; UserError if that is not possible."""
+        """Use less memory from now on; NoRoom if that is not possible."""
         largest = max(microbatches, key=batch.tokens)
+        self._unshrunk = self._unshrunk or (self.limit, self.packing)
         if len(largest) > 1:
             self.limit = batch.tokens(largest) // 2
             self.report(Warned(f"out of memory while training: microbatches of {self.limit} tokens from now on"))
@@ -365,10 +367,8 @@ class Trainer:
             self.packing = False
             self.report(Warned("out of memory while training: plain rows instead of packed ones from now on"))
         else:
-            raise UserError(
-                f"not enough memory to train on one rollout of {batch.tokens(largest)} tokens: "
-                "lower rollouts.max_new_tokens, train an adapter (policy.lora = true) or take a smaller model"
-            ) from exc
+            self.limit, self.packing = self._unshrunk
+            raise NoRoom(NO_ROOM_TO_TRAIN.format(batch.tokens(largest)), exc) from exc
 
 
 def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:

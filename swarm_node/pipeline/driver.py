@@ -13,7 +13,9 @@ forget the work under way, and the caller does that work again: `grpo.Trainer` t
 stage makes it once; a stage that was lost before goes without. A stage itself says whether it was lost
 (`StageStatus.new`): one that only missed messages still has its gradient.
 
-A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up.
+A stage that refuses a message ends the turn as well. After `TRIES` such turns in a row the work is given up, if there
+is other work. If that goes on, if there is no other, or if what is under way never arrives though all stages answer, a
+stage is given up (`hindrances`).
 
 A step is skipped if a stage says of its gradient what cannot be: it is not finite, or absurdly longer than others';
 and of the last stage, if the loss over its log-probabilities has a gradient that is not finite. So is a stage that
@@ -40,8 +42,9 @@ from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.waves import Waves
+from swarm_node.pipeline.hindrances import Hindrances
 from swarm_node.pipeline.messages import StageLost, StageMessage
-from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
+from swarm_node.pipeline.stage_calls import NothingArrives, StageCalls, TurnRefused
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.say import Say, Warned
@@ -87,21 +90,22 @@ class Driver:
         self.decay = 1.0  # factor of the schedule on the learning rate
         self.unusable = ""  # see `AnyOptimizer`
         self._refusals = 0  # turns that ended in one, since the last update or generation
+        self._hindrances = Hindrances()
         self._doubted: deque[Collection[int]] = deque(maxlen=LONG)  # by step: stages that said what cannot be
         self._unusual: deque[Collection[int]] = deque(maxlen=RECENT)  # by step: stages whose gradients were unusual
 
     # ----------------------------------------------------------------- after a loss
 
-    def again(self, lost: StageLost) -> set[int]:
+    def again(self, lost: StageLost, others: bool = False) -> set[int]:
         """After StageLost: make the crew whole, and have every stage forget the work under way.
 
-        Returns the stages that were rebuilt. Raises Unworkable if that work was refused too often."""
+        Returns the stages that were rebuilt. `others`: raises Unworkable if that work was refused too often, as other
+        work may succeed."""
         rebuilt: set[int] = set()
         while True:
             try:
-                if isinstance(lost, TurnRefused):
-                    self._count_refusal(lost)
-                else:
+                lost = self._judged(lost, others)
+                if not isinstance(lost, TurnRefused):
                     self.on_lost(lost)
                 self.calls.forget()
                 new = {stage for stage, status in self.calls.ask().items() if status.new}
@@ -121,12 +125,25 @@ class Driver:
             except StageLost as lost:
                 self.again(lost)
 
-    def _count_refusal(self, refused: TurnRefused) -> None:
-        self._refusals += 1
-        if self._refusals == TRIES:
+    def _judged(self, lost: StageLost, others: bool) -> StageLost:
+        """`lost`, or the loss of a stage that is given up as work has failed too often. Unworkable: see `again`; also
+        if all stages that may be at fault are held here."""
+        away = set(range(self.stages)) - self.workers.keys()
+        if isinstance(lost, NothingArrives):
+            stage = self._hindrances.blamed("nothing arrives", away, self.stages - 1)
+        elif isinstance(lost, TurnRefused):
+            self._refusals += 1
+            if self._refusals < TRIES:
+                return lost
             self._refusals = 0
-            self.calls.forget()
-            raise Unworkable(f"{refused.why}, {TRIES} times")
+            near = {lost.stage}.union(*(ends for ends in self._ways if lost.stage in ends))
+            stage = self._hindrances.blamed("refused", near & away, lost.stage, TRIES if others else 1)
+            if stage is None:
+                self.calls.forget()
+                raise Unworkable(f"{lost.why}, {TRIES} times")
+        else:
+            return lost
+        return lost if stage is None else StageLost({stage}, f"{lost.why}, again and again")
 
     def agree(self, least: int = 0) -> None:
         """Set the count of updates in all stages to what most of them say, or to `least`. Raises StageLost.
@@ -172,7 +189,7 @@ class Driver:
     ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
         """See `Policy.passes`; microbatches are in the order in which they come back.
 
-        Raises StageLost; torch.OutOfMemoryError if a stage is out of memory."""
+        Raises StageLost; StageOutOfMemory."""
         todo, calls = list(batches), self.calls
         with calls.new_turn() as turn:
             total = self.total if gradient else 0
@@ -217,7 +234,7 @@ class Driver:
     def generate(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
     ) -> list[Completion]:
-        """See `BatchEngine.decode`. Raises StageLost; torch.OutOfMemoryError if a stage is out of memory."""
+        """See `BatchEngine.decode`. Raises StageLost; StageOutOfMemory."""
         waves, calls = Waves(prompts, n, sampling, uniform, eos, self.stages), self.calls
         with calls.new_turn() as turn:
             for message in waves.begin(turn):
@@ -237,6 +254,7 @@ class Driver:
                     calls.send(following)
             calls.to_all(heads.Reset(turn))
             self._refusals = 0
+            self._hindrances.done("nothing arrives")
         return waves.samples()
 
     # ----------------------------------------------------------------- updates
@@ -315,6 +333,7 @@ class Driver:
                     self.calls.next(train=True)
                 self._share(rebuilt)
                 self.updates, self._refusals = update, 0
+                self._hindrances.done("nothing arrives", "refused")
                 return
             except StageLost as lost:
                 if not told:

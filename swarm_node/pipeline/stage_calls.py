@@ -29,6 +29,22 @@ class TurnRefused(StageLost):
 
     def __init__(self, stage: int) -> None:
         super().__init__((), f"stage {stage} refuses what it is sent")
+        self.stage = stage
+
+
+class NothingArrives(StageLost):
+    """All stages answer, but what is under way does not arrive; no stage is lost. Doing it again may not help."""
+
+    def __init__(self) -> None:
+        super().__init__((), "all answer, but what is under way does not arrive")
+
+
+class StageOutOfMemory(torch.OutOfMemoryError):
+    """A stage says that it has no memory for its part of the work under way."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(f"out of memory at stage {stage}")
+        self.stage = stage
 
 
 @dataclass
@@ -117,7 +133,7 @@ class StageCalls:
     def next(self, train: bool = False) -> StageMessage | None:
         """Deal with one message. Returns it if it is for the leader; `None` also if none comes for a while.
 
-        Raises StageLost, or torch.OutOfMemoryError if the turn has failed so. `train`: count the time for `figures`.
+        Raises StageLost, or StageOutOfMemory if the turn has failed so. `train`: count the time for `figures`.
         """
         start = time.perf_counter()
         came = self.transport.receive(min(TICK_S, self.patience_s))
@@ -131,7 +147,7 @@ class StageCalls:
         if message is not None and isinstance(message.head, heads.TurnFailed) and message.head.turn == self.turn:
             if message.head.what == "refused":
                 raise TurnRefused(message.head.stage)
-            raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
+            raise StageOutOfMemory(message.head.stage)
         return message
 
     def _attend(self, message: StageMessage | None) -> StageMessage | None:
@@ -152,5 +168,4 @@ class StageCalls:
         while len(self.statuses) < self.stages and time.monotonic() < end:
             self._attend(self.transport.receive(min(TICK_S, self.patience_s)))
         missing = set(range(self.stages)) - self.statuses.keys()
-        why = "no answer" if missing else "all answer, but what is under way does not arrive"
-        raise StageLost(missing, why)
+        raise StageLost(missing, "no answer") if missing else NothingArrives()

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import Interrupted
+from swarm_node.errors import Interrupted, NoRoom
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.messages import StageLost
+from swarm_node.pipeline.stage_calls import StageOutOfMemory
 from swarm_node.policy.engines.base import BatchEngine, Cancelled, Completion
 from swarm_node.policy.finite import check_updated, spoiled
 from swarm_node.policy.logprobs import TokenBatch
@@ -74,9 +75,13 @@ class StagedPolicy(Policy):
         return self.driver.passes(batches, temperature, entropy, reference, gradient)
 
     def again(self, interrupted: Interrupted) -> None:
+        if isinstance(interrupted, NoRoom) and isinstance(interrupted.error, StageOutOfMemory):
+            stage = interrupted.error.stage
+            if stage not in self.driver.workers:  # else the user must help
+                interrupted = StageLost({stage}, "it says that it has no memory for the least work")
         if not isinstance(interrupted, StageLost):
             raise interrupted
-        self.driver.again(interrupted)
+        self.driver.again(interrupted, others=True)
 
     def check_finite(self) -> None:
         check_updated(self.trainable_state())

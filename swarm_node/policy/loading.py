@@ -279,6 +279,7 @@ def prepare(config: PolicyConfig, alone: bool = True, report: Callable[[str], No
         with naming_base(path, adapter):
             base, revision = located(adapter, say), None
             model_config = _vetted_config(base, revision)
+    vetting.check_positions(base, model_config)
     empty = skeleton(model_config)
     size = sum(p.numel() for p in empty.parameters())
     by_itself = size > LORA_ABOVE or config.quantize is not None

@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+NO_ROOM_TO_SAMPLE = "not enough memory to sample one group: lower rollouts.group_size or max_new_tokens"
+NO_ROOM_TO_TRAIN = (
+    "not enough memory to train on one rollout of {} tokens: lower rollouts.max_new_tokens, train an adapter "
+    "(policy.lora = true) or take a smaller model"
+)
 _WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import CheckpointError, Interrupted, UserError
+from swarm_node.errors import CheckpointError, Interrupted, NoRoom, UserError
 from swarm_node.policy import tokenizing
 from swarm_node.policy.chat_template import tokenizer_frame
 from swarm_node.policy.chat_template_child import Frame
@@ -27,7 +27,7 @@ from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.finite import check_updated, is_finite, spoiled
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
-from swarm_node.policy.oom import is_out_of_memory
+from swarm_node.policy.oom import NO_ROOM_TO_SAMPLE, is_out_of_memory
 from swarm_node.policy.packed import values_of
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.say import Once, Warned
@@ -310,9 +310,9 @@ class Policy(Texts):
                     raise
                 self._prompts_per_batch = min(self._prompts_per_batch, len(prompts[start:stop])) // 2
                 if self._prompts_per_batch == 0:
-                    raise UserError(
-                        "not enough memory to sample one group: lower rollouts.group_size or max_new_tokens"
-                    ) from exc
+                    self.again(NoRoom(NO_ROOM_TO_SAMPLE, exc))
+                    self._prompts_per_batch = 2**16
+                    continue
                 self.report(Warned(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time"))
                 self.engine.release()
                 self.engine.update(self.trainable_state(), self.version)

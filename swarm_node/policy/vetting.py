@@ -33,6 +33,7 @@ from swarm_protocol.limits import MAX_LAYERS
 
 MAX_JSON_BYTES = 16 * 2**20  # a config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB
 MAX_LABELS = 2**16  # classes of a classifier: the config library makes a name for each
+MIN_POSITIONS = 16  # a prompt and an answer of a few tokens each
 MAX_TENSORS = 2**17
 """Tensors in all files of a model, and modules, parameters and buffers that its config makes: the largest mixture of
 experts known has 91,991. So many take some seconds."""
@@ -73,6 +74,17 @@ def check_config(file: Path) -> None:
         most = MAX_LAYERS if COUNTED.search(key) else MAX_LABELS if key == "num_labels" else None
         if most is not None and any(number > most for number in _numbers(value)):
             raise UserError(f"{file}: {key} is more than {most}, which no model has")
+
+
+def check_positions(source: str, config: Any) -> None:
+    """Whether a model's loaded config leaves room for a prompt and an answer. It may say nothing of it, or 0."""
+    for part in (config, config.get_text_config()):
+        positions = getattr(part, "max_position_embeddings", None) or MIN_POSITIONS
+        if not (isinstance(positions, int) and positions >= MIN_POSITIONS):
+            raise UserError(
+                f"{source}: its config says max_position_embeddings = {ascii(positions)[:40]}, allowed are "
+                f"{MIN_POSITIONS} or more: a prompt and its answer need room"
+            )
 
 
 def _check_quantised(file: Path, how: object) -> None:

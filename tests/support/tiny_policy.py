@@ -58,7 +58,7 @@ class TinyPolicy:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     vocabulary, width = Policy.vocabulary, Policy.width
-    passes, _passes = Policy.passes, Policy._passes
+    passes, _passes, again = Policy.passes, Policy._passes, Policy.again
 
     def __post_init__(self) -> None:
         self.start = copy.deepcopy(self.model).requires_grad_(False)

@@ -30,6 +30,7 @@ from swarm_protocol.pipeline import (
     Forward,
     GradientNorm,
     LossGradient,
+    Prefill,
     decode_envelope,
     encode_envelope,
 )
@@ -472,11 +473,21 @@ def test_rows_are_as_long_as_the_stages_take(saved: Saved) -> None:
     assert found == [40, SIZES["max_position_embeddings"]] == [40, crew.policy.max_positions]
 
 
-def test_samples_a_stage_keeps_refusing_are_dropped(saved: Saved) -> None:
-    crew = Crew(saved("llama"), 3)
+def test_samples_the_leader_keeps_refusing_are_dropped(saved: Saved) -> None:
+    """No other peer is at fault."""
+    crew = Crew(saved("llama"), 3, holders={1: 0, 2: 0})
+    handle = crew.workers[1].handle
+
+    def refuse(message: StageMessage) -> list[StageMessage]:
+        if isinstance(message.head, Prefill):
+            raise RemoteProtocolError("shape", "too long")
+        return handle(message)
+
+    crew.workers[1].handle = refuse  # type: ignore[method-assign]
     with pytest.raises(Unworkable, match="stage 1 refuses what it is sent, 3 times"):
-        crew.policy.generate([[5] * 40], 2, Sampling(3), [1])  # longer than any prompt may be
+        crew.policy.generate([[5] * 40], 2, Sampling(3), [1])
     assert crew.refused["shape"] == 3 and crew.repairs == 0
+    crew.workers[1].handle = handle  # type: ignore[method-assign]
     crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
 
 

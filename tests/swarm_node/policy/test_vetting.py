@@ -143,6 +143,8 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "width": ({"intermediate_size": 2**40}, LARGER),
     "heads": ({"head_dim": 2**40}, LARGER),
     "vocabulary": ({"vocab_size": 2**24}, "do not belong together"),
+    "no room for a prompt": ({"max_position_embeddings": 1}, "max_position_embeddings = 1, allowed"),
+    "less than no room": ({"max_position_embeddings": -1}, "max_position_embeddings = -1, allowed"),
     "nested": ({"a": "[" * 100_000}, "cannot read"),
 }
 """Name -> what a config says, and what it is refused with: by this project, before a library acts on it."""
