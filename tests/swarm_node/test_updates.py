@@ -187,7 +187,7 @@ def test_a_rounds_seed_decides_what_reward_functions_draw(monkeypatch: pytest.Mo
     def draw(*args: object) -> None:
         drawn.append((torch.rand(2).tolist(), random.random()))
 
-    learner.tasks = SimpleNamespace(function_s={})  # type: ignore[assignment]
+    learner.tasks = SimpleNamespace(function_s={}, turns=1)  # type: ignore[assignment]
     monkeypatch.setattr("swarm_node.node.collect", draw)
     for number in (0, 0, 1):
         learner.round = number

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -43,7 +42,9 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
 from swarm_node.rollouts import collect
 from swarm_node.tasks import load_tasks
-from swarm_node.types import Sampling, Score, Task
+from swarm_node.tasks.base import Environment, Messages
+from swarm_node.tasks.dialogue import Between, Dialogue
+from swarm_node.types import Rollout, Sampling, Task
 
 TASKS = ["small"]  # whose questions are asked
 PROMPTS = 8  # of a step, if their number is not given
@@ -78,6 +79,37 @@ def config_of(work: StepWork) -> NodeConfig:
     return NodeConfig(rollouts=rollouts, grpo=GrpoConfig(learning_rate=work.learning_rate, answers=0))
 
 
+class _Asks(Environment):
+    """Asks a question, and takes any answer."""
+
+    def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": task.question}]
+
+    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
+        return messages, None, True
+
+
+class _InTurn:
+    """In place of a `TaskSet`: the answers to a question earn `rewards`."""
+
+    turns = 1
+
+    def prompt(self, task: Task) -> str:
+        return task.question
+
+    def prompt_text(self, token_ids: list[int], decode: object) -> str:
+        return ""
+
+    def dialogue(self, task: Task, prompt: str, prompt_ids: list[int], between: Between) -> Dialogue:
+        return Dialogue(task, _Asks(), prompt_ids, between, False, lambda task, error: None)
+
+    def judged(self, dialogues: Sequence[Dialogue], prompt: str) -> list[Rollout]:
+        rollouts = [dialogue.rollout for dialogue in dialogues]
+        for rollout, reward in zip(rollouts, rewards(len(rollouts)), strict=True):
+            rollout.rewards, rollout.reward = {"turn": reward}, reward
+        return rollouts
+
+
 def our_steps(
     policy: Policy,
     tasks: Sequence[Task],
@@ -95,10 +127,7 @@ def our_steps(
         prompts = [policy.encode(task.question) for task in tasks[: work.prompts]]
         Fitting(trainer, prompts, config, hardware_of(policy.device)).fit()
 
-    def score(tasks: object, prompts: object, completions: list[str]) -> list[Score]:
-        return [Score(None, {"turn": reward}, reward, False) for reward in rewards(len(completions))]
-
-    judge: Any = SimpleNamespace(prompt=lambda task: task.question, prompt_text=lambda ids, decode: "", score=score)
+    judge: Any = _InTurn()
     times, done, seconds = Times(), 0, 0.0
     while goes_on(done, seconds, work, time.monotonic()):
         part = list(tasks[done * work.prompts : (done + 1) * work.prompts])
