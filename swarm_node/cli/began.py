@@ -25,14 +25,20 @@ def where_it_began(message: str, values: Mapping[str, Any]) -> str:
             continue
         for path in _paths(config):
             place = Path(path)
-            if not place.is_absolute() and path[:1] != "~" and _is_named(str(place), message) and not place.exists():
+            if (
+                not place.is_absolute()
+                and path[:1] != "~"
+                and _is_named(path, str(place), message)
+                and not place.exists()
+            ):
                 return f"; {place} in {file} is relative to where the run began: give the command there"
     return ""
 
 
-def _is_named(place: str, message: str) -> bool:
-    """Whether a message names that place: a word with a slash or a point is one, any other word only in quotes."""
-    word = re.escape(place) if {"/", "."} & {*place} else f"['\"`]{re.escape(place)}['\"`]"
+def _is_named(path: str, place: str, message: str) -> bool:
+    """Whether a message names the place at `path`: a path with a slash or a point by its word, any other, which may be
+    the name of a set or a model, in quotes."""
+    word = re.escape(place) if {"/", "."} & {*path} else f"['\"`]{re.escape(place)}['\"`]"
     return re.search(rf"(?<![\w/.-]){word}(?![\w/-])", message) is not None
 
 

@@ -31,7 +31,7 @@ from swarm_node.observability.noise import interval
 from swarm_node.observability.progress import clock_face
 from swarm_node.observability.summary import HeldOut
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, evaluate, evaluation, part_size
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, evaluate, evaluation
 from swarm_node.runtime.console import say
 from swarm_node.say import Warned
 from swarm_node.storage.best import Best
@@ -132,8 +132,8 @@ class HeldOutFigures:
         if settings.questions == 0 or self.figures.asked:
             return {}
         if self.tasks.held_out(1):
-            least = f"{settings.before_s:g} s, but at least {part_size(self._policy)} questions"
-            self._show(f"held-out questions, before training (eval.before_s: {least})")
+            most = f"{settings.before_s:g} s, more only for the first few"
+            self._show(f"held-out questions, before training (eval.before_s: {most})")
         else:
             say(NONE_HELD_OUT, "held_out")
         found = self._measure("before training", 0, most_s=settings.before_s)

@@ -51,7 +51,7 @@ def test_a_third_of_the_answers_ends(lengths: list[int], chosen: int, monkeypatc
     said: list[str] = []
     config = with_answer_length(NodeConfig(), a_policy(lengths, monkeypatch), TASKS, said.append)
     assert config.rollouts.max_new_tokens == chosen
-    assert len(said) == 1 and said[0].startswith(f"answers may take {chosen} tokens: ")
+    assert len(said) == 2 and said[1].startswith(f"answers may take {chosen} tokens: ")
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
