@@ -64,9 +64,10 @@ def list_tasks(
         for line in show_questions(tasks_in([name]) or [], config, json_output):
             typer.echo(line)
         return
-    from swarm_node.tasks.reasoning_gym import list_environments, questions_of_the_package
+    from swarm_node.tasks.reasoning_gym import list_environments
+    from swarm_node.tasks.sources import list_own
 
-    entries = [questions_of_the_package(), *(list_environments() if has_extra("puzzles") else [])]
+    entries = [*list_own(), *(list_environments() if has_extra("puzzles") else [])]
     if json_output:
         typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         return

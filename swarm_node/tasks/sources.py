@@ -19,7 +19,7 @@ from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, STARTER, STARTER_QUESTIONS
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import numbered, unknown_task
-from swarm_node.tasks.reasoning_gym import ReasoningGym, library
+from swarm_node.tasks.reasoning_gym import Entry, ReasoningGym, library, questions_of_the_package
 from swarm_node.tasks.second_try import SecondTry
 from swarm_protocol.answer_form import AnswerKind
 
@@ -80,6 +80,13 @@ def open_sources(table: TaskConfig, answer_needed: bool, kind: AnswerKind | None
     for path, options in chosen.items():
         environment = path.rpartition("/")[2]
         yield ENVIRONMENTS.get(environment, ReasoningGym)(environment, options, path)
+
+
+def list_own() -> list[Entry]:
+    """The rows of `swarm-node tasks` that need no other package."""
+    own = {name: kind(name, {}, name).task(0) for name, kind in ENVIRONMENTS.items() if name not in ALLOWED}
+    rows = [Entry(name, [], "own", task.question, task.answer or "") for name, task in own.items() if task]
+    return [questions_of_the_package(), *rows]
 
 
 def known_names() -> set[str]:

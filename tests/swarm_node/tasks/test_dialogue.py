@@ -12,6 +12,7 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.dialogue import Dialogue
 from swarm_node.tasks.second_try import LESS, MORE, NO_NUMBER, SecondTry
+from swarm_node.tasks.sources import list_own
 from swarm_node.types import Task, Turn
 from swarm_protocol.limits import MAX_TEXT_CHARS, MAX_TURNS
 from swarm_protocol.messages import TaskName
@@ -130,6 +131,10 @@ def test_a_dialogue_without_room_is_cut() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="has one option, digits"):
         load_tasks([TaskConfig(env="second_try", config=options)], RewardsConfig())
+
+
+def test_it_is_listed_with_what_the_package_brings() -> None:
+    assert [(entry.name, entry.checker) for entry in list_own()] == [("starter", "own"), ("second_try", "own")]
 
 
 def test_a_set_judges_the_last_answer() -> None:
