@@ -72,7 +72,7 @@ check: dev
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/swarm_node/cli/test_cli.py -k loads_neither
 	$(BIN)/python scripts/house.py
-	$(BIN)/python scripts/trace_rollout.py --most 23 > /dev/null
+	$(BIN)/python scripts/trace_rollout.py --most 24 > /dev/null
 
 format: dev
 	$(BIN)/ruff check --fix .

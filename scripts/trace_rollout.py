@@ -1,6 +1,6 @@
 """Which files of this project a rollout crosses on its way to the optimiser step.
 
-    .venv/bin/python scripts/trace_rollout.py [--most 23]
+    .venv/bin/python scripts/trace_rollout.py [--most 24]
 
 own       from the sampling engine to the optimiser step of the node that sampled it
 foreign   from the bytes of a batch at `Receiver.take` to the optimiser step; another node in this process made the

@@ -35,11 +35,12 @@ from swarm_node.grpo.losses import find_loss
 from swarm_node.grpo.objective import Loss, policy_loss
 from swarm_node.grpo.off_policy import figures_by_peer, off_policy_metrics
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer, embeddings_of
+from swarm_node.policy.digests import some_of
 from swarm_node.policy.finite import check_updated
 from swarm_node.policy.logprobs import TokenBatch, logits_bytes
 from swarm_node.policy.oom import NO_ROOM_TO_TRAIN, is_out_of_memory, large_tensors_mapped
 from swarm_node.policy.packed import is_packed
-from swarm_node.policy.policy import Policy, some_of
+from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
 from swarm_node.say import Once, Warned
 from swarm_node.types import Group, Rollout, Sampling

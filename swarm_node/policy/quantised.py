@@ -25,9 +25,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from swarm_node.errors import UserError
+from swarm_node.policy.digests import lines
 from swarm_node.policy.oom import return_freed_memory
 from swarm_node.policy.packed import is_packed
-from swarm_node.policy.policy import lines
 
 KIND = "quantised"
 """Name in the lines of a digest under which the way of quantising stands. No tensor has it: their names have dots."""

@@ -20,10 +20,11 @@ from swarm_node.config.own_code import without_foreign_code
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.memory import hardware_of
 from swarm_node.observability.evaluations import NOT_MEASURED, record_of
+from swarm_node.policy.digests import is_of_adapter
 from swarm_node.policy.dtypes import name_of
 from swarm_node.policy.loading import Plan, load_policy, load_tokenizer
 from swarm_node.policy.merging import check_room_to_merge, dtype_of_base, merged_model
-from swarm_node.policy.policy import Policy, is_of_adapter, save
+from swarm_node.policy.policy import Policy, save
 from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.say import Warned, is_shown, level_of
 from swarm_node.storage.best import Best, read_best

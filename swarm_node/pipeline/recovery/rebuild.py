@@ -33,8 +33,8 @@ from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
 from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer
 from swarm_node.pipeline.stage_cohort import averaged
+from swarm_node.policy.digests import lines, model_digest
 from swarm_node.policy.loading import Plan as Loading
-from swarm_node.policy.policy import lines, model_digest
 from swarm_node.say import Warned
 from swarm_protocol.crew import Source
 from swarm_protocol.errors import ProtocolError, RemoteProtocolError

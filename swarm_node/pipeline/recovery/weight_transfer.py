@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.pipeline.compute.partition import layer_of
-from swarm_node.policy.policy import some_of
+from swarm_node.policy.digests import some_of
 from swarm_protocol.codec import version_for
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head

@@ -29,12 +29,13 @@ from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, RolloutsConf
 from swarm_node.errors import UserError
 from swarm_node.grpo.memory import shape_of
 from swarm_node.grpo.trainer import Trainer
+from swarm_node.policy.digests import model_digest
 from swarm_node.policy.engines.native import NativeEngine
 from swarm_node.policy.engines.products import Layout, Name, joined
 from swarm_node.policy.loading import load_policy, prepare
 from swarm_node.policy.model_path import starter_path
 from swarm_node.policy.packed import held_bytes, is_packed, plain_weight, values_of
-from swarm_node.policy.policy import Policy, model_digest
+from swarm_node.policy.policy import Policy
 from swarm_node.policy.quantised import KIND, check_quantisable, original_lines
 from swarm_node.policy.sizes import copying_bytes
 from swarm_node.types import Group, Sampling, Task

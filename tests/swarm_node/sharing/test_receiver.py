@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.texts import PIECE_CHARS
+from swarm_node.policy.policy import PIECE_CHARS
 from swarm_node.sharing import receiver as receiver_module
 from swarm_node.sharing.peer_accounts import (
     FORGIVE_S,

@@ -29,8 +29,8 @@ from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.compute.stage_model import load_stage, weights_digest
+from swarm_node.policy.digests import lines, model_digest
 from swarm_node.policy.loading import load_policy, load_tokenizer, prepare
-from swarm_node.policy.policy import lines, model_digest
 from tests.support.stages import load_part
 from tests.support.tiny_models import GROUPED, SIZES
 from tests.support.tiny_models import save as save_tiny
