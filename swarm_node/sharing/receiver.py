@@ -406,7 +406,7 @@ class Admission:
             fitting = [(pair, turn) for pair, turn in zip(going, found, strict=True) if turn]
             for (dialogue, rollout), turn in fitting:
                 dialogue.answer(turn)
-                if turn.asked and prompt_digest(turn.asked) not in rollout.heard[number - 1 : number]:
+                if number and prompt_digest(turn.asked) not in rollout.heard[number - 1 : number]:
                     raise RemoteProtocolError("prompt", f"the environment says something else here: {turn.asked!r}")
                 if dialogue.over == (len(rollout.turns) > number + 1):
                     more = "goes on after its end" if dialogue.over else "lacks an answer"

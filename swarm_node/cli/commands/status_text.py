@@ -32,9 +32,8 @@ USUAL = {"zero", "rate", "slot", "queue"}  # reasons for that which need no reme
 WORST = 5  # most sources of refusals that are named
 NAMED = 4  # most members that are named on one line
 SAID_CHARS = 300  # most characters of a sentence of the log
-HOUR_S = (
-    3600.0  # a start's traffic an hour is not told before: it gets the model, the questions and the cards of members
-)
+HOUR_S = 3600.0
+"""A start's traffic an hour is not told before: in its first minutes it gets model, questions and cards."""
 STATUS_FRESH_S = 30.0  # a run whose status is older than this stands still or has ended
 Part = Callable[[Mapping[str, Any]], Iterator[str]]
 
