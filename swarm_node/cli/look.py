@@ -67,7 +67,8 @@ def list_tasks(
     from swarm_node.tasks.reasoning_gym import list_environments
     from swarm_node.tasks.sources import list_own
 
-    entries = [*list_own(), *(list_environments() if has_extra("puzzles") else [])]
+    all_there = has_extra("puzzles")
+    entries = [*list_own(), *(list_environments() if all_there else [])]
     if json_output:
         typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         return
@@ -75,7 +76,7 @@ def list_tasks(
     for entry in entries:
         head = f"{entry.name:<24} {','.join(entry.sets):<12} "
         typer.echo(head + shorten(entry.question, max(20, width - len(head)), placeholder=" …"))
-    if len(entries) == 1:
+    if not all_there:
         lacking = "the tasks of reasoning-gym need the extra 'puzzles', which is not installed"
         typer.echo(f"{lacking}: {extra_command('puzzles')}")
 

@@ -78,13 +78,13 @@ def check_config(file: Path) -> None:
 
 def check_positions(source: str, config: Any) -> None:
     """Whether a model's loaded config leaves room for a prompt and an answer. It may say nothing of it, or 0."""
-    for part in (config, config.get_text_config()):
-        positions = getattr(part, "max_position_embeddings", None) or MIN_POSITIONS
-        if not (isinstance(positions, int) and positions >= MIN_POSITIONS):
-            raise UserError(
-                f"{source}: its config says max_position_embeddings = {ascii(positions)[:40]}, allowed are "
-                f"{MIN_POSITIONS} or more: a prompt and its answer need room"
-            )
+    for key, positions in _entries(config.to_dict()):
+        if key == "max_position_embeddings" and positions:
+            if not (isinstance(positions, int) and positions >= MIN_POSITIONS):
+                raise UserError(
+                    f"{source}: its config says {key} = {ascii(positions)[:40]}, allowed are {MIN_POSITIONS} or more: "
+                    "a prompt and its answer need room"
+                )
 
 
 def _check_quantised(file: Path, how: object) -> None:

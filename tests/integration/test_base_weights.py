@@ -72,7 +72,7 @@ def test_members_give_weights_to_newcomers(start: Start, tmp_path: Path, monkeyp
     assert b.rounds == 0
     b = bob()
     trains(b)
-    assert "MiB of it are here" in b.output and "from 1 members, all checked" in b.output
+    assert "MiB of it are here" in b.output and "from 1 member, all checked" in b.output
     (found,) = [path for path in (tmp_path / "disks" / "b" / "swarm-node").iterdir() if path.is_dir()]
     assert list_model(found) == list_model(folder)
 
