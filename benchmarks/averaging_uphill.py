@@ -53,7 +53,7 @@ from swarm_node.node import fitted
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect
 from swarm_node.rollouts.probe_answers import ProbeAnswers, reference_answers
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Group, Sampling, Task
 
 FOLDER = Path(__file__).parent / "results" / "averaging" / "uphill"

@@ -135,7 +135,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     from swarm_node.runtime.shutdown import Stopper
     from swarm_node.storage.rundir import RunDir
     from swarm_node.swarm.join import JoinedSwarm
-    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.taskset import load_tasks
     from swarm_protocol.identity import Identity
     from swarm_protocol.manifest import Manifest, ManifestTask
     from swarm_protocol.transports.memory import MemoryNetwork, VirtualClock

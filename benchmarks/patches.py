@@ -112,7 +112,7 @@ def measure(rate: float, updates: list[int], seed: int, groups: int) -> list[dic
     from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.loading import load_policy
     from swarm_node.rollouts import collect
-    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.taskset import load_tasks
     from swarm_node.types import Sampling
 
     rollouts = RolloutsConfig(groups=groups, max_new_tokens=16)

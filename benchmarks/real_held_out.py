@@ -69,7 +69,7 @@ def child(spec: dict[str, Any]) -> list[Look]:
     from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
     from swarm_node.grpo.memory import fit_sampling, hardware_of
     from swarm_node.policy.loading import load_policy
-    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.taskset import load_tasks
 
     asked = Asked(**spec["asked"])
     tasks = load_tasks([asked.file], RewardsConfig()).held_out(asked.questions)

@@ -33,7 +33,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.answer_length import with_answer_length
 from swarm_node.runtime.simulation import START, Speed
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 ALONE, SHARING, AVERAGING, BOTH = "alone", "sharing", "averaging", "both"
 OFTEN = "alone:often"

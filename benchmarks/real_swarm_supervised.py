@@ -30,7 +30,7 @@ from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Group, Rollout, Sampling, Task, Turn
 
 NEVER, POOLED = "never", "pooled"

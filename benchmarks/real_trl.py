@@ -28,7 +28,7 @@ STEPS = 1_000_000  # more than there is time for
 def questions(file: str) -> list[dict[str, Any]]:
     """The questions of a file that this package would train on, as a conversation each."""
     from swarm_node.config import RewardsConfig
-    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.taskset import load_tasks
 
     tasks = load_tasks([file], RewardsConfig())
     held_out = {task.question for task in tasks.held_out(10**6)}

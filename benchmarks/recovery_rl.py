@@ -39,7 +39,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.node import Node
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.policy.loading import load_policy
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 LAYERS, HIDDEN = 8, 96
 

@@ -47,9 +47,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.node import Node
 from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal, slot_key, slot_place
+from swarm_node.tasks.taskset import has_signal, load_tasks, slot_key, slot_place
 from swarm_node.types import Sampling, Task
 from swarm_protocol.limits import GROUPS_PER_SLOT, SLOTS
 from swarm_protocol.messages import SharedGroup, SharedRollout

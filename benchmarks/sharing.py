@@ -39,7 +39,7 @@ from swarm_node.node import Node
 from swarm_node.rollouts import collect
 from swarm_node.rollouts.evaluate import QUESTIONS_PER_SEED
 from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Group
 from swarm_protocol.transports.memory import LinkModel
 

@@ -113,7 +113,7 @@ def work_of(spec: dict) -> StepWork:
 
 def tasks_of(work: StepWork) -> list:
     """The tasks of all steps."""
-    from swarm_node.tasks import load_tasks
+    from swarm_node.tasks.taskset import load_tasks
 
     count = work.prompts * (work.warmup + work.steps)
     return load_tasks(["small"], RewardsConfig()).sample(random.Random(work.seed), count)

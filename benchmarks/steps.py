@@ -23,7 +23,7 @@ from benchmarks.warm_starts import taught
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.policy.policy import save
 from swarm_node.policy.starter import train_starter
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Task
 
 TERMS = (5, 6, 7)

@@ -21,7 +21,7 @@ from swarm_node.cli.commands.starter import EXAMPLES_PER_TASK
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.policy.policy import save
 from swarm_node.policy.starter import EOS, SEP, in_some_form, train_starter
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Task
 
 CACHE = Path(__file__).parent / ".cache"

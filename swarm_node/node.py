@@ -51,8 +51,7 @@ from swarm_node.rollouts.probe_answers import ProbeAnswers, reference_answers
 from swarm_node.rollouts.trial import Standing, answered_again, rewards_of
 from swarm_node.say import Once, Warned
 from swarm_node.storage.model_names import model_name
-from swarm_node.tasks import TaskSet
-from swarm_node.tasks.taskset import has_signal
+from swarm_node.tasks.taskset import TaskSet, has_signal
 from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network

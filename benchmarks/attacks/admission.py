@@ -20,9 +20,8 @@ import torch
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.sharing import Receiver, ReplayBuffer
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import slot_key, slot_place
+from swarm_node.tasks.taskset import load_tasks, slot_key, slot_place
 from swarm_node.types import Sampling
 from swarm_protocol.codec import sign_batch
 from swarm_protocol.errors import LocalProtocolError

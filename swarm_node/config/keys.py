@@ -29,6 +29,16 @@ def all_keys(section: type[Section] | None = None, prefix: str = "") -> dict[str
     return keys
 
 
+@cache
+def all_meanings(section: type[Section] | None = None, prefix: str = "") -> dict[str, str]:
+    """Every key that is documented, with its documentation."""
+    found = {f"{prefix}{name}": meaning for name, meaning in (section or NodeConfig).meanings().items()}
+    for name, field in (section or NodeConfig).model_fields.items():
+        for suffix, part in subsections(field):
+            found |= all_meanings(part, f"{prefix}{name}{suffix}.")
+    return found
+
+
 def subsections(field: FieldInfo) -> Iterator[tuple[str, type[Section]]]:
     """The sections that a field holds: ("", S) for `S` itself, ("[]", S) for a list that may hold some."""
     for kind in alternatives(field.annotation):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from swarm_node.config.keys import VARIABLE_PREFIX, all_keys
+from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, all_meanings
 
 NETWORK = "Network"
 CLOUD = "Cloud"
@@ -167,5 +167,5 @@ def variable_of(key: str) -> str:
 
 def explanation(key: str) -> str:
     """The first sentence of the key's documentation."""
-    text = " ".join((all_keys()[key].description or "").split())
+    text = " ".join(all_meanings().get(key, "").split())
     return text.partition(". ")[0].removesuffix(".") + "."

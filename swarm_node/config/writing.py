@@ -34,7 +34,7 @@ def _reference(section: type[Section], prefix: str, title: str) -> Iterator[str]
         parts = [(f"{prefix}{name}{suffix}", part) for suffix, part in subsections(field)]
         inner += parts
         if (f"{prefix}{name}", field.annotation) not in parts:
-            meaning = f"{field.description} {_option_text(prefix + name)}"
+            meaning = f"{section.meanings()[name]} {_option_text(prefix + name)}"
             cells = f"`{prefix}{name}`", _type_text(field), _default_text(field), meaning
             yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
     yield ""

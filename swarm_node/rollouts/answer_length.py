@@ -15,7 +15,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.say import Say
-from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import TaskSet
 from swarm_node.types import Sampling
 
 LENGTHS = (32, 64, 128)  # tokens that are tried, in order

@@ -21,8 +21,7 @@ from swarm_node.observability.samples import without_middle
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
 from swarm_node.rollouts import Collected, collect
-from swarm_node.tasks import TaskSet
-from swarm_node.tasks.taskset import has_signal
+from swarm_node.tasks.taskset import TaskSet, has_signal
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_SEED = 32

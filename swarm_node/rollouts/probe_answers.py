@@ -21,8 +21,7 @@ from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
 from swarm_node.rollouts.collect import encode_each
-from swarm_node.tasks import TaskSet
-from swarm_node.tasks.taskset import has_signal
+from swarm_node.tasks.taskset import TaskSet, has_signal
 from swarm_node.types import Group, Rollout, Turn
 
 TRAINED, UNSEEN = 8, 16  # most answers of each kind

@@ -21,7 +21,7 @@ from swarm_node.config import RolloutsConfig
 from swarm_node.policy.finite import NotFinite
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts.collect import collect
-from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import TaskSet
 from swarm_node.types import Group, Task
 
 _TRIALS = count(1)  # weights on trial have a version of their own: by it, engines that copy weights tell them apart

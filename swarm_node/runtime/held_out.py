@@ -37,7 +37,7 @@ from swarm_node.say import Warned
 from swarm_node.storage.best import Best
 from swarm_node.storage.going_on import who_goes_on
 from swarm_node.storage.rundir import RunDir
-from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 
 Allowed = Callable[[], AbstractContextManager[None]]
 QUICK_S = 2.0  # a measurement that takes less is made once more after a stop

@@ -49,8 +49,8 @@ from swarm_node.storage.run_settings import RunSettings, with_kept_choices
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
-from swarm_node.tasks import TaskSet
 from swarm_node.tasks.one_turn import in_form
+from swarm_node.tasks.taskset import TaskSet
 from swarm_node.types import Group
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network

@@ -21,7 +21,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected
 from swarm_node.swarm.member import Member
-from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 from swarm_protocol.codec import spoken_by
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask

@@ -29,7 +29,7 @@ import msgspec
 
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.tokenizing import TokenizerError
-from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import TaskSet
 from swarm_node.types import Group, Rollout, Turn
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
 

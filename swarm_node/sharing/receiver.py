@@ -29,11 +29,10 @@ import numpy as np
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
-from swarm_node.tasks import TaskSet
 from swarm_node.tasks.dialogue import Dialogue
 from swarm_node.tasks.judging import JUDGE
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import has_signal, slot_key
+from swarm_node.tasks.taskset import TaskSet, has_signal, slot_key
 from swarm_node.types import Group, Sampling, Task, Turn
 from swarm_protocol.codec import SIGNED_HEAD_BYTES, SPOKEN, verify_batch
 from swarm_protocol.errors import RemoteProtocolError

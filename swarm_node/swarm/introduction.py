@@ -17,7 +17,7 @@ from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, kept_manifest
 from swarm_node.swarm.question_files import names_of_files
-from swarm_node.tasks import TaskSet
+from swarm_node.tasks.taskset import TaskSet
 from swarm_protocol.answer_form import WRITTEN
 from swarm_protocol.errors import printable
 from swarm_protocol.manifest import Manifest

@@ -28,8 +28,8 @@ from swarm_node.swarm.lookup import fetch_manifest, first_members
 from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import arriving, identity_file, open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
-from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 from swarm_protocol.errors import LocalProtocolError, PeerUnreachable
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest

@@ -52,9 +52,9 @@ def make_manifest(
 ) -> Manifest:
     """A new manifest, checked as every member will check it. `kind` is that of the answers in files whose table names
     none; None = guessed. `rest` are its other fields. Raises UserError."""
-    from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
     from swarm_node.tasks.files import QuestionFile
     from swarm_node.tasks.option_limits import check_options
+    from swarm_node.tasks.taskset import load_tasks  # takes a second: reasoning-gym
 
     check_addresses(rest.get("bootstrap", []))
     with tempfile.TemporaryDirectory() as folder:

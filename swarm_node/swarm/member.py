@@ -31,8 +31,7 @@ from swarm_node.swarm.clock import say_clock
 from swarm_node.swarm.declared import declare, declared_table, kinds_of, pass_1_of, share_of
 from swarm_node.swarm.twins import check_twins
 from swarm_node.swarm.uses import Uses
-from swarm_node.tasks import TaskSet
-from swarm_node.tasks.taskset import slot_key, slot_place
+from swarm_node.tasks.taskset import TaskSet, slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
 from swarm_protocol.codec import SPOKEN, common_version, in_version
 from swarm_protocol.identity import Identity

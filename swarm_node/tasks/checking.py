@@ -8,7 +8,7 @@ from swarm_node.config import TaskConfig
 from swarm_node.config.training import is_question_file
 from swarm_node.errors import UserError
 from swarm_node.install import check_extra
-from swarm_node.tasks.catalogue import NOT_AUDITED, REFUSED, SETS, STARTER
+from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS, STARTER
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.names import endless, unknown_task
 from swarm_node.tasks.reasoning_gym import library, nearest
@@ -40,7 +40,8 @@ def check_specs(specs: Sequence[str | TaskConfig], answer_needed: bool, kind: An
         if ":" in name:
             continue
         if name in SETS or name in ENVIRONMENTS or member in SETS.get(group, ()):
-            check_extra("puzzles", f"task {name!r}")
+            if name not in ENVIRONMENTS or name in ALLOWED:
+                check_extra("puzzles", f"task {name!r}")
             continue
         is_refused = name in REFUSED or (name.isidentifier() and not nearest(name, known_names()) and name in library())
         if not is_refused:

@@ -12,8 +12,7 @@ import msgspec
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing import Publisher, Receiver
-from swarm_node.tasks import TaskSet
-from swarm_node.tasks.taskset import slot_key, slot_place
+from swarm_node.tasks.taskset import TaskSet, slot_key, slot_place
 from swarm_node.types import Group, Rollout, Sampling, Turn
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest, ManifestLimits, ManifestTask

@@ -10,7 +10,7 @@ from benchmarks import payload
 from benchmarks.payload import PAYLOADS
 from swarm_node.config import RewardsConfig
 from swarm_node.sharing import Balance
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 
 @pytest.fixture

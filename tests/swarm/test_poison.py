@@ -7,9 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from swarm_node.runtime.simulation import Peer, Simulation
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
-from swarm_node.tasks.taskset import slot_key, slot_place
+from swarm_node.tasks.taskset import load_tasks, slot_key, slot_place
 from swarm_protocol.codec import sign_batch
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest

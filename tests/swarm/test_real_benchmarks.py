@@ -18,7 +18,7 @@ from benchmarks.real_learning import NODE, TRL
 from benchmarks.real_report import report
 from benchmarks.real_sets import NEW_TOKENS, QUESTIONS, SETS, pairs, path_of, text
 from swarm_node.config import RewardsConfig, load_config
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from tests.support.repository import ROOT
 
 MOST_BYTES = 60_000

@@ -17,7 +17,7 @@ from benchmarks.sharing_settings import SETTINGS, Setting
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.node import fitted
 from swarm_node.policy.loading import load_policy
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 ROUNDS, PEERS = 6, 2
 QUICK = "silo", "new", "imitate"

@@ -24,7 +24,7 @@ from swarm_node.runtime.simulation import Peer, Simulation, manifest_for
 from swarm_node.say import Once
 from swarm_node.swarm.clock import say_clock
 from swarm_node.swarm.twins import check_twins
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Sampling
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_protocol.twins import Twins

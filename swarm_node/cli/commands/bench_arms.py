@@ -41,9 +41,9 @@ from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import SMALL
 from swarm_node.rollouts import collect
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.base import Environment, Messages
 from swarm_node.tasks.dialogue import Between, Dialogue
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Rollout, Sampling, Task
 
 TASKS = ["small"]  # whose questions are asked

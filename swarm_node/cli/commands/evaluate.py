@@ -46,9 +46,9 @@ from swarm_node.runtime.preflight import with_extras
 from swarm_node.say import Warned, is_shown
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
-from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.one_turn import in_form
 from swarm_node.tasks.option_limits import check_options
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 from swarm_node.types import Group, Task
 from swarm_protocol.errors import visible
 

@@ -45,7 +45,7 @@ from swarm_node.rollouts.evaluate import Held, cells, evaluate_on
 from swarm_node.say import Say
 from swarm_node.storage.model_names import model_name
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
-from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 from swarm_node.types import Task
 from swarm_protocol.errors import visible
 

@@ -79,8 +79,8 @@ def show_samples(records: Sequence[Mapping[str, Any]], prompt: bool = False) -> 
 
 def show_questions(named: Sequence[str | TaskConfig], config: NodeConfig, json_output: bool) -> Iterator[str]:
     """Lines that show some questions of tasks, of sets of tasks or of files, each with a right answer."""
-    from swarm_node.tasks import load_tasks
     from swarm_node.tasks.one_turn import in_form
+    from swarm_node.tasks.taskset import load_tasks
 
     config = in_form(config, config.rewards.answer)
     found = load_tasks(named, config.rewards)

@@ -14,7 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.policy import save
 from swarm_node.policy.starter import HEAD_DIM, in_some_form, train_starter
 from swarm_node.storage.rundir import check_new_directory, os_errors_explained
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 EXAMPLES_PER_TASK = 2500
 

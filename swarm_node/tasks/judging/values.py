@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from hashlib import sha256
 from typing import Any
 
-import mpmath
-
-from swarm_node.tasks.judging.expressions import FUNCTIONS, Expression, Unreadable
+from swarm_node.tasks.judging.expressions import Expression, Unreadable
 
 MAX_BITS = 4096  # of an exact fraction's halves, and of the exponent of any other value
 MAX_FACTORIAL = 200
@@ -25,13 +24,25 @@ MAX_WORK = 3_000  # of a verdict: operations of a few microseconds each
 _WORK = dict.fromkeys(("call", "log", "root", "pow"), 20)  # of an operation that takes longer
 _WORK_BITS = 256  # of a fraction, that take as long as one more operation
 
-_CONTEXT = mpmath.MPContext()
-_CONTEXT.dps = 50
-_TOLERANCE = _CONTEXT.mpf(10) ** -35
 _INVERSE = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
 
 Value = Any  # a Fraction, or a real or complex number of mpmath
-_CALLED: dict[str, Callable[[Value], Value]] = {name: getattr(_CONTEXT, _INVERSE.get(name, name)) for name in FUNCTIONS}
+
+
+@cache
+def _mp() -> Any:
+    """Numbers of 50 digits. mpmath is loaded for the first of them, since its import is long for a command's start."""
+    import mpmath
+
+    context = mpmath.MPContext()
+    context.dps = 50
+    return context
+
+
+@cache
+def _function(name: str) -> Callable[[Value], Value]:
+    found: Callable[[Value], Value] = getattr(_mp(), _INVERSE.get(name, name))
+    return found
 
 
 class TooMuchWork(Exception):
@@ -155,14 +166,14 @@ def _close(left: Value, right: Value) -> bool:
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     left, right = _as_float(left), _as_float(right)
-    if _CONTEXT.isinf(left) or _CONTEXT.isinf(right):
+    if _mp().isinf(left) or _mp().isinf(right):
         return bool(left == right)
-    return bool(abs(left - right) <= _TOLERANCE * max(abs(left), abs(right)))
+    return bool(abs(left - right) <= _mp().mpf(10) ** -35 * max(abs(left), abs(right)))
 
 
 def _as_float(value: Value) -> Value:
     if isinstance(value, Fraction):
-        return _CONTEXT.mpf(value.numerator) / value.denominator
+        return _mp().mpf(value.numerator) / value.denominator
     return value
 
 
@@ -173,11 +184,11 @@ def _bounded(value: Value) -> Value:
             return _bounded(_as_float(value))
         return value
     for part in (value.real, value.imag):
-        if _CONTEXT.isnan(part):
+        if _mp().isnan(part):
             raise Unreadable("not a number")
-        if part and not _CONTEXT.isinf(part) and abs(_CONTEXT.mag(part)) > MAX_BITS:
+        if part and not _mp().isinf(part) and abs(_mp().mag(part)) > MAX_BITS:
             raise Unreadable("too large")
-    return value.real if isinstance(value, _CONTEXT.mpc) and not value.imag else value
+    return value.real if isinstance(value, _mp().mpc) and not value.imag else value
 
 
 def _value(node: Expression, points: Mapping[str, Fraction], work: WorkDone) -> Value:
@@ -189,11 +200,11 @@ def _value(node: Expression, points: Mapping[str, Fraction], work: WorkDone) -> 
             return points[node.name]
         if node.name not in ("e", "i"):
             raise Unreadable("a name")
-        return +_CONTEXT.e if node.name == "e" else _CONTEXT.mpc(0, 1)
+        return +_mp().e if node.name == "e" else _mp().mpc(0, 1)
     if node.kind == "pi":
-        return +_CONTEXT.pi
+        return +_mp().pi
     if node.kind == "infty":
-        return _CONTEXT.inf
+        return _mp().inf
     return _operation(node, [_value(part, points, work) for part in node.parts], work)
 
 
@@ -229,7 +240,7 @@ def _power(node: Expression, base: Value, exponent: Value) -> Value:
     base, exponent = _as_float(base), _as_float(exponent)
     if base == 0 or abs(exponent) > 2 * MAX_BITS:
         raise Unreadable("a power of 0, or too large")
-    return _CONTEXT.power(base, exponent)
+    return _mp().power(base, exponent)
 
 
 def _root(node: Expression, inside: Value, degree: Value) -> Value:
@@ -240,15 +251,15 @@ def _root(node: Expression, inside: Value, degree: Value) -> Value:
         if None not in found:
             return Fraction(found[0] or 0, found[1] or 1)
     inside = _as_float(inside)
-    if degree % 2 and not isinstance(inside, _CONTEXT.mpc) and inside < 0:
-        return -_CONTEXT.root(-inside, int(degree))
-    return _CONTEXT.root(inside, int(degree))
+    if degree % 2 and not isinstance(inside, _mp().mpc) and inside < 0:
+        return -_mp().root(-inside, int(degree))
+    return _mp().root(inside, int(degree))
 
 
 def _whole_root(value: int, degree: int) -> int | None:
     if value < 0:
         return None
-    guess = int(_CONTEXT.nint(_CONTEXT.root(_CONTEXT.mpf(value), degree)))
+    guess = int(_mp().nint(_mp().root(_mp().mpf(value), degree)))
     return guess if guess**degree == value else None
 
 
@@ -269,12 +280,12 @@ def _called(node: Expression, argument: Value) -> Value:
     argument = _as_float(argument)
     if abs(argument) > MAX_BITS:
         raise Unreadable("too large")
-    return _CALLED[node.name](argument)
+    return _function(node.name)(argument)
 
 
 def _logarithm(node: Expression, argument: Value, base: Value) -> Value:
-    found = _CONTEXT.log(_as_float(argument)) / _CONTEXT.log(_as_float(base))
-    whole = _CONTEXT.nint(found.real)
+    found = _mp().log(_as_float(argument)) / _mp().log(_as_float(base))
+    whole = _mp().nint(found.real)
     if (
         isinstance(argument, Fraction)
         and isinstance(base, Fraction)
@@ -293,7 +304,7 @@ def _rounded(down: bool) -> Callable[[Expression, Value], Value]:
     def computed(node: Expression, value: Value) -> Value:
         if isinstance(value, Fraction):
             return Fraction(value.__floor__() if down else value.__ceil__())
-        return _CONTEXT.floor(value) if down else _CONTEXT.ceil(value)
+        return _mp().floor(value) if down else _mp().ceil(value)
 
     return computed
 

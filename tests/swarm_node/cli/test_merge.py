@@ -30,7 +30,8 @@ from swarm_node.policy.sizes import RUNTIME_BYTES
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
-from swarm_node.tasks import is_held_out, load_tasks
+from swarm_node.tasks.one_turn import is_held_out
+from swarm_node.tasks.taskset import load_tasks
 from tests.support.starting import train_locally
 from tests.support.tiny_models import save
 

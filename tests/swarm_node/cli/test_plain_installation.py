@@ -77,6 +77,11 @@ def test_the_list_of_tasks_has_those_of_the_package_and_names_the_extra_of_the_r
     assert "the extra 'puzzles', which is not installed: " in rest
 
 
+def test_an_environment_of_the_package_needs_no_extra() -> None:
+    done = typed("local", "--tasks", "second_try", "--model", "nope")
+    assert "there is no directory nope" in done.stdout and "extra" not in done.stdout
+
+
 def test_the_configuration_has_the_tasks_that_a_node_asks() -> None:
     for typing in (("config", "show"), ("local", "--dry-run")):
         assert '"starter"' in typed(*typing).stdout

@@ -35,7 +35,7 @@ from swarm_node.policy.loading import load_policy, prepare
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sizes import KNOWN, RUNTIME_BYTES
 from swarm_node.rollouts.evaluate import evaluate
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Sampling
 
 GIB = 2**30

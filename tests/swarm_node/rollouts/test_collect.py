@@ -11,7 +11,7 @@ import pytest
 from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect, fit_length, too_long
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from tests.support.panicking import KILLER, panicking_policy
 
 

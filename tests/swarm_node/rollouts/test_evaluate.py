@@ -11,7 +11,7 @@ from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import evaluate as evaluating
 from swarm_node.rollouts.evaluate import Asked, Held, evaluate, rows, summarise
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 

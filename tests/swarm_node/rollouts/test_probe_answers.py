@@ -20,7 +20,8 @@ from swarm_node.rollouts.probe_answers import (
     ProbeAnswers,
     reference_answers,
 )
-from swarm_node.tasks import is_held_out, load_tasks
+from swarm_node.tasks.one_turn import is_held_out
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.messages import TaskName
 

@@ -12,7 +12,7 @@ from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import collect
 from swarm_node.rollouts.trial import MOST_TOKENS, Standing, answered_again
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 
 def of(right: int, loss: float | None, answers: int = 32) -> Standing:

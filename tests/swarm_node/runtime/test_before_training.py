@@ -17,7 +17,7 @@ from swarm_node.rollouts import evaluate as evaluating
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime import held_out
 from swarm_node.runtime.held_out import HeldOutFigures
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 
 
 def figures_of(config: NodeConfig, policy: Any, tasks: Any) -> HeldOutFigures:

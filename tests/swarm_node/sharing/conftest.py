@@ -5,7 +5,7 @@ import pytest
 from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
-from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.taskset import TaskSet, load_tasks
 from tests.support.gossip_room import World
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.judging import JUDGE
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.answer_form import AnswerKind
 from swarm_protocol.codec import sign_batch, verify_batch
 from tests.support.gossip_room import PEER, World, edit, rejected

@@ -11,10 +11,9 @@ import pytest
 from swarm_node.config import RewardsConfig, RolloutsConfig
 from swarm_node.rollouts import collect
 from swarm_node.sharing.gate import Gate
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.second_try import LESS, MORE
-from swarm_node.tasks.taskset import has_signal, slot_key, slot_place
+from swarm_node.tasks.taskset import has_signal, load_tasks, slot_key, slot_place
 from swarm_node.types import Group, Rollout, Task, Turn
 from swarm_protocol.codec import sign_batch
 from swarm_protocol.manifest import Manifest, ManifestTask

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.swarm.introduction import say_what_for
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.manifest import ManifestModel, ManifestTask
 from tests.support.manifests import PLAIN
 

@@ -21,10 +21,11 @@ from swarm_node.swarm.manifests import (
     with_usual_columns,
     write_manifest,
 )
-from swarm_node.tasks import hub_data, load_tasks
+from swarm_node.tasks import hub_data
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
 from swarm_node.tasks.reasoning_gym import ReasoningGym
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.limits import MAX_MANIFEST_BYTES
 from swarm_protocol.manifest import Manifest, ManifestTask, parse_manifest

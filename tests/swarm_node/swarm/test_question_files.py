@@ -20,7 +20,7 @@ from swarm_node.swarm.declared import kinds_of
 from swarm_node.swarm.links import find_swarm
 from swarm_node.swarm.manifests import make_manifest, render, task_tables, with_usual_columns
 from swarm_node.swarm.question_files import gather_files
-from swarm_node.tasks import load_tasks
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.errors import PeerUnreachable
 from swarm_protocol.manifest import FILE_METHOD, Manifest, ManifestTask
 from swarm_protocol.transports.base import Server

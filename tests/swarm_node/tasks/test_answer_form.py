@@ -10,8 +10,8 @@ import pytest
 from swarm_node.config import NodeConfig, RewardsConfig
 from swarm_node.config.own import dump_own, read_own
 from swarm_node.policy.loading import load_policy
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.one_turn import FORM_PROMPTS, has_own_prompt, in_form
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.answer_form import AnswerForm
 from tests.support.tiny_models import save
 

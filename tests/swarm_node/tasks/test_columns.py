@@ -13,8 +13,8 @@ from swarm_node.config import RewardsConfig, TaskConfig, load_config
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.checking import check_specs
+from swarm_node.tasks.taskset import load_tasks
 
 
 @pytest.fixture

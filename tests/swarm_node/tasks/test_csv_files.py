@@ -10,9 +10,9 @@ import pytest
 
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.checking import check_specs
 from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.taskset import load_tasks
 
 TABLE = '\ufeffquestion,answer,level\r\n"What is 1+1,\r\nor ""two""?",2,easy\r\n\r\n2+2?,"4",hard\r\n'
 

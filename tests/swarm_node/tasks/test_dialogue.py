@@ -8,11 +8,11 @@ import pytest
 
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.dialogue import Dialogue
 from swarm_node.tasks.second_try import LESS, MORE, NO_NUMBER, SecondTry
 from swarm_node.tasks.sources import list_own
+from swarm_node.tasks.taskset import load_tasks
 from swarm_node.types import Task, Turn
 from swarm_protocol.limits import MAX_TEXT_CHARS, MAX_TURNS
 from swarm_protocol.messages import TaskName

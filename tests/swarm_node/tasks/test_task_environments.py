@@ -15,10 +15,10 @@ import pytest
 
 from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.judging.places import MAX_ANSWER_CHARS
 from swarm_node.tasks.reasoning_gym import ENDLESS, ReasoningGym, common_divisors, list_environments
+from swarm_node.tasks.taskset import load_tasks
 from tests.support.repository import PYTHONPATH, ROOT
 
 PINNED = ROOT / "tests" / "data" / "task_digests.json"

@@ -16,14 +16,14 @@ from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.base import Messages, TaskSource
 from swarm_node.tasks.judging.texts import normalise
 from swarm_node.tasks.names import in_metrics
+from swarm_node.tasks.one_turn import is_held_out
 from swarm_node.tasks.option_limits import check_options
 from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.tasks.sources import ENVIRONMENTS
-from swarm_node.tasks.taskset import stratify
+from swarm_node.tasks.taskset import TaskSet, load_tasks, stratify
 from swarm_node.types import Task
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.messages import TaskName

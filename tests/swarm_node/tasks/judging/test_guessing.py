@@ -9,8 +9,8 @@ import pytest
 
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.tasks import load_tasks
 from swarm_node.tasks.judging.guessing import guess_kind
+from swarm_node.tasks.taskset import load_tasks
 from swarm_protocol.answer_form import AnswerKind
 
 CAPITAL = "What is the capital of France?\n{} Rome\n{} Paris\n{} Oslo\n{} Bonn"
