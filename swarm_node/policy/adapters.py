@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +19,9 @@ from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.architecture import entry, without_adapter
 from swarm_node.policy.vetting import read_json
+
+if TYPE_CHECKING:  # half a second, and one and a half more where bitsandbytes is: loaded where there is an adapter
+    from peft import LoraConfig, PeftModel
 
 ALL_LINEAR = "all-linear"
 
@@ -48,6 +50,8 @@ def trains_layers(folder: str) -> bool:
 
 def lora_config(config: PolicyConfig) -> LoraConfig:
     """The settings of a new adapter."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -59,6 +63,8 @@ def lora_config(config: PolicyConfig) -> LoraConfig:
 
 def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
     """The model with an adapter around it; only the adapter is trained."""
+    from peft import get_peft_model
+
     if lora.target_modules == ALL_LINEAR and (names := without_adapter(model)):
         lora.exclude_modules = names
     with torch.random.fork_rng(), warnings.catch_warnings():

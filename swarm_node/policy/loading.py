@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, is_offline_mode
-from peft import PeftModel
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -168,6 +167,8 @@ def _policy_of(
             f"train an adapter (policy.lora = true), or {OTHER}"
         )
     if plan.adapter is not None:
+        from peft import PeftModel
+
         check_patterns(Path(plan.adapter), [name for name, _ in model.named_modules()])
         with refusing("the adapter", plan.adapter), warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # it would begin anew there

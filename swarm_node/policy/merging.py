@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -113,6 +112,8 @@ def _plain(module: nn.Module) -> nn.Module:
 
 def _untie(base: PreTrainedModel) -> None:
     """Give the head a matrix of its own, if it has the embedding's and an adapter changes one of both in place."""
+    from peft.tuners.lora import LoraLayer
+
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is None or _plain(head).weight is not _plain(embedding).weight:
         return

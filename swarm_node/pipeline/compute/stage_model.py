@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -350,8 +349,10 @@ def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config
     return with_adapter(base, lora, config)
 
 
-def _saved_config(adapter: str) -> LoraConfig:
-    """The config of a saved adapter. Raises UserError if it has more than low-rank matrices."""
+def _saved_config(adapter: str) -> Any:
+    """The LoraConfig of a saved adapter. Raises UserError if it has more than low-rank matrices."""
+    from peft import LoraConfig
+
     with refusing("the adapter", adapter):
         lora, plain = LoraConfig.from_pretrained(adapter), LoraConfig()
     if not isinstance(lora, LoraConfig):
