@@ -31,8 +31,9 @@ from msgspec.structs import asdict, replace
 from benchmarks.common import RESULTS, table, write
 from benchmarks.gossip_nodes import STRAGGLERS_S, Spec, batch
 from benchmarks.processes import Child, Meter, end, merged, mind_signals, other_load
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
-from swarm_protocol.topics import rollout_topic, shard_of
+from swarm_protocol.topics import shard_of
 
 SWARM = "5" * 64
 SETTLE_S = 5.0
@@ -183,13 +184,13 @@ def curve(sizes: list[int], groups: int) -> list[Row]:
             rng = random.Random(member.peer_id)
             others = rng.sample([shard for shard in range(shards) if shard != own], min(3, shards - 1))
             for shard in (own, *others):
-                member.subscribe(rollout_topic(SWARM, shard), lambda data: None)
+                member.subscribe(ROLLOUTS.topic(SWARM, shard), lambda data: None)
                 listening[shard].add(member.peer_id)
         clock.run_until(clock.now() + 20)
         before = {name: sum(getattr(m, name) for m in members) for name in ("bytes_in", "bytes_out", "messages_in")}
         for _ in range(count):
             for member in members:
-                topic = rollout_topic(SWARM, shard_of(member.peer_id, shards))
+                topic = ROLLOUTS.topic(SWARM, shard_of(member.peer_id, shards))
                 clock.call_at(clock.now() + network.rng.random(), member.publish, topic, data)
             clock.run_until(clock.now() + 1.0)
         clock.run_until(clock.now() + 5)

@@ -23,6 +23,7 @@ import msgspec
 
 from swarm_protocol.codec import sign_batch, verify_batch
 from swarm_protocol.errors import ProtocolError
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import (
     PROTOCOL_VERSION,
@@ -33,7 +34,7 @@ from swarm_protocol.messages import (
     SharedSampling,
     TaskName,
 )
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.topics import epoch_at, shard_of
 
 STRAGGLERS_S = 6.0
 """After the last round: what is late arrives."""
@@ -176,9 +177,9 @@ def gossip(spec: Spec) -> None:
         key, spec.swarm, settings, spec.shards, report=lambda sentence: print(sentence, file=sys.stderr)
     )
     arrived = Arrived(spec.swarm)
-    own = rollout_topic(spec.swarm, shard_of(identity.peer_id, spec.shards))
+    own = ROLLOUTS.topic(spec.swarm, shard_of(identity.peer_id, spec.shards))
     for shard in range(spec.shards):
-        transport.subscribe(rollout_topic(spec.swarm, shard), arrived.take)
+        transport.subscribe(ROLLOUTS.topic(spec.swarm, shard), arrived.take)
     transport.serve("newest", lambda peer, payload: json.dumps(arrived.newest.get(peer, 0.0)).encode())
     transport.announce(
         PeerCard(

@@ -44,9 +44,10 @@ from swarm_node.tasks.taskset import slot_key, slot_place
 from swarm_node.types import Group
 from swarm_protocol.answer_form import AnswerKind
 from swarm_protocol.codec import sign_batch
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.topics import epoch_at, shard_of
 
 FOLDER = RESULTS / "payload"
 HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420
@@ -168,7 +169,7 @@ class Liar:
             sampling=SharedSampling(128, 1.0, 1.0),
             groups=[self._group(epoch_at(now)) for _ in range(GROUPS_PER_S)],
         )
-        topic = rollout_topic(swarm, shard_of(me, self._simulation.manifest.shards))
+        topic = ROLLOUTS.topic(swarm, shard_of(me, self._simulation.manifest.shards))
         self._transport.publish(topic, sign_batch(batch, self.identity))
         self._simulation.clock.call_at(now + 1.0, self._say)
 

@@ -9,7 +9,7 @@ size -> signature -> version -> schema -> swarm.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -30,7 +30,19 @@ SIGNED_HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 BATCH_TAG = b"swarm-node/rollouts/1\0"
 CARD_TAG = b"swarm-node/card/1\0"
 T = TypeVar("T")
-S = TypeVar("S", RolloutBatch, PeerCard)
+
+
+class Signed(Protocol):
+    """What every record has that strangers pass on."""
+
+    @property
+    def protocol(self) -> int: ...
+
+    @property
+    def swarm(self) -> str: ...
+
+
+S = TypeVar("S", bound=Signed)
 
 
 def spoken_by(version: int) -> frozenset[int]:

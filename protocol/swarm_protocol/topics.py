@@ -1,6 +1,6 @@
-"""Names in a swarm: gossip topics, DHT keys and epochs.
+"""Names in a swarm: shards, DHT keys and epochs. `gossip_kinds` has the topics.
 
-shard  = sha256("shard" | peer) mod shards                       topic on which a peer's rollouts travel
+shard  = sha256("shard" | peer) mod shards                       which of a kind's topics a peer publishes on
 bucket = first nibble of sha256(peer)                            DHT key under which a peer's card lies
 """
 
@@ -9,10 +9,6 @@ from __future__ import annotations
 import hashlib
 
 from swarm_protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
-
-
-def rollout_topic(swarm: str, shard: int) -> str:
-    return f"swarm-node/{swarm[:16]}/rollouts/{shard}"
 
 
 def membership_key(swarm: str, bucket: int) -> str:

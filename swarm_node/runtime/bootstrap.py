@@ -47,9 +47,9 @@ from swarm_node.swarm.page import History, page_directory, page_of, page_status
 from swarm_node.swarm.question_files import gather_files, names_of_files
 from swarm_node.swarm.twins import check_twins
 from swarm_protocol.errors import LocalProtocolError
+from swarm_protocol.gossip_kinds import KINDS
 from swarm_protocol.manifest import Manifest
 from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
-from swarm_protocol.topics import rollout_topic
 from swarm_protocol.transports.base import Transport
 from swarm_protocol.transports.ports import lost_port
 
@@ -141,7 +141,7 @@ def _load_network(stop: Stopper) -> None:
 def _enter(
     swarm: Swarm, config: NodeConfig, run: RunDir, stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
-    """Join the swarm on all shards, and serve its manifest and question files, without loading a task."""
+    """Join the swarm on all topics, and serve its manifest and question files, without loading a task."""
     manifest = swarm.manifest
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:
@@ -154,8 +154,8 @@ def _enter(
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
     stop.allow()
-    for shard in range(manifest.shards):
-        transport.subscribe(rollout_topic(manifest.swarm_id, shard), lambda data: None)
+    for topic in (topic for kind in KINDS for topic in kind.topics(manifest.swarm_id, manifest.shards)):
+        transport.subscribe(topic, lambda data: None)
     transport.announce(
         PeerCard(
             protocol=PROTOCOL_VERSION,

@@ -34,11 +34,12 @@ from swarm_node.swarm.uses import Uses
 from swarm_node.tasks.taskset import TaskSet, slot_key, slot_place
 from swarm_node.types import Group, Sampling, Task
 from swarm_protocol.codec import SPOKEN, common_version, in_version
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.limits import SLOTS
 from swarm_protocol.manifest import Manifest
 from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, Declared, PeerCard
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.topics import epoch_at, shard_of
 from swarm_protocol.transports.base import Handler, Transport
 
 MAX_SHOWN = 500  # peers in a status: those with the most admitted groups
@@ -86,7 +87,7 @@ class Member:
         self.shards = sorted([self.shard, *others[: config.sharing.listen_shards - 1]])
         sampling = Sampling(config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p)
         self.publisher = Publisher(
-            send=lambda data: transport.publish(rollout_topic(swarm, self.shard), data),
+            send=lambda data: transport.publish(ROLLOUTS.topic(swarm, self.shard), data),
             identity=identity,
             manifest=manifest,
             policy=policy,
@@ -137,7 +138,7 @@ class Member:
             say(Warned(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared"))
         for shard in self.shards:  # a node that uses no foreign groups still forwards them
             heard = self.receiver.take if self.sharing.foreign else lambda data: None
-            (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
+            (subscribe or transport.subscribe)(ROLLOUTS.topic(swarm, shard), heard)
 
     # ----------------------------------------------------------------- a round
 

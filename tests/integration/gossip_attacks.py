@@ -31,7 +31,7 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.utils import encode_varint_prefixed
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from swarm_protocol import topics
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.topics import shard_of
 from tests.support.gossip_samples import batch, peer_on_shard, seal_as
@@ -52,7 +52,7 @@ class Attacker:
     def __init__(self, host: Any, keys: Any, victim: Any, stream: Any, swarm: str, shards: int) -> None:
         self.host, self.keys, self.victim, self.stream = host, keys, victim, stream
         self.swarm, self.shards = swarm, shards
-        self.topic = topics.rollout_topic(swarm, 0)
+        self.topic = ROLLOUTS.topic(swarm, 0)
         self.author = peer_on_shard(0, shards)
         self.sequence = time.time_ns()
         self.sent = 0

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
-from swarm_protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of
+from swarm_protocol.topics import bucket_of, epoch_at, membership_key, shard_of
 from tests.support.wire import IDENTITY, SWARM
 
 PEERS = [f"peer-{i}" for i in range(4000)]
@@ -21,7 +22,7 @@ def spread(counts: Counter[int], places: int) -> float:
 
 def test_golden_names() -> None:
     peer = IDENTITY.peer_id
-    assert rollout_topic(SWARM, 3) == "swarm-node/5a5a5a5a5a5a5a5a/rollouts/3"
+    assert ROLLOUTS.topic(SWARM, 3) == "swarm-node/5a5a5a5a5a5a5a5a/rollouts/3"
     assert membership_key(SWARM, 10) == f"{SWARM}/peers/a"
     assert (shard_of(peer, 32), bucket_of(peer)) == (8, 11)
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from swarm_protocol import codec, topics
+from swarm_protocol import codec
 from swarm_protocol.errors import PeerUnreachable
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.transports.gossip.client import NO_STATUS, GossipClient
 from swarm_protocol.transports.gossip.pipe import GossipSettings, Status
 from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.waiting import until_async
 
 SWARM = "ab" * 32
-TOPIC = topics.rollout_topic(SWARM, 0)
+TOPIC = ROLLOUTS.topic(SWARM, 0)
 PACE_S = 0.06
 HANG_S = 120.0
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from swarm_protocol.codec import sign_batch, verify_batch
 from swarm_protocol.errors import ProtocolError
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
-from swarm_protocol.topics import rollout_topic, shard_of
+from swarm_protocol.topics import shard_of
 from swarm_protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
 from swarm_protocol.transports.p2p.transport import P2PTransport
 from swarm_protocol.transports.settings import NetworkSettings
@@ -93,7 +94,7 @@ class Node:
             report=self.said.append,
         )
         for shard in range(self.shards):
-            self.transport.subscribe(rollout_topic(SWARM, shard), self.hear)
+            self.transport.subscribe(ROLLOUTS.topic(SWARM, shard), self.hear)
         self.transport.serve("echo", self.echo)
         self.transport.accept("swap", self.swap)  # before the network is up
         self.transport.listen("talk", self.taken)
@@ -156,7 +157,7 @@ class Node:
                 sampling=SharedSampling(8, 1.0, 1.0),
                 groups=[SharedGroup(name, 0, 0, bytes(16), 0, [rollout, rollout])],
             )
-            topic = rollout_topic(SWARM, shard_of(self.identity.peer_id, self.shards))
+            topic = ROLLOUTS.topic(SWARM, shard_of(self.identity.peer_id, self.shards))
             self.transport.publish(topic, sign_batch(batch, self.identity))
         return self.sent
 

@@ -10,10 +10,11 @@ from swarm_node.runtime.simulation import Peer, Simulation
 from swarm_node.tasks.one_turn import prompt_digest
 from swarm_node.tasks.taskset import load_tasks, slot_key, slot_place
 from swarm_protocol.codec import sign_batch
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import Manifest
 from swarm_protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
-from swarm_protocol.topics import epoch_at, rollout_topic, shard_of
+from swarm_protocol.topics import epoch_at, shard_of
 from tests.support.simulated_peers import MakePeer, exchange
 
 RIGHT, WRONG = "ab", "abc"
@@ -46,7 +47,7 @@ class Poisoner:
         group = self.twist(SharedGroup(task.name, epoch, slot, prompt_digest(task.question), 7, rollouts))
         sampling = SharedSampling(4, 1.0, 1.0)
         batch = RolloutBatch(PROTOCOL_VERSION, swarm, self.sent, now, "0" * 16, "0" * 16, sampling, [group])
-        topic = rollout_topic(swarm, shard_of(me, self.simulation.manifest.shards))
+        topic = ROLLOUTS.topic(swarm, shard_of(me, self.simulation.manifest.shards))
         assert self.transport.publish(topic, sign_batch(batch, self.identity))
         self.sent += 1
 

@@ -8,8 +8,8 @@ import pytest
 from swarm_node.install import upgrade_command
 from swarm_node.runtime.simulation import Simulation
 from swarm_protocol.codec import verify_batch
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.manifest import Manifest
-from swarm_protocol.topics import rollout_topic
 from tests.support.simulated_peers import MakePeer, exchange, peer_id, used
 
 OLD, NEW, NEWEST = 0, 1, 2
@@ -24,7 +24,7 @@ def test_neighbouring_versions_share_and_newer_are_named(peer: MakePeer, manifes
         "watcher", manifest.swarm_id, bootstrap=peers[OLD].node.member.transport.addresses
     )
     for shard in range(manifest.shards):
-        watcher.subscribe(rollout_topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)))
+        watcher.subscribe(ROLLOUTS.topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)))
 
     simulation.run(seconds=20)
     assert used(peers[OLD], peers[NEW]) > 0 and used(peers[NEW], peers[OLD]) > 0
@@ -61,7 +61,7 @@ def test_protocols_1_and_2_share(peer: MakePeer, manifest: Manifest, versions: t
     watcher = simulation.network.join("watcher", manifest.swarm_id, bootstrap=addresses)
     for shard in range(manifest.shards):
         watcher.subscribe(
-            rollout_topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)[1])
+            ROLLOUTS.topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)[1])
         )
     simulation.run(seconds=20)
     assert used(peers[0], peers[1]) > 0 and used(peers[1], peers[0]) > 0

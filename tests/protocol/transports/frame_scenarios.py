@@ -22,7 +22,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
 
-from swarm_protocol.topics import rollout_topic
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.transports.gossip import safe_pubsub
 from swarm_protocol.transports.gossip import sidecar as gossip_sidecar
 from swarm_protocol.transports.gossip.frames import (
@@ -39,7 +39,7 @@ from swarm_protocol.transports.gossip.sidecar import GROWTH_BYTES, HIGH_RSS, MAX
 from tests.support.scenarios import serve
 
 SWARM = "ab" * 32
-TOPIC = rollout_topic(SWARM, 0)
+TOPIC = ROLLOUTS.topic(SWARM, 0)
 LARGE = 400_000  # bytes of a message, about as many as one may have
 HANG_S = 60.0
 _numbers = count(1)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_protocol import codec, topics
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.gossip_kinds import ROLLOUTS, Budget, Kind
 from swarm_protocol.manifest import ManifestLimits
+from swarm_protocol.messages import RolloutBatch
 from swarm_protocol.transports.gossip import gate as gossip_gate
 from swarm_protocol.transports.gossip.gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, GossipGate
 from swarm_protocol.transports.gossip.pipe import (
@@ -34,7 +35,7 @@ from swarm_protocol.transports.settings import NetworkSettings, announced
 from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32
-TOPIC = topics.rollout_topic(SWARM, 0)
+TOPIC = ROLLOUTS.topic(SWARM, 0)
 PEER = peer_on_shard(0, 2)
 NOW = time.time()
 
@@ -51,12 +52,17 @@ def ask(door: GossipGate, data: bytes, origin: str = "origin", forwarder: str = 
     return door.refusal(TOPIC, data, origin, forwarder, now)
 
 
-@pytest.fixture
-def unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages as of `plain`, all on one shard: their authors are believed, which makes thousands of them cheap."""
-    record = msgspec.structs.replace(batch(SWARM, 100), created=NOW)
-    monkeypatch.setattr(codec, "verify_batch", lambda data, swarm, spoken: (data[:52].decode().strip(), record))
-    monkeypatch.setattr(topics, "shard_of", lambda peer, shards: 0)
+def believe(data: bytes, swarm: str, spoken: object) -> tuple[str, RolloutBatch]:
+    """Takes a message as of `plain` for what it says, which makes thousands of them cheap."""
+    return data[:52].decode().strip(), RECORD
+
+
+RECORD = msgspec.structs.replace(batch(SWARM, 100), created=NOW)
+BELIEVED = (Kind("rollouts", believe, sharded=False),)
+
+
+def trusting(**settings: Any) -> GossipGate:
+    return GossipGate(GossipSettings(SWARM, **{"shards": 2, **settings}), BELIEVED)
 
 
 def plain(author: str, size: int = 100) -> bytes:
@@ -130,13 +136,13 @@ def test_excess_is_blamed_on_its_signer() -> None:
     assert ask(door, sealed(), "flooder", "flooder") == "rate"  # all of it came from the hub, perhaps a replay
 
 
-def test_one_process_cannot_speak_for_many_authors(unsealed: None) -> None:
-    door = gate(messages_per_minute=3)
+def test_one_process_cannot_speak_for_many_authors() -> None:
+    door = trusting(messages_per_minute=3)
     assert [ask(door, plain(f"author {i}"), "it", "it") for i in range(5)] == [None] * 3 + ["flood"] * 2
 
 
-def test_fresh_keys_of_one_connection_are_bounded(unsealed: None) -> None:
-    door = gate(shards=1)
+def test_fresh_keys_of_one_connection_are_bounded() -> None:
+    door = trusting(shards=1)
     verdicts = [ask(door, plain(f"author {i}"), f"origin {i}", now=NOW + i / 100) for i in range(3000)]  # half a minute
     assert SHARD_AUTHORS <= verdicts.count(None) <= 1.5 * SHARD_AUTHORS + 1
     assert verdicts[:SHARD_AUTHORS] == [None] * SHARD_AUTHORS
@@ -148,9 +154,9 @@ def test_fresh_keys_of_one_connection_are_bounded(unsealed: None) -> None:
     assert [ask(door, plain(f"late {i}"), forwarder="another", now=NOW + 30) for i in range(30)] == [None] * 30
 
 
-def test_a_flooded_hub_is_not_blamed(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flooded_hub_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_gate, "SHARD_AUTHORS", 8)
-    hub, leaf, passed_on = gate(shards=1), gate(shards=1), []
+    hub, leaf, passed_on = trusting(shards=1), trusting(shards=1), []
     for i in range(12_000):  # over twenty connections, for two minutes
         data, now = plain(f"author {i}"), NOW + i / 100
         if ask(hub, data, f"origin {i}", f"flooder {i % 20}", now) is None:
@@ -158,17 +164,17 @@ def test_a_flooded_hub_is_not_blamed(unsealed: None, monkeypatch: pytest.MonkeyP
     assert len(passed_on) >= 64 and set(passed_on) <= {None, "newcomers"}
 
 
-def test_a_hub_may_speak_for_a_shard(unsealed: None) -> None:
-    door = gate(shards=1)
+def test_a_hub_may_speak_for_a_shard() -> None:
+    door = trusting(shards=1)
     for second in range(90):
         for i in range(SHARD_AUTHORS):
             assert ask(door, plain(f"author {i}", 60_000), f"origin {i}", now=NOW + second) is None
 
 
-def test_a_connection_brings_no_more_than_its_budget(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_brings_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_gate, "CONNECTION_MESSAGES", 100)
     monkeypatch.setattr(gossip_gate, "CONNECTION_BYTES", 300_000)
-    door = gate(messages_per_minute=20, bytes_per_minute=100_000)
+    door = trusting(messages_per_minute=20, bytes_per_minute=100_000)
     verdicts = [ask(door, plain(f"author {i % 10}"), f"origin {i}") for i in range(150)]
     assert verdicts == [None] * 100 + ["flood"] * 50
     seen = plain("author 0")
@@ -176,37 +182,50 @@ def test_a_connection_brings_no_more_than_its_budget(unsealed: None, monkeypatch
     sizes = [ask(door, plain(f"author {i}", 50_000), f"origin {i}", "another") for i in range(8)]
     assert sizes == [None] * 6 + ["flood"] * 2
     assert ask(door, plain("author 0"), now=NOW + 6) is None  # a tenth of it is back
-    assert ask(gate(messages_per_minute=500), plain("author 0"), "a", "a") is None
+    assert ask(trusting(messages_per_minute=500), plain("author 0"), "a", "a") is None
 
 
-def test_peers_within_the_limits_are_not_refused(unsealed: None) -> None:
+def test_peers_within_the_limits_are_not_refused() -> None:
     """Small groups, each a message of its own: a minute's worth at once, then evenly, half of a minute held up."""
     for limits in (ManifestLimits(), ManifestLimits(groups_per_minute=1), ManifestLimits(groups_per_minute=4096)):
-        door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+        door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()), BELIEVED)
         n = limits.groups_per_minute
         times = [NOW] * n + [NOW + 60 * (i + 1) / n for i in range(3 * n)]
         arrivals = [max(at, NOW + 90) if NOW + 60 < at else at for at in times]
         assert {ask(door, plain("author"), "it", "it", at) for at in arrivals} == {None}
     limits = ManifestLimits(bytes_per_minute=2**21)
-    door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+    door = GossipGate(gossip_settings(SWARM, 1, limits, NetworkSettings()), BELIEVED)
     assert {ask(door, plain("author", 2**19), "it", "it", NOW + max(0, i - 3) * 15) for i in range(20)} == {None}
 
 
-def test_refused_authors_pay_nothing(unsealed: None) -> None:
-    door = gate(messages_per_minute=2)
+def test_each_kind_has_its_own_topics_budget_and_age() -> None:
+    rare = Kind("rare", believe, Budget(messages_per_minute=1, bytes_per_minute=1000, max_age_s=5.0), sharded=False)
+    door = GossipGate(GossipSettings(SWARM, messages_per_minute=3), (*BELIEVED, rare))
+
+    def rarely(size: int = 100, now: float = NOW) -> str | None:
+        return door.refusal(rare.topic(SWARM), plain("author", size), "origin", "hub", now)
+
+    assert [ask(door, plain("author")) for _ in range(4)] == [None] * 3 + ["rate"]
+    assert [rarely(size) for size in (2000, 100, 100)] == ["rate", None, "rate"]
+    assert rarely(now=NOW + 6) == "age" and ask(door, plain("author"), now=NOW + 20) is None
+    assert door.refusal(rare.topic(SWARM, 1), plain("author"), "origin", "hub", NOW) == "shard"  # it has one topic
+
+
+def test_refused_authors_pay_nothing() -> None:
+    door = trusting(messages_per_minute=2)
     for _ in range(2):
         assert ask(door, plain("noisy"), "it", "it") is None
     assert [ask(door, plain("victim"), "it", "it") for _ in range(5)] == ["flood"] * 5
     assert [ask(door, plain("victim")) for _ in range(2)] == [None, None]
 
 
-def test_memory_is_bounded(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in {"BUDGETED_AUTHORS": 8, "SEEN": 16, "BUDGETED_CONNECTIONS": 4, "MAX_NEWCOMERS": 100}.items():
         monkeypatch.setattr(gossip_gate, name, most)
-    door = gate()
+    door = trusting()
     for i in range(40):
         assert ask(door, plain(f"author {i}"), f"it {i}", f"it {i}") is None
-    tables = door._authors, door._seen, door._brought, door._said, door._offered, door._introduced
+    tables = door._authors["rollouts"], door._seen, door._brought, door._said, door._offered, door._introduced
     assert [len(table) for table in tables] == [8, 16, 4, 4, 4, 4]
 
 

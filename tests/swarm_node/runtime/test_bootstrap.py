@@ -23,10 +23,10 @@ from swarm_node.runtime.bootstrap import run_bootstrap
 from swarm_node.runtime.pause import pause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
+from swarm_protocol.gossip_kinds import ROLLOUTS
 from swarm_protocol.identity import Identity
 from swarm_protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
 from swarm_protocol.messages import PeerCard
-from swarm_protocol.topics import rollout_topic
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
 from tests.support.run_files import read_jsonl
@@ -97,7 +97,7 @@ def test_a_bootstrap_serves_shards_and_tells_links(
     assert output.err.splitlines()[-1].endswith(" INFO    leaving")
     kinds = {event["text"].partition(";")[0]: event["kind"] for event in read_jsonl(Path("hub/events.jsonl"))}
     assert (kinds["leaving"], kinds["this link works only on this machine"]) == ("stop", "link")
-    assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
+    assert hub.topics == [ROLLOUTS.topic(manifest.swarm_id, shard) for shard in range(4)]
     assert hub.announced[0].roles == ["bootstrap"]
     assert hub.announced[0].shards == []
     assert not opened[0].serve_relay

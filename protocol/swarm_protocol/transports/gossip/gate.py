@@ -1,7 +1,7 @@
 """Decides which gossip messages are accepted and forwarded. All nodes apply the same rules, so bad messages stop early.
 
-budget of the connection -> size -> signature -> version -> schema -> swarm -> shard -> clock -> seen before
--> rate of its author -> authors never heard before
+budget of the connection -> kind of its topic -> size -> signature -> version -> schema -> swarm -> shard -> clock
+-> seen before -> rate of its author -> authors never heard before
 
 Authors and origins are names that a sender may make up; a connection is not. So everything that a connection brings is
 counted, accepted or not, and a connection that exceeds its budgets is blamed (`flood`). An honest hub forwards only
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 
-from swarm_protocol import codec, topics
 from swarm_protocol.budgets import Budgets
 from swarm_protocol.errors import RemoteProtocolError
+from swarm_protocol.gossip_kinds import KINDS, Budget, Kind
 from swarm_protocol.transports.gossip.pipe import GossipSettings
 
-BUDGETED_AUTHORS = 4096  # authors whose rate is remembered. Those heard of longest ago are forgotten first.
+BUDGETED_AUTHORS = 4096  # authors of one kind of message whose rate is remembered: those heard of last
 BUDGETED_CONNECTIONS = 1024  # connections whose budgets are remembered: twice as many as there can be at a time
 SEEN = 65_536  # digests of messages let in that are remembered (16 bytes each)
 
@@ -42,12 +43,19 @@ HARMLESS = frozenset({"version", "newer", "age", "future", "seen", "rate", "newc
 class GossipGate:
     """Decides message by message; memory is bounded by `BUDGETED_AUTHORS`, `BUDGETED_CONNECTIONS` and `SEEN`."""
 
-    def __init__(self, limits: GossipSettings) -> None:
+    def __init__(self, limits: GossipSettings, kinds: Sequence[Kind] = KINDS) -> None:
         self.limits = limits
-        messages, size = limits.messages_per_minute, limits.bytes_per_minute
+        usual = Budget(limits.messages_per_minute, limits.bytes_per_minute, limits.max_age_s)
+        self._kinds = {topic: kind for kind in kinds for topic in kind.topics(limits.swarm, limits.shards)}
+        self._budgets = {kind.name: kind.budget or usual for kind in kinds}
+        messages = sum(budget.messages_per_minute for budget in self._budgets.values())
+        size = sum(budget.bytes_per_minute for budget in self._budgets.values())
         newcomers = min(SHARD_AUTHORS * limits.shards, MAX_NEWCOMERS)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._authors = Budgets(BUDGETED_AUTHORS, messages, size)
+        self._authors = {
+            name: Budgets(BUDGETED_AUTHORS, budget.messages_per_minute, budget.bytes_per_minute)
+            for name, budget in self._budgets.items()
+        }
         self._brought = Budgets(
             BUDGETED_CONNECTIONS, max(CONNECTION_MESSAGES, 2 * messages), max(CONNECTION_BYTES, 2 * size)
         )
@@ -67,21 +75,24 @@ class GossipGate:
             return "flood"
         if origin == forwarder and not self._said.take(forwarder, now, *cost):
             return "flood"
+        if (kind := self._kinds.get(topic)) is None:
+            return "shard"
         try:
-            author, batch = codec.verify_batch(data, self.limits.swarm, self.limits.spoken)
+            author, record = kind.verify(data, self.limits.swarm, self.limits.spoken)
         except RemoteProtocolError as error:
             return error.reason
-        if topics.rollout_topic(self.limits.swarm, topics.shard_of(author, self.limits.shards)) != topic:
+        if kind.topic_of(author, self.limits.swarm, self.limits.shards) != topic:
             return "shard"
-        if batch.created > now + self.limits.max_skew_s:
+        if record.created > now + self.limits.max_skew_s:
             return "future"
-        if batch.created < now - self.limits.max_age_s:
+        if record.created < now - self._budgets[kind.name].max_age_s:
             return "age"
         digest = hashlib.sha256(data).digest()[:16]
-        if digest in self._seen:  # the same batch, wrapped anew by somebody else
+        if digest in self._seen:  # the same message, wrapped anew by somebody else
             return "seen"
-        reason = self._newcomer(forwarder, now) if author not in self._authors else None
-        if reason is None and not self._authors.take(author, now, *cost):
+        is_known = any(author in authors for authors in self._authors.values())
+        reason = None if is_known else self._newcomer(forwarder, now)
+        if reason is None and not self._authors[kind.name].take(author, now, *cost):
             reason = "rate"
         if reason is None:
             self._seen[digest] = None

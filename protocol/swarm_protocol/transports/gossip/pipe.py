@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from swarm_protocol.codec import SPOKEN, decode_as
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.gossip_kinds import MAX_TOPICS
 from swarm_protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
 from swarm_protocol.manifest import ManifestLimits
 from swarm_protocol.messages import Count, Hash64
@@ -57,11 +58,11 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     they may have nobody else."""
     max_connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 64
     messages_per_minute: Annotated[int, Meta(ge=1)] = 240
-    """Messages of one author, and of one connected process. More are refused and not forwarded."""
+    """Messages of rollouts of one author, and of one connected process. More are refused and not forwarded."""
     bytes_per_minute: Annotated[int, Meta(ge=1)] = 8 * 2**20
-    """Bytes of one author, and of one connected process. More are refused and not forwarded."""
-    max_age_s: Annotated[float, Meta(gt=0)] = 600.0  # older batches are refused
-    max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S  # batches from further in the future are refused
+    """Bytes of rollouts of one author, and of one connected process. More are refused and not forwarded."""
+    max_age_s: Annotated[float, Meta(gt=0)] = 600.0  # older rollouts are refused
+    max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S  # messages from further in the future are refused
     upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections send together; 0 = no limit
     download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0  # limit on what all connections receive together; 0 = no limit
     spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = tuple(sorted(SPOKEN))
@@ -118,7 +119,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: Count  # number of the `Ask`
     peers: Annotated[list[Name], Meta(max_length=MAX_CONNECTIONS)]  # peers that speak gossip with this node
-    mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]  # peers that messages on a topic go to directly
+    mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_TOPICS)]  # peers that messages on a topic go to directly
     bytes_in: Count
     """Read from TCP sockets: encryption, multiplexing and gossip's own talk included; without TCP and IP headers."""
     bytes_out: Count

@@ -28,8 +28,8 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from swarm_protocol import topics
 from swarm_protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_protocol.gossip_kinds import KINDS
 from swarm_protocol.limits import MAX_ADDRESSES
 from swarm_protocol.transports.gossip import pipe
 from swarm_protocol.transports.gossip.gate import GossipGate
@@ -69,7 +69,7 @@ class Sidecar:
             self.host,
             self.router,
             self.tcp,
-            (topics.rollout_topic(settings.swarm, shard) for shard in range(settings.shards)),
+            (topic for kind in KINDS for topic in kind.topics(settings.swarm, settings.shards)),
             GossipGate(settings),
             self._deliver,
         )

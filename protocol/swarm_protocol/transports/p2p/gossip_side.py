@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from swarm_protocol.dials import Dials
+from swarm_protocol.gossip_kinds import KINDS
 from swarm_protocol.limits import MAX_ADDRESSES
 from swarm_protocol.peers import PeerTable
-from swarm_protocol.topics import rollout_topic
 from swarm_protocol.transports.base import Handler
 from swarm_protocol.transports.gossip.client import NO_STATUS, GossipClient
 from swarm_protocol.transports.gossip.pipe import GossipSettings
@@ -24,7 +24,9 @@ class GossipSide:
     ) -> None:
         """`started` is called when a gossip process is up, perhaps a new one."""
         self._report = report
-        self._shard_of_topic = {rollout_topic(settings.swarm, shard): shard for shard in range(settings.shards)}
+        kinds = [kind for kind in KINDS if kind.sharded]
+        topics = [kind.topics(settings.swarm, settings.shards) for kind in kinds]
+        self._shard_of_topic = {topic: shard for each in topics for shard, topic in enumerate(each)}
         self._handlers: dict[str, list[Handler]] = {}
         self.client = GossipClient(settings, self._on_message, report, started, port)
         self.stat = NO_STATUS  # what the gossip process said last
