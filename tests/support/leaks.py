@@ -31,7 +31,8 @@ GRACE_S = 10.0
 KEPT = re.compile(r"swarm-node-|torchinductor_|pymp-|.*wandb-(artifacts|media)$")
 """Temporary files that may stay until the session ends: the next node sweeps a killed node's folder away, and libraries
 remove their own at exit."""
-HELPERS = "multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.semaphore_tracker"
+FORKSERVER = "multiprocessing.forkserver"
+HELPERS = "multiprocessing.resource_tracker", FORKSERVER, "multiprocessing.semaphore_tracker"
 """Processes that Python keeps until it exits."""
 THREADS = "fsspecIO", "asyncio_", "tqdm_monitor"
 """Names of threads that libraries keep until Python exits. "asyncio_" are those of an event loop's default executor, of
@@ -71,10 +72,15 @@ class Things:
             process = psutil.Process(pid)
             if process.ppid() != os.getpid() and not marked.is_marked(process, self.mark):
                 return None
-            command = " ".join(process.cmdline())
-            return None if any(helper in command for helper in HELPERS) else process
+            is_helper = any(helper in " ".join(process.cmdline()) for helper in HELPERS)
+            return None if is_helper and not _is_forked(process) else process
         except psutil.Error:
             return None
+
+
+def _is_forked(process: psutil.Process) -> bool:
+    """By a forkserver, whose command it has."""
+    return FORKSERVER in " ".join(psutil.Process(process.ppid()).cmdline())
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
+from tests.support.forked import Forked, can_fork
 from tests.support.waiting import PATIENCE_S, until
 
 LINK = re.compile(r"(?<!\S)swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
@@ -70,13 +71,13 @@ class NodeProcess:
         for pair in sets:
             command += ["--set", pair]
         self.file = self.log.open("w")
-        self.process = subprocess.Popen(
-            command,
-            stdout=self.file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process: subprocess.Popen[bytes] | Forked
+        if not prefix and program == ("swarm_node",) and can_fork(env):
+            self.process = Forked(command[3:], self.log, env)
+        else:
+            out = {"stdout": self.file, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, env=env, start_new_session=True, **out)
 
     @property
     def output(self) -> str:

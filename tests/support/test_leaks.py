@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 HANG_S = 110.0
 LEAVING = """
-import socket, subprocess, tempfile, threading
+import multiprocessing, socket, subprocess, tempfile, threading, time
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,11 @@ def test_nothing(tidy, tmp_path):
 
 def test_orphan():
     subprocess.run(["sh", "-c", "sleep 600 & echo $! > pid"], check=True)
+
+
+def test_forked():
+    kept.append(multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,), daemon=True))
+    kept[-1].start()
 
 
 def test_thread():
@@ -90,10 +95,11 @@ def start(folder: Path, test: str, *options: str) -> subprocess.Popen[str]:
 def test_names_each_test_and_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(tmp_path, LEAVING)
     output, _ = run.communicate(timeout=HANG_S)
-    assert run.returncode == 1 and "1 failed, 6 passed, 6 errors" in output
+    assert run.returncode == 1 and "1 failed, 7 passed, 7 errors" in output
     said = dict(zip(lines := [line.strip() for line in output.splitlines()], lines[1:], strict=False))
     for test, what in {
         "orphan": "process ",
+        "forked": "process ",
         "thread": "thread 'waits': ",
         "socket": "listening socket ('127.0.0.1', ",
         "folder": "temporary file or folder forgotten-",
