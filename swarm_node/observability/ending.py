@@ -9,7 +9,8 @@ hold a lock that is not seen here, so a run from there that wrote lately is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,9 @@ WORDS: dict[End, str] = {
 BEGINS = {"start", "resume"}  # kinds of events of a run that trains, or is about to
 ENDS = {"summary", "stop", "error"}  # kinds of events with which a run ends, or begins to
 TAIL_BYTES = 64 << 10  # bytes at the end of a file that are read
+LACKED = re.compile(
+    r"([0-9]{1,6}(?:\.[0-9]{1,3})?) GiB, more than --max-memory "
+)  # in an error for memory, as `MemoryLimit` words it
 LATELY = 10  # rounds whose longest tells how long the run may be silent
 QUIET_ROUNDS = 4  # a run may be silent for so many rounds,
 QUIET_S = 60.0  # and for so many seconds
@@ -43,6 +47,7 @@ class LastWords(msgspec.Struct, frozen=True):
     heard: float  # Unix time; 0 = unknown
     round_s: float  # the longest of its last rounds
     here: bool = False  # whether its last process was one of this machine, whose locks are seen
+    lacked_gib: float = 0.0  # memory that it would have needed, if it ended since --max-memory was less
 
     def end(self, now: float) -> End:
         """How the run ended, if no process of this machine holds it. `now`: Unix time."""
@@ -56,6 +61,7 @@ class _Line(msgspec.Struct):
     """An event, a round, or a status: the part that tells of the end."""
 
     kind: str = ""
+    text: str = ""
     time: float | None = None
     step_time: float | None = None
 
@@ -71,7 +77,15 @@ def last_words(run: RunDir) -> LastWords:
         heard=max((line.time or 0.0 for line in newest), default=0.0),
         round_s=max((line.step_time or 0.0 for line in rounds), default=0.0),
         here=was_held_here(run.path / "lock"),
+        lacked_gib=_lacked_gib(events),
     )
+
+
+def _lacked_gib(events: Sequence[_Line]) -> float:
+    """The memory that the last error names, if it is of the last start and one for memory."""
+    last = next((event for event in reversed(events) if event.kind in BEGINS | {"error"}), None)
+    found = LACKED.search(last.text) if last is not None and last.kind == "error" else None
+    return float(found[1]) if found is not None else 0.0
 
 
 def _tail(path: Path) -> list[_Line]:

@@ -1,6 +1,6 @@
 """How a run that has stopped goes on: by a command that works here, or else by what has to be done instead.
 
-config.toml, checkpoints -> `resume RUN`; with --rounds if all rounds are done
+config.toml, checkpoints -> `resume RUN`; with --rounds if all rounds are done, with --max-memory if it lacked that
                          -> what to do instead, if a program gave it its reward functions or if its files are gone
 
 Reads config.toml as a table, since the dashboard reads files only.
@@ -23,6 +23,7 @@ from swarm_node.storage.rundir import RunDir
 from swarm_protocol.plain_toml import parsed_toml
 
 MAX_CONFIG_BYTES = 1 << 20  # a longer config.toml is not read
+ROOM = 1.25  # memory to allow, as a multiple of what a run would have needed when it ended
 USUAL_ROUNDS = 200  # as `DEFAULT_ROUNDS` of the configuration, which the dashboard may not import
 IN_A_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")  # code of the user, among the values of settings
 PLACE = ("/", "./", "../", "~")  # how a model begins that is certainly a directory of this machine
@@ -40,8 +41,9 @@ class GoingOn(msgspec.Struct, frozen=True):
         return self.command and f"{own_command()} {self.command}"
 
 
-def going_on(run: RunDir, settings: Mapping[str, Any] | None = None) -> GoingOn:
-    """How to go on with `run` when no process holds it. `settings`: its config.toml, if that was read already."""
+def going_on(run: RunDir, settings: Mapping[str, Any] | None = None, lacked_gib: float = 0.0) -> GoingOn:
+    """How to go on with `run` when no process holds it. `settings`: its config.toml, if that was read already;
+    `lacked_gib`: the memory that it would have needed, if it ended for that."""
     table = _read(run) if settings is None else settings
     if table is None:
         return GoingOn(instead="begin anew: its config.toml is not there, or cannot be read")
@@ -54,7 +56,9 @@ def going_on(run: RunDir, settings: Mapping[str, Any] | None = None) -> GoingOn:
         there = "" if gone.startswith(("/", "~")) else ", or go to the directory where it began"
         return GoingOn(instead=f"put {gone!r} back, which its settings name{there}")
     done = newest_round(run.checkpoints) or 0
-    return GoingOn(f"resume {run.quoted}" + (f" --rounds {2 * done}" if 0 < _total(table) <= done else ""))
+    more = f" --rounds {2 * done}" if 0 < _total(table) <= done else ""
+    room = f" --max-memory {math.ceil(ROOM * lacked_gib)}" if lacked_gib else ""
+    return GoingOn(f"resume {run.quoted}{more}{room}")
 
 
 def who_goes_on(run: RunDir, functions: Iterable[str], options: str = "") -> str:

@@ -115,7 +115,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
         "averaging": known.get("averaging"),
         "end": None if in_use else said.end(time.time()),
         "heard": said.heard or None,
-        "goes_on": None if in_use else msgspec.to_builtins(going_on(run)),
+        "goes_on": None if in_use else msgspec.to_builtins(going_on(run, lacked_gib=said.lacked_gib)),
         "saved_round": saved or None,
         "reward": _reward(state),
         "held_out": _held_out(state, last),

@@ -177,7 +177,7 @@ class View:
     def _way_on(self, state: State, trains: bool) -> GoingOn:
         """How to go on with the run, if it has ended; nothing is said of what only listens."""
         ended = state in ("ended", "killed") and trains
-        return going_on(self.run, self._config or None) if ended else GoingOn()
+        return going_on(self.run, self._config or None, self._last_words.lacked_gib) if ended else GoingOn()
 
     @property
     def _last_words(self) -> LastWords:

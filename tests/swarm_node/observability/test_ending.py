@@ -7,6 +7,7 @@ import os
 import pytest
 
 from swarm_node.observability.ending import QUIET_S, last_words
+from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.storage.rundir import RunDir
 from tests.support.run_files import metrics, write
 
@@ -50,6 +51,16 @@ def test_a_clock_set_back_kills_no_run(end: str) -> None:
     run = run_with("start")
     write(run.events, {"time": NOW - 3, "kind": end, "text": ""}, {"time": NOW - 3, "kind": "note", "text": ""})
     assert last_words(run).end(NOW + 900) == "ended"
+
+
+def test_an_end_for_memory_names_what_was_lacked() -> None:
+    run, error = run_with("start"), {"time": NOW, "kind": "error"}
+    write(run.events, error | {"text": MemoryLimit(1.5, "lower it").exceeded_by(2 * 2**30)})
+    assert last_words(run).lacked_gib == 2.0
+    write(run.events, {"time": NOW, "kind": "note", "text": "9 GiB, more than --max-memory 1"})
+    assert last_words(run).lacked_gib == 2.0
+    write(run.events, error | {"text": "cannot write"})
+    assert last_words(run).lacked_gib == 0.0
 
 
 def test_an_end_before_the_last_start_does_not_count() -> None:

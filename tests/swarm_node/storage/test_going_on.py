@@ -47,6 +47,11 @@ def test_a_complete_run_needs_more_rounds(saved: int | None, settings: dict[str,
     assert again.total_rounds > (saved or 0), "the command that is offered trains"
 
 
+def test_a_run_that_lacked_memory_is_given_more() -> None:
+    begun(2, rounds=4, resources={"max_memory_gb": 1.5})
+    assert going_on(RUN, lacked_gib=2.0).command == "resume 'runs/a b' --max-memory 3"
+
+
 @pytest.mark.parametrize("path", ["__main__:f", "job:<lambda>", "job:Judge.f", "job:outer.<locals>.f", "job:Judge()"])
 def test_a_program_s_functions_are_of_that_program(path: str) -> None:
     begun(2, rewards={"functions": [path]})
