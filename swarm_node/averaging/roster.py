@@ -26,7 +26,8 @@ class CohortRoster:
         self._names: dict[str, str] = {}
         self._together = False
         self._alone_since: float | None = None
-        self._told: int | None = 0  # members that average other weights, as said last; a node alone has nothing to say
+        self._told: tuple[int, int] | None = (0, 0)
+        """Members that average other weights, and those that average stages, as said last; a node alone says nothing."""
 
     def look(self, members: Mapping[str, PeerCard], now: float) -> None:
         """Note which members are here at the time `now`."""
@@ -42,11 +43,14 @@ class CohortRoster:
             return
         if self._alone_since is None:
             self._alone_since = now
-        others = sum(bool(card.cohort) for card in members.values())
+        averaging = [card for card in members.values() if card.cohort]
+        stages = sum(card.crew is not None for card in averaging)
+        others = len(averaging) - stages, stages
         if now - self._alone_since >= self._patience_s and others != self._told:
             self._together, self._alone_since, self._told = False, now, others
-            who = "1 member averages" if others == 1 else f"{others or 'no'} members average"
-            self._say(f"averaging: nobody of this node's cohort is here; {who} other models or with other settings")
+            what = [f"{_average(others[0])} other models or with other settings"] if others[0] or not stages else []
+            what += [f"{_average(stages)} single stages of a policy"] if stages else []
+            self._say(f"averaging: nobody of this node's cohort is here; {' and '.join(what)}")
 
     def called(self, peer: str) -> str:
         """The last known name of `peer`, with the end of its id if the name is not unique."""
@@ -58,3 +62,7 @@ class CohortRoster:
         """`alice, bob and 3 more`."""
         names = ", ".join(self.called(peer) for peer in list(peers)[:LISTED])
         return f"{names} and {len(peers) - LISTED} more" if len(peers) > LISTED else names
+
+
+def _average(members: int) -> str:
+    return "1 member averages" if members == 1 else f"{members or 'no'} members average"

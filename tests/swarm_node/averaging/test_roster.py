@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from swarm_node.averaging.averager import REASONS
 from swarm_node.averaging.roster import LISTED, MAX_NAMES, CohortRoster
-from swarm_protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from tests.support.averaging_cohort import Cohort
 from tests.support.repository import ROOT
 
@@ -39,6 +40,20 @@ def test_being_alone_is_said_after_a_while() -> None:
     assert len(said) == 2
     here.look(others | {"y": card("y", OTHER)}, 521.0)
     assert said[2:] == [alone.format("2 members average")]
+
+
+def test_peers_that_average_stages_are_said_apart() -> None:
+    """A member of one's own crew averages another stage of the same policy: no other model."""
+    here, said = roster()
+    stage = msgspec.structs.replace(card("mate", OTHER), crew=CrewCard("3" * 16, "4" * 16, 2))
+    for now in (0.0, 120.0):
+        here.look({"m": stage}, now)
+    for now in (200.0, 240.0):
+        here.look({"m": stage, "x": card("x", OTHER)}, now)
+    assert [sentence.partition("; ")[2] for sentence in said] == [
+        "1 member averages single stages of a policy",
+        "1 member averages other models or with other settings and 1 member averages single stages of a policy",
+    ]
 
 
 def test_a_node_that_never_saw_another_says_nothing() -> None:
