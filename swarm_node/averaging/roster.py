@@ -27,7 +27,7 @@ class CohortRoster:
         self._together = False
         self._alone_since: float | None = None
         self._told: tuple[int, int] | None = (0, 0)
-        """Members that average other weights, and those that average stages, as said last; a node alone says nothing."""
+        """Members that average other weights, and single stages, as said last; a node alone has nothing to say."""
 
     def look(self, members: Mapping[str, PeerCard], now: float) -> None:
         """Note which members are here at the time `now`."""
