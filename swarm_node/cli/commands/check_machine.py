@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -154,7 +155,10 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         remedy = (msgspec.structs.replace(start, verb="join") if start.verb == "local" else start).having(options)
     if not config.pipeline.stages and free and (option := option_that_fits(training, machine)):
         remedy = start.having(option)
-    if free and needed > TIGHT * free and not running:
+    if machine.most and needed > machine.most and not running:
+        over = f"{needs}, more than --max-memory {config.resources.max_memory_gb:g} allows"
+        yield Check("memory", "fail", over, start.having(f"--max-memory {math.ceil(needed / 2**30)}"))
+    elif free and needed > TIGHT * free and not running:
         yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
     else:
         yield Check("memory", "ok", detail)

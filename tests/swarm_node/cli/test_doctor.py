@@ -146,6 +146,11 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert verdicts(needed // 2) == ["fail", "ok"]
     assert verdicts(needed // 2, running=True) == ["ok", "ok"]
     assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
+    monkeypatch.setattr(footprint, "free_memory", lambda device: 2**30)
+    limited = NodeConfig.model_validate({"resources": {"max_memory_gb": 0.25}})
+    check, _ = room(limited, Path("runs/new"), False)
+    assert check.verdict == "fail" and "more than --max-memory 0.25 allows" in check.detail
+    assert check.remedy.endswith("--max-memory 1") and next(room(limited, Path("runs/new"), True)).verdict == "ok"
     (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
     (check,) = room(NodeConfig(policy=PolicyConfig(model="/no/such/model")), Path("runs/new"), False)
