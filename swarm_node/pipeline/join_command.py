@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from swarm_node.config import NodeConfig
 from swarm_node.swarm.join import JoinedSwarm
-from swarm_node.swarm.links import join_link, living
+from swarm_node.swarm.links import join_link, kind_of_link, living
 from swarm_protocol.crew import Plan
 from swarm_protocol.messages import PeerCard
 
@@ -38,7 +38,7 @@ class JoinCommand:
         self._now = addresses, known, self.link
 
     def tell(self, formed: bool, say: Callable[..., None]) -> None:
-        """Say what to type on another machine: once, and again when this node's addresses have changed.
+        """Say what to type elsewhere: once, and again when this node's addresses have changed.
 
         Also when the crew has been whole (`formed`) and the link names its other peers as well."""
         addresses, all_known, link = self._now
@@ -48,5 +48,6 @@ class JoinCommand:
             return
         self._told = addresses, formed and all_known, link
         if link != told:
-            say("from now on this does as well, which names several peers:" if more else "on another machine:")
+            where = "in another terminal" if kind_of_link(link) == "own" else "on another machine"
+            say("from now on this does as well, which names several peers:" if more else f"{where}:")
             say(f"swarm-node join '{link}' {self._options}", "link")

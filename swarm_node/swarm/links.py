@@ -160,7 +160,10 @@ def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) ->
     return str(JoinLink(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
 
 
-def kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
+Reach = Literal["public", "private", "own", "unknown"]
+
+
+def kind_of(address: str) -> Reach:
     """From where a multiaddress can be reached."""
     _, kind, host, *_ = [*address.split("/"), "", ""]
     if kind.startswith("dns"):
@@ -172,13 +175,19 @@ def kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
     return "own" if ip.is_loopback else "public" if is_public(ip) else "private"
 
 
+def kind_of_link(link: str) -> Reach:
+    """From where the farthest of its addresses can be reached."""
+    kinds = {kind_of(address) for address in parse_link(link).peers}
+    known: tuple[Reach, ...] = "public", "private", "own"
+    return "unknown" if "unknown" in kinds else next((kind for kind in known if kind in kinds), "unknown")
+
+
 def reach_of(link: str) -> str:
     """A sentence for a link that leads no further than this network or this machine; empty if it leads further, or if
     that cannot be told."""
-    kinds = {kind_of(address) for address in parse_link(link).peers}
-    if not kinds or kinds & {"public", "unknown"}:
+    place = {"private": "in this network", "own": "on this machine"}.get(kind_of_link(link))
+    if place is None:
         return ""
-    place = "in this network" if "private" in kinds else "on this machine"
     return f"this link works only {place}; docs/swarm.md, “Behind a router”, says how others reach this node"
 
 

@@ -74,7 +74,7 @@ def test_a_peer_with_another_model_is_left_out(start: Start, tmp_path: Path) -> 
     assert a.last("stages/recovered/base") == 2 and a.last("stages/lost") == 0
     assert a.last("stages/bytes_per_token") > 0 and not b.metrics
     assert "the run of crew home is over after round 60" in b.output
-    for line in ("cannot hold one policy", "crew home is whole", "on another machine"):
+    for line in ("cannot hold one policy", "crew home is whole", "in another terminal"):
         assert times(a, line) == 1, a.output
     assert " lost" not in a.output + b.output
     assert other.process.poll() is None and "crew home is whole" not in other.output

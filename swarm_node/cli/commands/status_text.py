@@ -85,8 +85,10 @@ def _paused(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _round(found: Mapping[str, Any]) -> Iterator[str]:
     if metrics := found["metrics"]:
-        cut = cut_off(metrics)
-        yield f"round      {metrics['round']:,}{_reward(found['reward'], metrics.get('reward'))}{cut and f'; {cut}'}"
+        cut, crew = cut_off(metrics), found["crew"]
+        led = ", the last that this node led" if crew and 0 not in crew["held"] else ""
+        reward = _reward(found["reward"], metrics.get("reward"))
+        yield f"round      {metrics['round']:,}{led}{reward}{cut and f'; {cut}'}"
 
 
 def _last_said(found: Mapping[str, Any]) -> Iterator[str]:

@@ -78,16 +78,20 @@ def test_a_pause_is_told_while_the_run_loads(capsys: pytest.CaptureFixture[str])
 
 
 CREW = {"name": "home", "count": 1, "whole": True, "lead": None, "updates": 1, "round": 1, "stages": [], "held": [0]}
+CREW |= {"spares": 0, "replicas": {}, "recovered": {}}
 
 
-@pytest.mark.parametrize(
-    ("crew", "verb"), [(None, "pause"), (CREW | {"spares": 0, "replicas": {}, "recovered": {}}, "stop")]
-)
+@pytest.mark.parametrize(("crew", "verb"), [(None, "pause"), (CREW, "stop")])
 def test_a_stage_is_stopped_and_not_paused(crew: object, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_run(crew=crew)
     run.config.touch()
     with RunDir.open(run.path):
         assert f"swarm-node {verb} runs/alice" in shown(capsys, run)
+
+
+def test_a_stage_that_does_not_lead_tells_how_old_its_round_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "round      1; its reward" in shown(capsys, a_run(crew=CREW))
+    assert "round      1, the last that this node led; its" in shown(capsys, a_run(crew=CREW | {"held": [1]}))
 
 
 def test_a_run_that_ended_before_its_first_round_says_how(capsys: pytest.CaptureFixture[str]) -> None:
