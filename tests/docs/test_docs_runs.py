@@ -1,7 +1,7 @@
 """What the documentation has people type does what it says: the pages' own words, run.
 
     a page     what ends by itself, from top to bottom, in an empty directory: make, train, measure, export, merge
-    README     two terminals train in a swarm, a third is where they meet; then two that hold one policy
+    README     two terminals train in a swarm, a third is where they meet; docs/stages.md: two that hold one policy
 
 Nothing is added but the environment: few rounds, short answers, ports on this machine only.
 """
@@ -252,10 +252,11 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
         opened.close()
 
 
-def blocks(*words: str) -> list[str]:
-    """Of shell in the README, those with all of these words and a name."""
-    found = [fence.text for fence in fences(README) if fence.is_shell and all(word in fence.text for word in words)]
-    assert found, f"the README has no block with {words}: mend tests/docs/test_docs_runs.py"
+def blocks(page: Path, *words: str) -> list[str]:
+    """Of shell on the page, those with all of these words and a name."""
+    shell = [fence.text for fence in fences(page) if fence.is_shell and "--name" in fence.text]
+    found = [text for text in shell if all(word in text for word in words)]
+    assert found, f"{page} has no block with {words}: mend tests/docs/test_docs_runs.py"
     return found
 
 
@@ -268,7 +269,7 @@ def ask(*words: str) -> str:
 
 @pytest.mark.long
 def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypatch: pytest.MonkeyPatch) -> None:
-    (meeting, joining), told = blocks("link.txt"), terminals.folder / "link.txt"
+    (meeting, joining), told = blocks(README, "link.txt"), terminals.folder / "link.txt"
     terminals.type(meeting)
     link = terminals.until(lambda: told.exists() and (m := LINK.search(told.read_text())) and m.group())
     shells = [terminals.type(line) for line in lines(joining)]
@@ -304,8 +305,8 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
 
 
 @pytest.mark.long
-def test_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
-    first, second = blocks("--stages 2")
+def test_two_terminals_of_the_page_on_stages_hold_one_policy(terminals: Terminals) -> None:
+    first, second = blocks(ROOT / "docs/stages.md", "--stages 2", "--name")[:2]
     a = terminals.type(first)
     printed = terminals.folder / "terminal-0.txt"
     link = terminals.until(lambda: (m := re.search(r"join '(swarm://\S+)' --stages", printed.read_text())) and m[1])
