@@ -22,6 +22,8 @@ REPOSITORY = "https://github.com/swarm-node/swarm-node"
 WHEELS = f"{REPOSITORY}/releases/expanded_assets/v{__version__}"
 """Page with the wheels of this release: of two packages that the extras need, the index has sources alone."""
 FIND_WHEELS = f"--find-links {WHEELS}"
+SUPPORTED_PYTHONS = ("3.11", "3.12", "3.13")
+TESTED_PYTHON = "3.11"  # the one that all tests run with
 COMPILED = {"swarm", "puzzles"}  # extras that need one of these
 SWARM = ("base58", "cryptography", "hivemind", "libp2p", "multiaddr", "prometheus_client", "segno", "trio")
 EXTRA_OF = {**dict.fromkeys(SWARM, "swarm"), "reasoning_gym": "puzzles"}
@@ -30,23 +32,26 @@ RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_p
 """An isolated Python ignores the user's own site and PYTHONPATH, where packages may be: it is told where they are."""
 
 
-def install_command() -> str:
-    """The command that installs swarm-node anew, with a Python it is tested with."""
+def install_command(python: str = TESTED_PYTHON) -> str:
+    """The command that installs swarm-node anew, with the extras that are there, for this version of Python."""
     if _by() == "pipx":
-        return "pipx reinstall swarm-node --python 3.12"
-    return f"uv tool install --reinstall --python 3.12 {_with({*_extras()})}"
+        return f"pipx reinstall swarm-node --python {python}"
+    return f"uv tool install --reinstall --python {python} {_with({*_extras()})}"
 
 
-def reinstall_command() -> str:
-    """The command that replaces what is missing or damaged in this installation; it keeps its Python."""
-    return pip(f"--force-reinstall {_source()}") if _by() == "" else install_command()
+def reinstall_command(package: str = "") -> str:
+    """The command that installs what is missing here, or `package` anew, which is damaged; all else stays as it is. uv
+    and pipx make an installation anew."""
+    if _by():
+        return install_command(_python())
+    return pip(f"--force-reinstall {package}" if package else _with({*_extras()}))
 
 
 def upgrade_command() -> str:
     """The command for the newest release or, for an installation from a clone, for its newest commit."""
-    here = pip(f"--upgrade {_source()}")
+    here = pip(f"--upgrade {_with({*_extras()})}")
     if (clone := Path(_made_of()[0]) / ".git").is_absolute() and clone.exists():
-        return f"git -C {shlex.quote(str(clone.parent))} pull && {install_command() if _by() else here}"
+        return f"git -C {shlex.quote(str(clone.parent))} pull && {install_command(_python()) if _by() else here}"
     return {"uv": "uv tool upgrade swarm-node", "pipx": "pipx upgrade swarm-node"}.get(_by(), here)
 
 
@@ -62,7 +67,7 @@ def extra_command(extra: str) -> str:
         return pip(_with({extra}))
     extras = {extra, *_extras()}
     if _by() == "uv":
-        return f"uv tool install --reinstall --python 3.12 {_with(extras)}"
+        return f"uv tool install --reinstall --python {_python()} {_with(extras)}"
     wheels = f"{shlex.quote(f'--pip-args={FIND_WHEELS}')} " if extras & COMPILED else ""
     return f"pipx install --force {wheels}{_source(extras)}"
 
@@ -75,7 +80,17 @@ def has_extra(extra: str) -> bool:
 def check_extra(extra: str, what: str) -> None:
     """Raise UserError, with the command that installs it, if `what` needs an extra that is not installed."""
     if not has_extra(extra):
-        raise UserError(f"{what} needs the extra {extra!r}, which is not installed: {extra_command(extra)}")
+        raise _lacking(what, extra)
+
+
+def check_package(package: str, extra: str, what: str) -> None:
+    """As `check_extra`, of one package of it."""
+    if _is_missing(package):
+        raise _lacking(what, extra)
+
+
+def _lacking(what: str, extra: str) -> UserError:
+    return UserError(f"{what} needs the extra {extra!r}, which is not installed: {extra_command(extra)}")
 
 
 def missing(error: ModuleNotFoundError) -> UserError | None:
@@ -129,6 +144,12 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def _python() -> str:
+    """The version of this Python, if it is one that the package supports."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return here if here in SUPPORTED_PYTHONS else TESTED_PYTHON
 
 
 def _by() -> str:

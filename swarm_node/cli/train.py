@@ -150,9 +150,12 @@ def sweep(
     The same command resumes it."""
     from swarm_node.cli.commands.compare import compare_runs, print_table
     from swarm_node.cli.commands.sweep import Sweep, table_of
+    from swarm_node.observability.comparison_plot import check_picture
 
     if rounds is not None:
         raise UserError(f"a sweep takes no --rounds: {file} has them, as `rounds = {rounds}` in [config]")
+    if png is not None:
+        check_picture(png)
     whole = Sweep(file, typer.echo)
     try:
         settings = whole.run()

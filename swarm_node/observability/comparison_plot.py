@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from swarm_node.errors import UserError
-from swarm_node.install import extra_command
+from swarm_node.install import check_package
 from swarm_node.observability.comparing import AXES, MEASURES, Comparison
 from swarm_node.storage.rundir import os_errors_explained
 
@@ -16,19 +16,17 @@ ENDINGS = (".png", ".svg", ".pdf")
 MARKED = 40  # points of a curve from which on they have no dots
 
 
-def check_ending(out: Path) -> None:
-    """Raise UserError for a file that is no picture, before anything is read."""
+def check_picture(out: Path) -> None:
+    """Raise UserError, before anything is read, if `out` is no picture's name, or if nothing draws here."""
+    check_package("matplotlib", "plots", "a picture (--csv needs none)")
     if out.suffix.lower() not in ENDINGS:
         raise UserError(f"cannot draw into {out}: its name must end in {', '.join(ENDINGS)}")
 
 
 def plot_comparison(comparison: Comparison, out: Path) -> None:
     """Draw every measure against every axis; the ending of `out` decides the format. Raises UserError."""
-    try:  # imported when needed; the object interface needs no display and keeps no global state
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        problem = "a picture needs matplotlib (--csv needs no package)"
-        raise UserError(f"{problem}; to install it: {extra_command('plots')}") from None
+    from matplotlib.figure import Figure  # the object interface needs no display and keeps no global state
+
     measures = [measure for measure in MEASURES if comparison.bands("round", measure)]
     figure = Figure(figsize=(10, 3.6 * len(measures)), dpi=120, layout="constrained")
     grid = figure.subplots(len(measures), len(AXES), squeeze=False)

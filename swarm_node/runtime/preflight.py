@@ -16,7 +16,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import TemporaryError, UserError
-from swarm_node.install import check_extra, has_extra
+from swarm_node.install import check_extra, check_package, has_extra
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters
 from swarm_node.policy.sizes import MOMENT_BYTES
@@ -43,6 +43,8 @@ def with_extras(config: NodeConfig, say: Say = lambda text: None) -> NodeConfig:
     ):
         if needed:
             check_extra("swarm", what)
+    for sink in config.log:
+        check_package(sink, sink, f"log = [{sink!r}]")
     if "tasks" in config.model_fields_set or config.swarm is not None or has_extra("puzzles"):
         return config
     say(f"the questions are those of this package (--tasks {STARTER}), since reasoning-gym is not installed")

@@ -95,7 +95,7 @@ def test_configuration_files_are_read(page: Path, tmp_path: Path) -> None:
                 raise AssertionError(f"{fence.where}: {error}") from error
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md", "docs/fleet.md", "docker/skypilot.yaml"])
 def test_wheels_are_of_this_version(page: str) -> None:
     pages = re.findall(r"https://\S*/expanded_assets/\S*", (ROOT / page).read_text())
     assert pages == [WHEELS]

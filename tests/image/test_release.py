@@ -15,7 +15,7 @@ import yaml
 import swarm_node
 from scripts.wheels import SOURCES
 from tests.image.test_deployment_files import RELEASE
-from tests.install.test_walks import LEARN, SWARM
+from tests.install.test_walks import LEARN, PAGE, SWARM
 from tests.support.docker_files import DOCKER
 from tests.support.repository import ROOT
 
@@ -51,7 +51,7 @@ def test_the_release_tries_its_own_version_as_the_walks_do() -> None:
     [script] = [step["run"] for step in release_jobs()["try"]["steps"] if "run" in step]
     ways = "swarm-node", "swarm-node[swarm,puzzles]"
     plain, extras = (f'pip install -q --find-links dist "{what}==${{GITHUB_REF_NAME#v}}"\n' for what in ways)
-    places = [script.index(each.lstrip()) for each in (plain, LEARN, extras, SWARM)]
+    places = [script.index(each.lstrip()) for each in (plain, LEARN, PAGE, extras, SWARM)]
     assert places == sorted(places)
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
 

@@ -16,13 +16,17 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import cache
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 import pytest
 
 from scripts.wheels import build
+from swarm_node.install import WHEELS
+from tests.support.pages import fences
 from tests.support.repository import ROOT
 
 NEEDED = ("debootstrap", "unshare", "cc")
@@ -157,6 +161,19 @@ def test_pip_then_the_extras(debian: Debian) -> None:
     debian.install("pip, with swarm and puzzles", extras, "plain/bin/python")
     said = debian.run(SWARM, path).stdout
     assert "round 2/2" in said and "tasks basic_arithmetic" in said
+
+
+def test_the_first_lines_of_readme(debian: Debian) -> None:
+    """As they are typed: what is compiled elsewhere comes from a page with links, as of a release."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(debian.wheels))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as page:
+        Thread(target=page.serve_forever, daemon=True).start()
+        typed = fences(ROOT / "README.md")[0].text.replace(WHEELS, f"http://127.0.0.1:{page.server_port}/")
+        links = " ".join(pip_settings().get("find-links", []))
+        environment = f"PIP_FIND_LINKS={shlex.quote(links)} SWARM_NODE_ROUNDS=2"
+        said = debian.run(f"python3 -m venv readme && . readme/bin/activate && export {environment}\n{typed}").stdout
+        page.shutdown()
+    assert "round 2/2" in said
 
 
 def test_uv(debian: Debian) -> None:

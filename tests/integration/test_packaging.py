@@ -63,6 +63,15 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: zipfile.ZipFile) 
     assert built == expected
 
 
+def test_the_sdist_makes_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path], cwd=ROOT, check=True)
+    [sdist] = tmp_path.glob("swarm_node-*.tar.gz")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "-w", tmp_path, sdist], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as other:
+        assert sorted(other.namelist()) == sorted(wheel.namelist())
+
+
 def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     info = f"swarm_node-{swarm_node.__version__}.dist-info"
     metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))

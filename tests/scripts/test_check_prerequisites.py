@@ -48,6 +48,14 @@ def test_a_compiler_is_not_missed_where_wheels_are(tmp_path: Path) -> None:
     assert asked(tmp_path, sys.executable, "wheels") == (0, "")
 
 
+def test_a_mac_is_told_where_brew_installs(tmp_path: Path) -> None:
+    programs = {"uname": "echo Darwin", "cc": "exit 1", "brew": "echo /opt/homebrew"}  # a compiler without the header
+    status, said = asked(tmp_path, sys.executable, "", **programs)
+    assert status == 1 and "the libgmp headers" in said and "a C compiler" not in said
+    assert "export CFLAGS=-I/opt/homebrew/include LDFLAGS=-L/opt/homebrew/lib" in said
+    assert asked(tmp_path, sys.executable, "wheels", **programs) == (0, "")
+
+
 def test_another_python_is_named(tmp_path: Path) -> None:
     status, said = asked(tmp_path, "python3", "", python3="echo 3.9")
     assert status == 1 and "python3 is 3.9" in said

@@ -25,6 +25,8 @@ from swarm_node.install import (
 )
 from swarm_node.say import own_command
 
+HERE = ".".join(map(str, sys.version_info[:2]))
+
 
 @pytest.fixture
 def made_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -63,12 +65,13 @@ def test_an_environment_is_mended_from_its_source(
     made_of.told = told
     monkeypatch.setattr(sys, "prefix", "/home/me/venv")
     command = reinstall_command()
-    assert sys.executable in command and command.endswith(f"--force-reinstall {source}")
-    assert install_command() == f"uv tool install --reinstall --python 3.12 {source}"  # for another Python
+    assert sys.executable in command and command.endswith(f"pip install {source}")
+    assert reinstall_command("torch").endswith("pip install --force-reinstall torch")
+    assert install_command() == f"uv tool install --reinstall --python 3.11 {source}"  # for another Python
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
-    assert reinstall_command() == install_command()
+    assert reinstall_command() == reinstall_command("torch") == install_command(HERE)
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
-    assert reinstall_command() == "pipx reinstall swarm-node --python 3.12"
+    assert reinstall_command() == f"pipx reinstall swarm-node --python {HERE}"
 
 
 @pytest.mark.parametrize(("editable", "way"), [(True, "-e "), (False, "")])
@@ -83,7 +86,7 @@ def test_a_clone_is_upgraded_from_its_clone(
     assert pulled == f"git -C '{clone}' pull"
     assert sys.executable in again and again.endswith(f" --upgrade {way}'{clone}'")
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
-    assert upgrade_command() == f"{pulled} && {install_command()}"
+    assert upgrade_command() == f"{pulled} && {install_command(HERE)}"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_extras_come_from_the_source_of_this_installation(
     monkeypatch.setattr(sys, "prefix", "/home/me/venv")
     assert sys.executable in extra_command("plots") and extra_command("plots").endswith(f" install {wanted}")
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
-    assert extra_command("plots") == f"uv tool install --reinstall --python 3.12 {wanted}"
+    assert extra_command("plots") == f"uv tool install --reinstall --python {HERE} {wanted}"
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
     assert extra_command("plots") == f"pipx install --force {wanted}"
 
@@ -146,7 +149,7 @@ def test_an_extra_that_is_missing_is_named_with_its_command(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("prefix", "command"),
     [
-        ("uv/tools", f"uv tool install --reinstall --python 3.12 --find-links {WHEELS} 'swarm-node[puzzles]'"),
+        ("uv/tools", f"uv tool install --reinstall --python {HERE} --find-links {WHEELS} 'swarm-node[puzzles]'"),
         ("pipx/venvs", f"pipx install --force '--pip-args=--find-links {WHEELS}' 'swarm-node[puzzles]'"),
     ],
 )
@@ -169,5 +172,5 @@ def test_an_extra_keeps_those_that_are_installed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(installed, "distribution", distribution)
     monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
     wanted = f"--find-links {WHEELS} 'swarm-node[optuna,swarm]'"
-    assert extra_command("optuna") == f"uv tool install --reinstall --python 3.12 {wanted}"
-    assert install_command() == f"uv tool install --reinstall --python 3.12 --find-links {WHEELS} 'swarm-node[swarm]'"
+    assert extra_command("optuna") == f"uv tool install --reinstall --python {HERE} {wanted}"
+    assert install_command() == f"uv tool install --reinstall --python 3.11 --find-links {WHEELS} 'swarm-node[swarm]'"

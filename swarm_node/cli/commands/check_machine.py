@@ -27,6 +27,7 @@ from swarm_node.install import (
     install_command,
     reinstall_command,
     torch_command,
+    upgrade_command,
 )
 from swarm_node.storage.rundir import existing_part
 from swarm_protocol.answer_form import WRITTEN, AnswerForm
@@ -65,7 +66,7 @@ def packages() -> Check:
         listed += f"; without the extra{'s' * (len(without) > 1)} {' and '.join(without)}"
     if all(number == TESTED[name] or number.startswith(f"{TESTED[name]}.") for name, number in found.items()):
         return Check("packages", "ok", listed)
-    return Check("packages", "warn", f"{listed}: some of these versions are not tested", reinstall_command())
+    return Check("packages", "warn", f"{listed}: some of these versions are not tested", upgrade_command())
 
 
 def nvidia_gpus(root: Path = Path("/")) -> list[str]:
@@ -78,7 +79,7 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("torch", "fail", f"cannot be loaded: {error}", reinstall_command())
+        return Check("torch", "fail", f"cannot be loaded: {error}", reinstall_command("torch"))
     number = torch.__version__
     if torch.cuda.is_available():
         return Check("torch", "ok", f"{number} on {torch.cuda.get_device_name()}")

@@ -12,7 +12,7 @@ from statistics import median
 from swarm_node import __version__
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig
-from swarm_node.install import PACKAGE, upgrade_command
+from swarm_node.install import FIND_WHEELS, PACKAGE, upgrade_command
 from swarm_node.observability.refusals import RefusalRow
 from swarm_node.observability.restarts import restarts
 from swarm_node.swarm.clock import SET_CLOCK
@@ -221,5 +221,6 @@ def versions(members: Mapping[str, PeerCard], totals: Mapping[str, float]) -> Ch
     older = sum(max(card.protocol, card.speaks) < PROTOCOL_VERSION for card in members.values())
     if totals.get("rejected/version"):
         detail = f"{mine}; peers with an older version are ignored"
-        return Check("versions", "warn", detail, f"pip install --upgrade {PACKAGE}  # on their machines")
+        upgrade = f"pip install --upgrade '{PACKAGE}[swarm]' {FIND_WHEELS}"
+        return Check("versions", "warn", detail, f"{upgrade}  # on their machines")
     return Check("versions", "ok", f"{mine}" + (f"; {older} of the members use the previous one" if older else ""))

@@ -19,10 +19,10 @@ def compare_runs(
     paths: Sequence[Path], picture: Path | None, table: Path | None, json_output: bool, apart: bool = False
 ) -> None:
     """Compare the runs in `paths`; `apart`: each by itself, also those that differ only by seed. Raises UserError."""
-    from swarm_node.observability.comparison_plot import check_ending, plot_comparison
+    from swarm_node.observability.comparison_plot import check_picture, plot_comparison
 
     if picture is not None:
-        check_ending(picture)
+        check_picture(picture)
     folders = [path for path in paths if not path.is_file()]  # `runs/sweep/*` names files of the sweep too
     comparison = Comparison(folders or paths, apart)
     if table is not None:

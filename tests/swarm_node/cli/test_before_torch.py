@@ -15,6 +15,7 @@ from tests.support.ports import free_port
 from tests.support.processes import make_manifest, nodes
 
 LOADING = "torch is being loaded"
+FRESH = ("env",)  # a process of its own, which has not loaded torch yet
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 def test_the_port_opens_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     swarm, port = [str(make_manifest(tmp_path))] if command == "join" else [], free_port()
     with nodes() as start:
-        node = start(command, *swarm, "--health-port", str(port), run_dir=tmp_path / "run")
+        node = start(command, *swarm, "--health-port", str(port), run_dir=tmp_path / "run", prefix=FRESH)
         node.until_says(LOADING)
         code, said = get(port, "/livez")
         assert code == 200 and said.startswith("starting for ")
@@ -63,7 +64,7 @@ def test_copies_that_cannot_be_are_refused_before_torch_is_loaded(
     url: str, code: int, words: str, tmp_path: Path
 ) -> None:
     with nodes() as start:
-        node = start("local", "--checkpoint-to", url, run_dir=tmp_path / "run")
+        node = start("local", "--checkpoint-to", url, run_dir=tmp_path / "run", prefix=FRESH)
         assert node.ended() == code
         assert words in node.output and LOADING not in node.output
     assert not (tmp_path / "run").exists()

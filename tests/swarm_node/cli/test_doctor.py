@@ -429,7 +429,10 @@ def test_dead_addresses_are_replaced_by_live_ones() -> None:
 
 
 def test_older_peers_remedy_is_an_upgrade() -> None:
-    assert "pip install --upgrade swarm-node" in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
+    assert (
+        "pip install --upgrade 'swarm-node[swarm]' --find-links"
+        in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
+    )
 
 
 def test_a_failed_check_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
