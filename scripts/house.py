@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Measure the layout of the code against its limits. The exit code is 1 if a limit is exceeded.
 
-    imports   circles between modules, and layers of the import contract in pyproject.toml
-    sizes     lines of files and classes in swarm_node/ and protocol/, lines of files in tests/ and benchmarks/
+    imports   circles between modules, layers of the import contract in pyproject.toml, modules that a module imports
+    sizes     lines of files in swarm_node/ and protocol/ and of all of them, lines of files in tests/ and benchmarks/
+    classes   attributes of a class, sections of the configuration left out
     names     modules beside the packages of swarm_node/, public functions and classes defined in two modules
     options   help texts of configuration keys that stand in a second module
     calls     of a tokenizer outside of the module that turns its library's panics into errors
 
-Imports under `TYPE_CHECKING` make no circle.
+Imports under `TYPE_CHECKING` count, but for those of the Python API, which the package loads when they are used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZING = "swarm_node/policy/tokenizing.py"
 TOKENIZERS = {"tokenizer", "backend_tokenizer"}  # what tokenizers are called
+API = "swarm_node/__init__.py"
 Modules = Mapping[str, ast.Module]
 
 
@@ -38,8 +40,6 @@ def name_of(path: str) -> str:
 
 def imported(node: ast.AST) -> Iterator[tuple[str, list[str]]]:
     """Modules imported below a node, also inside functions, with the names taken from each."""
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-        return
     if isinstance(node, ast.ImportFrom) and node.module:
         yield node.module, [alias.name for alias in node.names]
     elif isinstance(node, ast.Import):
@@ -48,8 +48,8 @@ def imported(node: ast.AST) -> Iterator[tuple[str, list[str]]]:
         yield from imported(child)
 
 
-def circle(trees: Modules) -> list[str]:
-    """The modules of one import circle; none if there is none."""
+def import_graph(trees: Modules) -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports."""
     known = {name_of(path) for path in trees}
     graph: dict[str, set[str]] = {}
     for path, tree in trees.items():
@@ -58,7 +58,12 @@ def circle(trees: Modules) -> list[str]:
             for module, names in imported(tree)
             for name in names or [""]
         }
-        graph[name_of(path)] = (taken & known) - {name_of(path)}
+        graph[name_of(path)] = (taken & known) - {name_of(path)} if path != API else set()
+    return graph
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """The modules of one import circle; none if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -70,15 +75,25 @@ def lines(path: str) -> int:
     return len((ROOT / path).read_text().splitlines())
 
 
-def longest_class(trees: Modules) -> tuple[int, str]:
-    """(lines, name)."""
-    classes = (
-        ((node.end_lineno or 0) - node.lineno + 1, f"{path}: {node.name}")
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """What its methods set, and what it declares."""
+    declared = (node.targets if isinstance(node, ast.Assign) else [node] for node in cls.body)
+    names = (target.target if isinstance(target, ast.AnnAssign) else target for each in declared for target in each)
+    return {name.id for name in names if isinstance(name, ast.Name)} | {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def fullest_class(trees: Modules) -> tuple[int, str]:
+    """(attributes, name)."""
+    return max(
+        (len(attributes(node)), f"{path}: {node.name}")
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        if isinstance(node, ast.ClassDef) and "Section" not in map(ast.unparse, node.bases)
     )
-    return max(classes)
 
 
 def twice(trees: Modules) -> list[str]:
@@ -136,22 +151,24 @@ def main() -> int:
         path for path in code if path.startswith("swarm_node/") and path.count("/") == 1 and "__init__" not in path
     ]
     file, other = (max((lines(path), path) for path in trees) for trees in (code, rest))
-    cls, double, repeated, ring = longest_class(code), twice(code), options_twice(code), circle(code)
-    direct = tokenizer_calls(code)
+    graph = import_graph(code)
+    cls, double, repeated, ring = fullest_class(code), twice(code), options_twice(code), circle(graph)
+    direct, imports = tokenizer_calls(code), max((len(taken), name) for name, taken in graph.items())
     rows: list[tuple[str, int, int, str]] = [
         ("modules in an import circle", len(ring), 0, " -> ".join(ring)),
         ("layers", len(layers), 10, ""),
         ("modules beside the packages", len(loose), 6, ", ".join(loose)),
         ("longest file", file[0], 450, file[1]),
-        ("longest class", cls[0], 300, cls[1]),
+        ("most attributes of a class", cls[0], 38, cls[1]),  # this limit and the next two only fall
+        ("most imports of a module", imports[0], 39, imports[1]),
+        ("lines of swarm_node and protocol", sum(map(lines, code)), 63_930, "delete some"),
         ("longest file of tests and benchmarks", other[0], 700, other[1]),
         ("public names in two modules", len(double), 3, "; ".join(double)),
         ("options declared twice", len(repeated), 0, "; ".join(repeated)),
         ("direct calls of a tokenizer", len(direct), 0, ", ".join(direct)),
     ]
     for what, measured, limit, where in rows:
-        print(f"{what:37} {measured:5} of {limit:3}  {'too many: ' + where if measured > limit else ''}")
-    print(f"{'lines of swarm_node and protocol':37} {sum(map(lines, code)):5}")
+        print(f"{what:37} {measured:6} of {limit:6}  {'too many: ' + where if measured > limit else ''}")
     return int(any(measured > limit for _, measured, limit, _ in rows))
 
 

@@ -16,34 +16,20 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.cohort import join_cohort, leave_cohort
 from swarm_node.averaging.cohort_weights import LateJoin
 from swarm_node.config import AveragingConfig
+from swarm_node.grpo.optimizer import Optimizer
+from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_protocol.transports.base import Transport
-
-if TYPE_CHECKING:
-    from swarm_node.grpo.optimizer import Optimizer
-    from swarm_node.pipeline.compute.worker import Worker
-    from swarm_node.pipeline.recovery.held_stages import HeldStages
 
 ARRIVAL_LOOK_S = 0.5
 """Longest time between two looks whether others' weights have arrived, where training waits for them."""
 MOST_S = 10.0
 """Longest wait for others' weights. Meanwhile the stage deals with no message and its crew waits, so this must be well
 below the time after which the crew gives the stage up. Weights that arrive later are applied later."""
-
-
-def averaged(worker: Worker) -> dict[str, Tensor]:
-    """The live weights of a stage that are averaged; a matrix that two stages hold is averaged at the first only."""
-    weights = worker.optimizer.weights()
-    if worker.index > 0 and worker.tied is not None:
-        del weights[worker.tied.name]
-    return weights
 
 
 @dataclass
@@ -105,7 +91,7 @@ class StageCohort:
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
         worker = self.held_stages.workers[stage]
-        weights = averaged(worker)
+        weights = worker.averaged()
 
         def probe() -> float | None:
             """A single stage gives no answers to compare, but its weights must be finite."""

@@ -102,6 +102,14 @@ class Worker:
         self._came: dict[int, float] = {}  # stage -> squares of what it added to the sum
         self._norm: float | None = None  # of its layers' gradient, once it has been asked for
 
+    def averaged(self) -> dict[str, Tensor]:
+        """The live weights that are averaged with other crews; a matrix that two stages hold is averaged at the first
+        only."""
+        weights = self.optimizer.weights()
+        if self.index > 0 and self.tied is not None:
+            del weights[self.tied.name]
+        return weights
+
     # ----------------------------------------------------------------- messages
 
     def handle(self, message: StageMessage) -> list[StageMessage]:

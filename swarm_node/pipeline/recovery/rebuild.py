@@ -32,7 +32,6 @@ from swarm_node.pipeline.membership.actions import BuildStage, Spans
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints
 from swarm_node.pipeline.recovery.weight_transfer import StageWeights, Wanted, WeightTransfer
-from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.digests import lines, model_digest
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.say import Warned
@@ -143,7 +142,7 @@ class StageBuilder:
         if config.averaging.method == "none":
             raise Unavailable("nothing is averaged with other crews")
         start = cohort_start(config, worker.stage, start)
-        cohort = cohort_of(config.averaging, self.transfer.place[0], start, averaged(worker))
+        cohort = cohort_of(config.averaging, self.transfer.place[0], start, worker.averaged())
         card = self.transfer.transport.members().get(peer)
         if card is None or card.cohort != cohort:
             raise Unavailable(f"peer …{peer[-8:]} is not in the cohort of this stage")

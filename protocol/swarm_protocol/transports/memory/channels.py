@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from swarm_protocol.errors import RemoteProtocolError
 from swarm_protocol.transports.base import Listener
+from swarm_protocol.transports.memory.station import Air, Station
 from swarm_protocol.transports.streams import channels
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.memory.network import MemoryNetwork
-    from swarm_protocol.transports.memory.transport import MemoryTransport
 
 
 @dataclass(eq=False)
@@ -20,9 +16,9 @@ class MemoryChannel:
     """One end of a channel: the end of node `owner`."""
 
     peer: str
-    other: MemoryTransport
-    owner: MemoryTransport
-    network: MemoryNetwork
+    other: Station
+    owner: Station
+    network: Air
     listener: Listener | None = None
     taken: bool = False  # whether the peer opened the channel, and `owner` accepted it
     _far: MemoryChannel | None = None

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swarm_protocol.errors import PeerUnreachable, RemoteProtocolError, in_seconds
 from swarm_protocol.limits import MAX_CHUNK_BYTES
 from swarm_protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_protocol.transports.memory.station import Air, Station
 from swarm_protocol.transports.streams.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, body_pieces, check_call
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.memory.network import MemoryNetwork
-    from swarm_protocol.transports.memory.transport import MemoryTransport
 
 
 @dataclass(eq=False)
@@ -22,9 +19,9 @@ class MemoryExchange:
     """One exchange, from event to event. Each event first checks that both peers are still connected; if not, the
     exchange ends. Events that come after the end hold an emptied object, because bodies may be large."""
 
-    network: MemoryNetwork
-    caller: MemoryTransport
-    acceptor: MemoryTransport
+    network: Air
+    caller: Station
+    acceptor: Station
     method: str
     ours: Outgoing
     answered: Callable[[bytes, int], Sink]
@@ -83,7 +80,7 @@ class MemoryExchange:
         self._leave(self.caller, self.acceptor, ours.size)
         self._leave(self.acceptor, self.caller, theirs.size)
 
-    def _leave(self, sender: MemoryTransport, receiver: MemoryTransport, left: int) -> None:
+    def _leave(self, sender: Station, receiver: Station, left: int) -> None:
         size, seconds = sender.uplink.send_turn(left, self.network.clock.now())
         if size < left:
             self._after(seconds, self._leave, sender, receiver, left - size)
@@ -133,7 +130,7 @@ class MemoryExchange:
         return RemoteProtocolError("torn", f"{self.method}: the other side ended it")
 
     @staticmethod
-    def _count(sender: MemoryTransport, receiver: MemoryTransport, size: int) -> None:
+    def _count(sender: Station, receiver: Station, size: int) -> None:
         sender.uplink.bytes_out += size
         receiver.bytes_in += size
 

@@ -4,59 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from swarm_protocol.transports.memory.network import MemoryNetwork
-    from swarm_protocol.transports.memory.transport import Component, MemoryTransport
+from swarm_protocol.transports.memory.station import Air, Component, GossipMessage, Mesh, Station
 
 MESH_REBUILD_S = 1.0  # shortest time between two rebuilds of a mesh
 
 
 @dataclass
-class Mesh:
-    """Which nodes of one component forward messages of one topic to which others."""
-
-    built: float
-    state: tuple[int, int]  # counts of changes of the component and of the topic for which it was built
-    neighbours: dict[MemoryTransport, dict[MemoryTransport, None]]
-
-
-@dataclass(eq=False)
-class GossipMessage:
-    """A message on its way, and the nodes that have it."""
-
-    topic: str
-    data: bytes
-    seen: set[MemoryTransport] = field(default_factory=set)
-
-
-@dataclass
 class _Topic:
-    subscribers: dict[MemoryTransport, None] = field(default_factory=dict)
+    subscribers: dict[Station, None] = field(default_factory=dict)
     changes: int = 0
 
 
 class MemoryGossip:
     """The topics of one network, and the delivery of messages on them."""
 
-    def __init__(self, network: MemoryNetwork, degree: int | None) -> None:
+    def __init__(self, network: Air, degree: int | None) -> None:
         """`degree` is the mean number of neighbours in a mesh; with `None`, messages go directly to all subscribers."""
         self.degree = degree
         self._network = network
         self._topics: dict[str, _Topic] = {}
 
-    def subscribe(self, node: MemoryTransport, name: str) -> None:
+    def subscribe(self, node: Station, name: str) -> None:
         topic = self._topics.setdefault(name, _Topic())
         topic.subscribers[node] = None
         topic.changes += 1
 
-    def unsubscribe(self, node: MemoryTransport, names: Iterable[str]) -> None:
+    def unsubscribe(self, node: Station, names: Iterable[str]) -> None:
         for name in names:
             self._topics[name].subscribers.pop(node)
             self._topics[name].changes += 1
 
-    def receivers(self, node: MemoryTransport, name: str) -> Iterable[MemoryTransport]:
+    def receivers(self, node: Station, name: str) -> Iterable[Station]:
         """The nodes to which `node` sends a message on topic `name`."""
         topic = self._topics.get(name)
         if topic is None:
@@ -69,7 +48,7 @@ class MemoryGossip:
         reachable = [other for other in mesh.neighbours if not (node.dial_only and other.dial_only)]
         return self._network.rng.sample(reachable, min(self.degree, len(reachable)))  # publishes without listening
 
-    def send(self, sender: MemoryTransport, receiver: MemoryTransport, message: GossipMessage) -> None:
+    def send(self, sender: Station, receiver: Station, message: GossipMessage) -> None:
         """Send one message over both links, which may lose or duplicate it."""
         network, ours, theirs = self._network, sender.link, receiver.link
         left_at, copies = sender.uplink.send(len(message.data), network.clock.now()), 1
@@ -94,7 +73,7 @@ class MemoryGossip:
         assert self.degree is not None
         nodes = [node for node in topic.subscribers if node.component is component]
         open_ = [node for node in nodes if not node.dial_only]
-        neighbours: dict[MemoryTransport, dict[MemoryTransport, None]] = {node: {} for node in nodes}
+        neighbours: dict[Station, dict[Station, None]] = {node: {} for node in nodes}
         for node in nodes:
             links = self.degree if node.dial_only else (self.degree + 1) // 2
             chosen = rng.sample(open_, min(links + 1, len(open_)))

@@ -21,32 +21,27 @@ membership is measured on the real network. Everything runs on the thread that d
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.identity import Identity
-from swarm_protocol.messages import PeerCard
 from swarm_protocol.transports.memory.gossip import MemoryGossip
 from swarm_protocol.transports.memory.links import LinkModel, VirtualClock
-from swarm_protocol.transports.memory.transport import SPREAD_S, Component, MemoryTransport
+from swarm_protocol.transports.memory.station import Component
+from swarm_protocol.transports.memory.transport import SPREAD_S, MemoryTransport, Network
 
 DEFAULT_LINK = LinkModel()
 
 
-class MemoryNetwork:
+class MemoryNetwork(Network):
     """All nodes, their connections, and the faults between them."""
 
     def __init__(self, clock: VirtualClock, seed: int = 0, degree: int | None = None) -> None:
         """`degree` is the mean number of neighbours in gossip meshes; with `None`, gossip takes one hop."""
-        self.clock = clock
-        self.rng = random.Random(seed)
+        super().__init__(clock, seed)
         self.gossip = MemoryGossip(self, degree)
-        self.faults: Counter[str] = Counter()
-        """Faults of messages: `lost`, `duplicated`, `cut` (the receiver was gone or cut off on arrival)."""
-        self.nodes: dict[str, MemoryTransport] = {}  # peer id -> node, if it is running
-        self.left: dict[str, PeerCard] = {}  # peer id -> last card, of nodes that were closed
+        self.nodes = {}
+        self.left = {}
 
     def join(
         self,
@@ -65,14 +60,6 @@ class MemoryNetwork:
         self.nodes[peer] = node
         self.clock.call_in(0.0, node.tick)
         return node
-
-    def delay(self, sender: MemoryTransport, receiver: MemoryTransport) -> float:
-        """Seconds that a message takes from the sender's uplink to the receiver."""
-        ours, theirs = sender.link, receiver.link
-        delay = ours.latency_s + theirs.latency_s
-        if ours.jitter_s or theirs.jitter_s:
-            delay += self.rng.uniform(0.0, ours.jitter_s) + self.rng.uniform(0.0, theirs.jitter_s)
-        return delay
 
     def kill(self, peer: str) -> None:
         """End a node without a goodbye. Its card expires, and its channels close after a time of silence."""
@@ -100,7 +87,6 @@ class MemoryNetwork:
             node.side = 0
 
     def dial(self, node: MemoryTransport, peer: str) -> None:
-        """Connect `node` with a peer, if that can be dialled. Their components merge after `SPREAD_S`."""
         other = self.nodes.get(peer)
         if other is None or other.dial_only or other is node or other.side != node.side:
             return

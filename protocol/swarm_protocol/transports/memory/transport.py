@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,15 +19,13 @@ from swarm_protocol.peers import PeerTable
 from swarm_protocol.transports.base import Acceptor, Channel, Handler, Listener, Outgoing, Server, Sink
 from swarm_protocol.transports.memory.channels import MemoryChannel
 from swarm_protocol.transports.memory.exchanges import MemoryExchange
-from swarm_protocol.transports.memory.gossip import GossipMessage, Mesh
-from swarm_protocol.transports.memory.links import LinkModel, Uplink
+from swarm_protocol.transports.memory.gossip import MemoryGossip
+from swarm_protocol.transports.memory.links import LinkModel
+from swarm_protocol.transports.memory.station import Air, GossipMessage, Station
 from swarm_protocol.transports.refusals import Refused
 from swarm_protocol.transports.streams.exchanges import check_call
 from swarm_protocol.transports.streams.stream import check_method
 from swarm_protocol.twins import Twins
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.memory.network import MemoryNetwork
 
 SPREAD_S = 2.0  # delay until others find a card, and until components that meet become one
 LOOKUP_S = 5.0  # mean time between two lookups of cards by a node; after each, it dials
@@ -37,53 +33,45 @@ LOOKUP_CARDS = 32  # number of other peers' cards in a node's own table. `member
 MAX_BACKLOG_S = 10.0  # a gossip message that would wait longer than this for its sender's uplink is dropped
 
 
-@dataclass(eq=False)
-class Component:
-    """Nodes that are connected, directly or through others, and the cards that they hold together."""
+class Network(Air):
+    """What a node uses of its network."""
 
-    nodes: dict[MemoryTransport, None]
-    cards: dict[str, tuple[PeerCard, float]] = field(default_factory=dict)  # peer id -> card, and when it expires
-    meshes: dict[str, Mesh] = field(default_factory=dict)  # topic -> gossip mesh
-    changes: int = 0  # number of nodes that joined and left
+    gossip: MemoryGossip
+    nodes: dict[str, MemoryTransport]  # peer id -> node, if it is running
+    left: dict[str, PeerCard]  # peer id -> last card, of nodes that were closed
+
+    @abstractmethod
+    def dial(self, node: MemoryTransport, peer: str) -> None:
+        """Connect `node` with a peer, if that can be dialled. Their components merge after `SPREAD_S`."""
+
+    @abstractmethod
+    def remove(self, node: MemoryTransport) -> None:
+        """The node is gone."""
 
 
-class MemoryTransport:
+class MemoryTransport(Station):
     """One node's `Transport`. `table` is its peer table."""
 
     def __init__(
         self,
-        network: MemoryNetwork,
+        network: Network,
         who: Identity | str,
         swarm: str,
         link: LinkModel,
         bootstrap: Sequence[str],
         dial_only: bool,
     ) -> None:
-        self.peer_id = who if isinstance(who, str) else who.peer_id
+        super().__init__(who if isinstance(who, str) else who.peer_id, link, dial_only)
         self.addresses = [] if dial_only else [f"/memory/p2p/{self.peer_id}"]
         self.swarm = swarm
-        self.link = link
-        self.uplink = Uplink(link)
-        self.dial_only = dial_only
-        self.bytes_in = 0
         self.messages_in = self.messages_out = 0
         self.duplicates = self.dropped = 0
-        self.rejected: Counter[str] = Counter()
         self.table = PeerTable(self.peer_id, random.Random(f"{network.rng.random()}"))
         self.table.learn(bootstrap, network.clock.now(), bootstrap=True)
         self._network = network
         self._identity = who if isinstance(who, Identity) else None
-        self.alive = True
-        self.side = 0  # number of the part of a partitioned network that the node is in
-        self.edges: dict[MemoryTransport, None] = {}
-        self.component = Component({self: None})
         self.handlers: dict[str, list[Handler]] = {}
         self._servers: dict[str, Server] = {}
-        self.acceptors: dict[str, Acceptor] = {}
-        self.exchanging: Counter[str] = Counter()
-        """Caller -> number of its exchanges that this node accepted and that are under way."""
-        self.openings: dict[str, Callable[[Channel], Listener]] = {}
-        self.channels: dict[MemoryChannel, None] = {}
         self._card: PeerCard | None = None
         self._renewed = -math.inf
 
@@ -246,10 +234,6 @@ class MemoryTransport:
                 channel.close()
             self._network.remove(self)
 
-    def can_reach(self, other: MemoryTransport) -> bool:
-        """Whether both nodes are alive and no partition is between them."""
-        return self.alive and other.alive and self.side == other.side
-
     def _reach(self, peer: str) -> MemoryTransport | None:
         """The node of a peer, if it can be asked."""
         other = self._network.nodes.get(peer)
@@ -258,8 +242,7 @@ class MemoryTransport:
         knows = self.component is other.component or bool(self.table.addresses_of(peer))
         return other if other in self.edges or (knows and not other.dial_only) else None
 
-    def receive(self, sender: MemoryTransport, message: GossipMessage) -> None:
-        """A message has arrived from `sender`. Raises whatever a handler raises except RemoteProtocolError."""
+    def receive(self, sender: Station, message: GossipMessage) -> None:
         if not self.alive or self.side != sender.side:
             self._network.faults["cut"] += 1
             return

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 import psutil
@@ -31,9 +31,6 @@ from swarm_protocol.errors import LocalProtocolError, PeerUnreachable, in_second
 from swarm_protocol.transports.ports import Port
 from swarm_protocol.transports.settings import NetworkSettings, announced, listen_address
 from swarm_protocol.transports.streams.stream import Traffic
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.p2p.plane import HivemindPlane
 
 P2PD_START_S = 15.0
 P2PD_CALL_S = 10.0  # longest that p2pd may take over a call that does not have a time limit of its own
@@ -67,12 +64,35 @@ T = TypeVar("T")
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))  # faults are counted instead
 
 
+class _Plane(Protocol):
+    """Whose p2pd it is, as `plane.HivemindPlane`."""
+
+    @property
+    def connections(self) -> _Counted: ...
+
+    @property
+    def restarted(self) -> Callable[[], None]: ...
+
+    async def begin(self, p2pd: P2P) -> None:
+        """p2pd has started."""
+
+    def ended(self) -> None:
+        """p2pd has ended."""
+
+    async def reach(self, peer: str) -> None:
+        """Dial a peer that another peer named. Raises PeerUnreachable."""
+
+
+class _Counted(Protocol):
+    count: int  # connected peers when that was looked at last
+
+
 class Daemon:
     """Keeps one p2pd running. All coroutines belong to the loop in which `start` was called."""
 
     def __init__(
         self,
-        plane: HivemindPlane,
+        plane: _Plane,
         identity_path: Path,
         settings: NetworkSettings,
         port: Port | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -13,15 +13,13 @@ from swarm_protocol.errors import LocalProtocolError, NotOfSwarm, PeerUnreachabl
 from swarm_protocol.hosts import neighbourhood_of_stream
 from swarm_protocol.limits import MAX_REQUEST_BYTES
 from swarm_protocol.transports.base import Outgoing, Sink
-from swarm_protocol.transports.p2p.daemon import P2PD_CALL_S
+from swarm_protocol.transports.p2p.connections import Connections
+from swarm_protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from swarm_protocol.transports.p2p.dial_back import DialBack, ask_back
 from swarm_protocol.transports.p2p.relay import RELAY_PROTOCOL, reserve
 from swarm_protocol.transports.streams.requests import ask
 from swarm_protocol.transports.streams.services import Services
 from swarm_protocol.transports.streams.stream import Stream, check_method
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.p2p.plane import HivemindPlane
 
 EXCHANGE_END_S = 2.0  # longest wait for callbacks of an exchange that was given up
 NOT_SPOKEN = "protocols not supported"
@@ -30,11 +28,26 @@ T = TypeVar("T")
 StreamHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+class _Plane(Protocol):
+    """Whose streams these are, as `plane.HivemindPlane`."""
+
+    addresses: list[str]  # at which others reach this node
+    daemon: Daemon
+    connections: Connections
+    known: Callable[[str], Sequence[str]]  # peer -> its addresses
+
+    async def connect(self, peer: str, addresses: Sequence[str]) -> None:
+        """Dial a peer at all of these. Raises PeerUnreachable."""
+
+    async def reach(self, peer: str) -> None:
+        """Dial a peer that another peer named. Raises PeerUnreachable."""
+
+
 class PeerStreams:
     """All streams of one node, its own and those that peers open. Whatever asks a peer raises PeerUnreachable, or
     RemoteProtocolError."""
 
-    def __init__(self, plane: HivemindPlane, swarm: str, services: Services) -> None:
+    def __init__(self, plane: _Plane, swarm: str, services: Services) -> None:
         self.services = services
         self._dial_back = DialBack(lambda: plane.addresses)
         self._daemon = plane.daemon

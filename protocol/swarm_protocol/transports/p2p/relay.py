@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from swarm_protocol.errors import PeerUnreachable, ProtocolError
 from swarm_protocol.hosts import is_public
 from swarm_protocol.transports.refusals import ip_of
 from swarm_protocol.transports.settings import endpoint
-
-if TYPE_CHECKING:
-    from swarm_protocol.transports.p2p.plane import HivemindPlane
 
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 PLACE_S = 60.0
@@ -35,6 +32,28 @@ a relay connects back to 64 ports a minute."""
 MAX_RELAY_ANSWER_BYTES = 4096
 _RESERVE = b"\x08\x00"
 _GRANTED = b"\x28\x64"  # status 100. go-libp2p writes the fields of a message in order, and this one is the last.
+
+
+class _Plane(Protocol):
+    """Which node asks, as `plane.HivemindPlane`."""
+
+    addresses: list[str]  # at which others reach it
+
+    @property
+    def connections(self) -> _Connections: ...
+
+    @property
+    def streams(self) -> _Streams: ...
+
+
+class _Connections(Protocol):
+    async def connected(self) -> Mapping[str, list[str]]:
+        """Peer id -> addresses at the other ends of its connections. Raises PeerUnreachable."""
+
+
+class _Streams(Protocol):
+    async def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
+        """Which ports of this node the peer could connect to. Raises PeerUnreachable, RemoteProtocolError."""
 
 
 class Reach:
@@ -48,7 +67,7 @@ class Reach:
         self._ask_at: dict[str, float] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    def is_direct(self, plane: HivemindPlane, relay: str, now: float) -> bool | None:
+    def is_direct(self, plane: _Plane, relay: str, now: float) -> bool | None:
         """Whether `relay` could connect to this node; None before its first answer. It is asked in the background when
         that is due at `now` (seconds of any clock)."""
         if relay not in self._asking and now >= self._ask_at.get(relay, now):
@@ -64,7 +83,7 @@ class Reach:
         self._direct.clear()
         self._ask_at.clear()
 
-    async def _ask(self, plane: HivemindPlane, relay: str) -> None:
+    async def _ask(self, plane: _Plane, relay: str) -> None:
         direct = False
         public = [way for address in plane.addresses if _is_public([address]) and (way := endpoint(address))]
         try:
