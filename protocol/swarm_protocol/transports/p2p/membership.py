@@ -26,7 +26,7 @@ from swarm_protocol.topics import bucket_of
 from swarm_protocol.transports.dht.strangers import Strangers
 from swarm_protocol.transports.p2p.gossip_side import GossipSide
 from swarm_protocol.transports.p2p.relay import PLACE_S, Reach
-from swarm_protocol.transports.ports import note_ports
+from swarm_protocol.transports.ports import note_ports, read_ports
 from swarm_protocol.transports.settings import NetworkSettings
 from swarm_protocol.transports.streams.stream import Traffic
 from swarm_protocol.twins import Twins
@@ -241,10 +241,10 @@ class Membership:
             return
         card = replace(card, addresses=addresses, gossip=heard_at, gossip_id=gossip.gossip_id)
         self.twins.is_mine(card.gossip_id)
-        await self._find(plane, [bucket_of(self.peer_id)])  # a twin's card, which this one replaces
-        taken = await plane.store_card(card, len(self.members))
         if ways != self._told:
             self._note_ports(plane)
+        await self._find(plane, [bucket_of(self.peer_id)])  # a twin's card, which this one replaces
+        taken = await plane.store_card(card, len(self.members))
         self._told, self._renew_at = ways, time.monotonic() + (self._settings.card_renewal_s if taken else 0.0)
 
     def own_addresses(self, plane: HivemindPlane) -> list[str]:
@@ -267,6 +267,7 @@ class Membership:
         for task in self._dialling.values():
             task.cancel()
         self._reach.forget()
+        self._note_ports(plane)  # it may leave before its first card
         with suppress(ProtocolError, TimeoutError):
             if self._told and self.card is not None:
                 await asyncio.wait_for(plane.store_card(self._dated(self.card)), LAST_CARD_S)
@@ -274,11 +275,12 @@ class Membership:
 
     def _note_ports(self, plane: HivemindPlane) -> None:
         """Write down the ports that this node listens on, for its next run."""
-        gossip = self._gossip.client
-        if self._ports_file is None or not gossip.addresses:
+        gossip, port, file = self._gossip.client, plane.daemon.port_number, self._ports_file
+        if file is None or not plane.addresses:
             return
+        before = read_ports(file).get(self._settings.gossip_port or -1, 0)
         try:
-            note_ports(self._settings, plane.daemon.port_number, gossip.settings.port, self._ports_file)
+            note_ports(self._settings, port, gossip.settings.port if gossip.addresses else before, file)
         except OSError as error:
             self._report(f"cannot write {self._ports_file}: {error.strerror}")
 
