@@ -275,12 +275,12 @@ class Membership:
 
     def _note_ports(self, plane: HivemindPlane) -> None:
         """Write down the ports that this node listens on, for its next run."""
-        gossip, port, file = self._gossip.client, plane.daemon.port_number, self._ports_file
+        gossip, file, got = self._gossip.client, self._ports_file, plane.daemon.port_number
         if file is None or not plane.addresses:
             return
         before = read_ports(file).get(self._settings.gossip_port or -1, 0)
         try:
-            note_ports(self._settings, port, gossip.settings.port if gossip.addresses else before, file)
+            note_ports(self._settings, got, gossip.settings.port if gossip.addresses else before, file)
         except OSError as error:
             self._report(f"cannot write {self._ports_file}: {error.strerror}")
 
