@@ -50,6 +50,8 @@ REFUSALS = {
     "wrong key": [*NODE, "local", "--set", "grpo.los=gspo"],
     "short link": [*NODE, "join", "swarm://abc"],
     "no extra for a swarm": [*PLAIN, "join", "swarm://abc"],
+    "no extra for puzzles": [*PLAIN, "local", "--tasks", "small"],
+    "no extra for stages": [*PLAIN, "local", "--stages", "2"],
     "no extra for a page of a swarm": [*PLAIN, "dashboard", "swarm://abc"],
 }
 

@@ -87,11 +87,13 @@ def _train(config: NodeConfig, member: bool, dry_run: bool, json_output: bool) -
 
 
 def _start(config: NodeConfig, run: RunDir, member: bool, json_output: bool) -> None:
-    from swarm_node.policy.model_path import is_particular
-    from swarm_node.runtime.preflight import check_material, check_run_place, with_commits, with_extras
-    from swarm_node.swarm.links import swarm_to_join
+    from swarm_node.runtime.extras import with_extras
 
     config = with_extras(config, note_for(config, "settings", json_output))
+    from swarm_node.policy.model_path import is_particular
+    from swarm_node.runtime.preflight import check_material, check_run_place, with_commits
+    from swarm_node.swarm.links import swarm_to_join
+
     check_run_place(config, member)
     found = swarm_to_join(config, note_for(config, "note", json_output)) if member else None
     is_chosen = "model" in config.policy.model_fields_set and is_particular(config.policy.model)
@@ -176,7 +178,7 @@ def sweep(
 
 def print_config(config: NodeConfig, json_output: bool) -> None:
     """Print the configuration as TOML or JSON, with the tasks that a node asks here."""
-    from swarm_node.runtime.preflight import with_extras
+    from swarm_node.runtime.extras import with_extras
 
     config = with_extras(config)
     as_json = json.dumps(config.model_dump(mode="json"), indent=2)

@@ -12,7 +12,8 @@ from swarm_node.config.loading import load_run_config, read_layers
 from swarm_node.config.plugins import name_in_program, users_own
 from swarm_node.errors import UserError
 from swarm_node.runtime.callbacks import Callback, Manner, TrainResult
-from swarm_node.runtime.preflight import with_commits, with_extras
+from swarm_node.runtime.extras import with_extras
+from swarm_node.runtime.preflight import with_commits
 from swarm_node.runtime.waiting import wait_passively
 from swarm_node.storage.run_settings import not_used
 from swarm_node.storage.rundir import RunDir

@@ -16,39 +16,18 @@ from swarm_node.config import NodeConfig
 from swarm_node.config.plugins import not_here, only_in_a_program
 from swarm_node.config.training import RewardFunctionConfig
 from swarm_node.errors import TemporaryError, UserError
-from swarm_node.install import check_extra, check_package, has_extra
 from swarm_node.policy.extras import check_optimizer, check_quantiser
 from swarm_node.policy.model_path import LORA_ABOVE, check_hub, checked, parameters
 from swarm_node.policy.sizes import MOMENT_BYTES
-from swarm_node.say import Say
 from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.room import check_room
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.network import identity_file
-from swarm_node.tasks.catalogue import STARTER
 from swarm_node.tasks.checking import check_specs
 from swarm_node.tasks.hub_data import pinned
 from swarm_protocol.errors import LocalProtocolError
 from swarm_protocol.identity import Identity
 from swarm_protocol.transports.settings import is_free
-
-
-def with_extras(config: NodeConfig, say: Say = lambda text: None) -> NodeConfig:
-    """`config` with the questions of this package, if it names none and reasoning-gym, whose questions a node asks by
-    default, is not installed, which `say` is told. UserError if another extra that it needs is not."""
-    for needed, what in (
-        (config.swarm is not None, "a swarm"),
-        (config.pipeline.stages > 0, "a policy in stages"),
-        (config.health.port > 0, "--health-port"),
-    ):
-        if needed:
-            check_extra("swarm", what)
-    for sink in config.log:
-        check_package(sink, sink, f"log = [{sink!r}]")
-    if "tasks" in config.model_fields_set or config.swarm is not None or has_extra("puzzles"):
-        return config
-    say(f"the questions are those of this package (--tasks {STARTER}), since reasoning-gym is not installed")
-    return config.model_copy(update={"tasks": [STARTER]})
 
 
 def check_run_place(config: NodeConfig, network: bool) -> None:

@@ -41,8 +41,8 @@ from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length, too_long
 from swarm_node.rollouts.collect import encode_each
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Asked, answers_to, cells, summarise, titles, told
+from swarm_node.runtime.extras import with_extras
 from swarm_node.runtime.limits import MemoryLimit
-from swarm_node.runtime.preflight import with_extras
 from swarm_node.say import Warned, is_shown
 from swarm_node.storage.new_file import write_new_file
 from swarm_node.storage.rundir import RunDir
