@@ -400,8 +400,8 @@ def test_export_and_eval_name_a_missing_run() -> None:
 
 
 def test_log_sends_metrics_elsewhere_too() -> None:
-    assert json.loads(run("local", "--log", "trackio,wandb", "--dry-run", "--json").stdout)["log"] == [
-        "trackio",
+    assert json.loads(run("local", "--log", "tensorboard,wandb", "--dry-run", "--json").stdout)["log"] == [
+        "tensorboard",
         "wandb",
     ]
     wrong = run("local", "--log", "wandbb", "--dry-run")
@@ -463,7 +463,7 @@ def test_join_takes_local_s_options_and_more() -> None:
         "join s.toml --name alice --model m --tasks gcd --rounds 3 --minutes 2 --seed 1 --no-lora --own 3 --foreign 5"
     )
     words += " --listen 127.0.0.1 --announce a.example,b.example --port 1 --gossip-port 2 --bootstrap /x --dial-only"
-    words += " --log trackio --log wandb"
+    words += " --log tensorboard --log wandb"
     config = json.loads(run(*words.split(), "--dry-run", "--json").stdout)
     assert config["swarm"] == "s.toml"
     assert (config["name"], config["rounds"], config["seed"]) == ("alice", 3, 1)
@@ -473,7 +473,7 @@ def test_join_takes_local_s_options_and_more() -> None:
     assert network["announce"] == ["a.example", "b.example"]
     assert network["bootstrap"] == ["/x"]
     assert network["dial_only"] is True
-    assert config["log"] == ["trackio", "wandb"]
+    assert config["log"] == ["tensorboard", "wandb"]
     options = {words: {p.opts[0] for p in command.params} for words, command in commands()}
     own = {"--answer", "--kind"}
     assert options["local",] - options["join",] == own, "a member's answers have form and kind of its manifest"
