@@ -47,6 +47,7 @@ LOWER = (
     "lower grpo.microbatch_tokens, rollouts.groups, rollouts.group_size or rollouts.max_new_tokens, choose a smaller "
     "--model"
 )
+NO_ROUND, SAVED = "this start has done no round, and the next would do none", "what it had learned is saved"
 KEPT_FREE = 0.95  # part of --max-memory that estimates may reach; they miss some per cent
 NETWORK_BYTES = 2**28  # memory of p2pd and the gossip process, which no estimate of a round counts
 
@@ -213,6 +214,8 @@ class ResourceLimits:
 
     def check_kept(self) -> None:
         """Raise the UserError for which the node had to leave, if it took too much memory."""
+        if self.over is not None and not isinstance(self.over, TemporaryError) and _rounds(self._run) > self._began_at:
+            raise TemporaryError(str(self.over).replace(NO_ROUND, SAVED))  # a round has ended since
         if self.over is not None:
             raise self.over
 
@@ -285,9 +288,7 @@ class ResourceLimits:
                 once("look", Warned(f"limits and pauses wait until this machine can be looked at again: {error}"))
                 continue
             if exceeded and not ended.is_set():
-                over, code, then = UserError, USER_ERROR, "this start has done no round, and the next would do none"
-                if gets_on:
-                    over, code, then = TemporaryError, TEMPORARY, "what it had learned is saved"
+                over, code, then = (TemporaryError, TEMPORARY, SAVED) if gets_on else (UserError, USER_ERROR, NO_ROUND)
                 self.over = over(f"the node took {exceeded}; {then}")
                 stop.notice(MEMORY_LEAVE_S, exit_code=code)
                 self._say(Failed(self.over))

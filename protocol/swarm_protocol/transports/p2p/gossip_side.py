@@ -24,8 +24,7 @@ class GossipSide:
     ) -> None:
         """`started` is called when a gossip process is up, perhaps a new one."""
         self._report = report
-        kinds = [kind for kind in KINDS if kind.sharded]
-        topics = [kind.topics(settings.swarm, settings.shards) for kind in kinds]
+        topics = (kind.topics(settings.swarm, settings.shards) for kind in KINDS if kind.sharded)
         self._shard_of_topic = {topic: shard for each in topics for shard, topic in enumerate(each)}
         self._handlers: dict[str, list[Handler]] = {}
         self.client = GossipClient(settings, self._on_message, report, started, port)
